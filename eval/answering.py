@@ -9,18 +9,18 @@ from typing import NamedTuple
 
 import torch
 
-from treespec.api.load import calibration_of, load_sources
+from treespec.api.load import load_calibration_for, load_sources
 from treespec.api.spec import Output, Spec
 from treespec.draft.spec import DrafterSpec
 from treespec.engine.options import Seed
 from treespec.engine.stats import Stats
-from treespec.eval.config import EvalConfig, drafters_of
+from treespec.eval.config import EvalConfig, parse_drafters
 from treespec.eval.ledger import Completion
 from treespec.eval.questions import Question
-from treespec.eval.systems import Contestant
+from treespec.eval.systems import System
 
 
-class Ask(NamedTuple):
+class PromptRequest(NamedTuple):
     """A prompt, as messages and as the target's tokens, and how to complete it.
 
     seed: of its draws. most: new tokens, which the target's context has room for.
@@ -29,19 +29,21 @@ class Ask(NamedTuple):
     messages: list[dict[str, str]]
     ids: list[int]
     seed: int
-    most: int
+    max_new_tokens: int
 
 
 class Turn(NamedTuple):
     """A prompt and its completion. seconds: by the clock; of prompts completed together, a share."""
 
-    ask: Ask
+    ask: PromptRequest
     output: Output
     seconds: float
 
 
-Answerer = Callable[[Sequence[Ask]], list[Output]]  # several prompts are completed together
-Fresh = Callable[[Contestant], Spec]
+Answerer = Callable[
+    [Sequence[PromptRequest]], list[Output]
+]  # several prompts are completed together
+Fresh = Callable[[System], Spec]
 
 
 @dataclass
@@ -52,7 +54,7 @@ class QuestionTurns:
     messages: list[dict[str, str]]
     turns: list[Turn]
 
-    def prepare_ask(self, spec: Spec, system: str, config: EvalConfig) -> Ask:
+    def prepare_ask(self, spec: Spec, system: str, config: EvalConfig) -> PromptRequest:
         """Add the next turn's question to the messages, and make its prompt. system: whose seeds these are."""
         number = len(self.turns)
         self.messages.append({"role": "user", "content": self.question.turns[number]})
@@ -60,7 +62,7 @@ class QuestionTurns:
         seed_of = [config.seed, self.question.question_id, number, system]
         seed = zlib.crc32(json.dumps(seed_of).encode())  # the same on every machine
         room = spec.target.context_length - len(ids)
-        return Ask(self.messages, ids, seed, min(config.max_new_tokens, room))
+        return PromptRequest(self.messages, ids, seed, min(config.max_new_tokens, room))
 
     def add_turn(self, turn: Turn) -> None:
         """Take a completed turn."""
@@ -70,7 +72,7 @@ class QuestionTurns:
 
 
 def ask(
-    answer: Answerer, group: list[Question], system: Contestant, spec: Spec, config: EvalConfig
+    answer: Answerer, group: list[Question], system: System, spec: Spec, config: EvalConfig
 ) -> list[Completion]:
     """Let a contestant complete all turns of some questions, which it completes together.
 
@@ -99,15 +101,17 @@ def ask(
     completions = []
     for conversation in conversations:
         turns = conversation.turns
-        completion = completion_of(conversation.question, turns, system.name, config.max_new_tokens)
+        completion = build_completion(
+            conversation.question, turns, system.name, config.max_new_tokens
+        )
         completions.append(completion)
     return completions
 
 
-def complete_turns(answer: Answerer, asks: Sequence[Ask]) -> list[Turn]:
+def complete_turns(answer: Answerer, asks: Sequence[PromptRequest]) -> list[Turn]:
     """Complete prompts together, on the clock; one that fills the context has an empty completion."""
     # 1. The completions.
-    fitting = [ask for ask in asks if ask.most > 0]
+    fitting = [ask for ask in asks if ask.max_new_tokens > 0]
     answered: Iterator[Output] = iter(())
     started = time.perf_counter()
     if fitting:
@@ -115,7 +119,7 @@ def complete_turns(answer: Answerer, asks: Sequence[Ask]) -> list[Turn]:
     wall = time.perf_counter() - started
     outputs = []
     for ask in asks:
-        if ask.most > 0:
+        if ask.max_new_tokens > 0:
             outputs.append(next(answered))
         else:
             outputs.append(Output("", [], Stats(prompt_tokens=len(ask.ids), truncated=True)))
@@ -131,7 +135,7 @@ def complete_turns(answer: Answerer, asks: Sequence[Ask]) -> list[Turn]:
     return turns
 
 
-def completion_of(question: Question, turns: Sequence[Turn], name: str, most: int) -> Completion:
+def build_completion(question: Question, turns: Sequence[Turn], name: str, most: int) -> Completion:
     """Build the ledger's entry for a question.
 
     Args:
@@ -156,7 +160,7 @@ def completion_of(question: Question, turns: Sequence[Turn], name: str, most: in
         "question_id": question.question_id,
         "category": question.category,
         "group": question.group,
-        "right": question.right(outputs[-1].text),
+        "right": question.is_right(outputs[-1].text),
         "turns": [output.text for output in outputs],
         "token_ids": [output.token_ids for output in outputs],
         "prompt_tokens": [turn_stats.prompt_tokens for turn_stats in stats],
@@ -198,12 +202,12 @@ def load_own(config: EvalConfig, dtype: str, device_map: str) -> tuple[Spec, Fre
     contestants start alike, in a resumed run too, and one cache is alive at a time. dtype: of the target's weights.
     """
     placement = replace(config.placement, dtype=dtype, device_map=device_map)
-    names = [drafter.written for drafter in drafters_of(config)]
+    names = [drafter.written for drafter in parse_drafters(config)]
     target, sources = load_sources(config.target, names, placement)
-    calibrations = {name: calibration_of(source, name) for name, source in sources.items()}
+    calibrations = {name: load_calibration_for(source, name) for name, source in sources.items()}
     plain = Spec(target, None, template=config.template)
 
-    def fresh(one: Contestant) -> Spec:
+    def fresh(one: System) -> Spec:
         if one.drafter is None:
             return plain.baseline()
         return Spec(
@@ -219,7 +223,7 @@ def load_own(config: EvalConfig, dtype: str, device_map: str) -> tuple[Spec, Fre
     return plain, fresh
 
 
-def answerer(spec: Spec, system: Contestant, config: EvalConfig) -> Answerer:
+def build_answerer(spec: Spec, system: System, config: EvalConfig) -> Answerer:
     """Make the function that completes a contestant's prompts with a `Spec`.
 
     A suffix cache drafts from the completions in its folder, to which nothing is added, or from none
@@ -228,7 +232,7 @@ def answerer(spec: Spec, system: Contestant, config: EvalConfig) -> Answerer:
     """
     has_cache_folder = bool(system.drafter and DrafterSpec.parse(system.drafter).cache_folder)
 
-    def answer(asks: Sequence[Ask]) -> list[Output]:
+    def answer(asks: Sequence[PromptRequest]) -> list[Output]:
         seeds: list[Seed] = [ask.seed for ask in asks]
         if has_cache_folder:  # a completion whose seed is a number is drafted from no earlier one
             seeds = [torch.Generator().manual_seed(ask.seed) for ask in asks]
@@ -240,7 +244,7 @@ def answerer(spec: Spec, system: Contestant, config: EvalConfig) -> Answerer:
             temperature=system.temperature,
             top_k=config.top_k,
             top_p=config.top_p,
-            max_new_tokens=max(ask.most for ask in asks),
+            max_new_tokens=max(ask.max_new_tokens for ask in asks),
             memory="" if has_cache_folder else None,
             remember=False,
         )

@@ -9,17 +9,30 @@ from typing import final
 
 import torch
 
-from treespec.engine.stats import figures
+from treespec.engine.stats import format_figures
 from treespec.errors import InputError
-from treespec.eval.answering import answerer, ask, load_own
-from treespec.eval.common import Report, Step, differences, listed, silent
-from treespec.eval.config import EvalConfig, drafters_of
+from treespec.eval.answering import ask, build_answerer, load_own
+from treespec.eval.common import (
+    ProgressStep,
+    Report,
+    describe_differences,
+    ignore_report,
+    split_list,
+)
+from treespec.eval.config import EvalConfig, parse_drafters
 from treespec.eval.figures import Summary
-from treespec.eval.intervals import FEW
-from treespec.eval.ledger import Completion, Entry, Ledger, head_of, models_of, place_of
-from treespec.eval.peers import peer_answerers
-from treespec.eval.questions import Question, first_of_each, load_questions
-from treespec.eval.systems import Contestant, Plan, contestants, pairs, planned
+from treespec.eval.intervals import MIN_QUESTIONS
+from treespec.eval.ledger import (
+    Completion,
+    Entry,
+    Ledger,
+    build_ledger_head,
+    identify_models,
+    place_of,
+)
+from treespec.eval.peers import build_peer_answerers
+from treespec.eval.questions import Question, load_questions, take_first_of_each
+from treespec.eval.systems import Plan, System, list_drafter_pairs, list_systems, plan_questions
 from treespec.eval.tables import write_report
 from treespec.eval.texts import describe
 from treespec.files.atomic import locked
@@ -28,7 +41,7 @@ from treespec.trees.static import TreeError
 WARM_UP_TOKENS = 16
 
 
-def evaluate(config: EvalConfig, report: Report = silent) -> Summary | None:
+def evaluate(config: EvalConfig, report: Report = ignore_report) -> Summary | None:
     """Complete what is not completed yet, then write and return the figures.
 
     Writes OUT/ledger.jsonl, OUT/report.json, OUT/report.md, OUT/report.html and OUT/answers. Of
@@ -40,19 +53,21 @@ def evaluate(config: EvalConfig, report: Report = silent) -> Summary | None:
     # 1. Who is asked what.
     rank = int(os.environ.get("RANK", 0))
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    chosen = contestants(config)
-    reasons = pairs(config)[1]
-    every, left_out = load_questions(config.questions, listed("categories", config.categories))
-    some = first_of_each(every, config.per_category)[: config.limit]
+    chosen = list_systems(config)
+    reasons = list_drafter_pairs(config)[1]
+    every, left_out = load_questions(config.questions, split_list("categories", config.categories))
+    some = take_first_of_each(every, config.per_category)[: config.limit]
     questions = [replace(question, turns=question.turns[: config.turns]) for question in some]
-    head = head_of(config, questions, processes) | {"left_out": left_out + reasons}
-    if len(questions) < FEW or processes > 1:  # no verdict on times, so no noise of the clock
-        chosen = [system for system in chosen if not system.again]
+    head = build_ledger_head(config, questions, processes) | {"left_out": left_out + reasons}
+    if (
+        len(questions) < MIN_QUESTIONS or processes > 1
+    ):  # no verdict on times, so no noise of the clock
+        chosen = [system for system in chosen if not system.is_repeat]
 
     # 2. Completions, in a folder that no other process writes into.
     out = Path(config.out)
     with locked(place_of(out, rank)):
-        Run(config, Ledger(out, rank), head, questions[rank::processes], report).measure(chosen)
+        EvalRun(config, Ledger(out, rank), head, questions[rank::processes], report).measure(chosen)
         if processes > 1:  # wait for the others
             if not torch.distributed.is_initialized():
                 torch.distributed.init_process_group("gloo", timeout=timedelta(days=30))
@@ -64,7 +79,7 @@ def evaluate(config: EvalConfig, report: Report = silent) -> Summary | None:
 
 @final
 @dataclass
-class Run:
+class EvalRun:
     """One process of an evaluation, and its questions. head: of the ledger, before models load.
 
     done, total: completions. failed: peers that raised.
@@ -77,22 +92,22 @@ class Run:
     tell: Report
     done: int = 0
     total: int = 0
-    failed: set[Contestant] = field(default_factory=set)
+    failed: set[System] = field(default_factory=set)
 
     def report(self, text: str) -> None:
-        self.tell(Step(self.done, self.total, text))
+        self.tell(ProgressStep(self.done, self.total, text))
 
-    def measure(self, chosen: list[Contestant]) -> None:
+    def measure(self, chosen: list[System]) -> None:
         """Ask what is left to ask. A finished evaluation needs no models."""
         # 1. What is left; the models must be those of the completions that are there.
         config = self.config
         self.check(self.head["same"])
         completed = set()
-        for entry in self.ledger.of("completion"):
+        for entry in self.ledger.list_entries("completion"):
             completed.add((entry["contestant"], entry["question_id"]))
-        plan = planned(self.questions, chosen, completed)
+        plan = plan_questions(self.questions, chosen, completed)
         if plan or not self.has_same_paths():
-            self.check(models_of(config))
+            self.check(identify_models(config))
         if not plan:
             return
 
@@ -119,14 +134,14 @@ class Run:
         before = self.ledger.head
         if before is None:
             return
-        changes = differences(before["same"], same)
+        changes = describe_differences(before["same"], same)
         if changes:
             raise InputError(
                 f"{self.config.out} holds another evaluation ({changes}): choose another --out, "
                 "or repeat its options to go on with it"
             )
 
-    def load(self, chosen: Sequence[Contestant]) -> list[Contestant]:
+    def load(self, chosen: Sequence[System]) -> list[System]:
         """Load all models and complete the head. Returns the contestants whose trees they can draft.
 
         A resumed run keeps the dtype that `auto` chose; several processes share out the GPUs.
@@ -146,7 +161,7 @@ class Run:
         fitting, reasons = self.find_fitting(chosen)
 
         # 2. The peers, then the head: times of several machines are not mixed.
-        self.peers = peer_answerers(fitting, config, self.plain.target)
+        self.peers = build_peer_answerers(fitting, config, self.plain.target)
         environment = describe(self.plain.target)
         self.check(environment)
         self.head["left_out"] += reasons
@@ -157,7 +172,7 @@ class Run:
             self.ledger.append("head", self.head)
         return fitting
 
-    def find_fitting(self, chosen: Sequence[Contestant]) -> tuple[list[Contestant], list[str]]:
+    def find_fitting(self, chosen: Sequence[System]) -> tuple[list[System], list[str]]:
         """The contestants whose trees the models can draft, and why the others are left out.
 
         Raises InputError if a single drafter does not fit all, or none fits.
@@ -171,7 +186,7 @@ class Run:
             except (InputError, TreeError) as error:
                 reasons.append(f"{system.drafter} with {system.method}: {error}")
         has_drafters = any(system.drafter for system in fitting)
-        if reasons and (len(drafters_of(self.config)) == 1 or not has_drafters):
+        if reasons and (len(parse_drafters(self.config)) == 1 or not has_drafters):
             raise InputError(reasons[0])
         return fitting, reasons
 
@@ -186,14 +201,14 @@ class Run:
             for system, group in first_groups.items():
                 self.report(f"warm-up of {system.name}")
                 for _ in range(config.warm_up):
-                    self.asked(group, system, short)
+                    self.ask_system(group, system, short)
 
         # 2. Ask.
         done_before = self.done
         for group, system in plan:
-            for completion in self.asked(group, system, config):
+            for completion in self.ask_system(group, system, config):
                 self.ledger.append("completion", completion)
-                spent = figures(
+                spent = format_figures(
                     sum(completion["new_tokens"]),
                     sum(completion["cycles"]),
                     sum(completion["wall"]),
@@ -202,15 +217,15 @@ class Run:
                 self.done += 1
                 self.report(f"question {completion['question_id']}, {system.name}: {spent}")
 
-    def asked(
-        self, group: list[Question], system: Contestant, config: EvalConfig
+    def ask_system(
+        self, group: list[Question], system: System, config: EvalConfig
     ) -> list[Completion]:
         """Ask a contestant with nothing cached. A peer that has raised gives no completions."""
         if system in self.failed:
             return []
         answer = self.peers.get(system)
         if answer is None:
-            answer = answerer(self.fresh(system), system, config)
+            answer = build_answerer(self.fresh(system), system, config)
         try:
             return ask(answer, group, system, self.plain, config)
         except Exception as error:
@@ -232,12 +247,12 @@ def count_questions(plan: Plan) -> int:
 
 def check_cache_folders(config: EvalConfig) -> None:
     """Raise InputError for a suffix cache's folder that is not there."""
-    for drafter in drafters_of(config):
+    for drafter in parse_drafters(config):
         folder = drafter.cache_folder
         if folder and not Path(folder).expanduser().is_dir():
             raise InputError(f"--drafter suffix: there is no folder {folder}")
 
 
-def describe_system(system: Contestant) -> Entry:
+def describe_system(system: System) -> Entry:
     """A contestant's fields in the ledger's head."""
     return asdict(system) | {"labels": list(system.labels)}

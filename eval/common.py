@@ -8,7 +8,7 @@ from treespec.errors import InputError
 
 
 @dataclass(frozen=True)
-class Step:
+class ProgressStep:
     """Progress of an evaluation. done, total: answers. text: the present or latest step."""
 
     done: int
@@ -16,14 +16,14 @@ class Step:
     text: str
 
 
-Report = Callable[[Step], None]
+Report = Callable[[ProgressStep], None]
 
 
-def silent(step: Step) -> None:
+def ignore_report(step: ProgressStep) -> None:
     """Ignore progress: the default where a caller does not want to hear of it."""
 
 
-def listed(name: str, values: str | None) -> list[str]:
+def split_list(name: str, values: str | None) -> list[str]:
     """Split an option's value at commas or semicolons into its distinct parts. None has no parts.
 
     A comma before `option=` does not separate: `optimal:extra=0,exact=1` is one part. Raises
@@ -37,7 +37,7 @@ def listed(name: str, values: str | None) -> list[str]:
     return list(dict.fromkeys(parts))
 
 
-def differences(before: Mapping[str, object], now: Mapping[str, object]) -> str:
+def describe_differences(before: Mapping[str, object], now: Mapping[str, object]) -> str:
     """Describe what differs from an earlier run; "" for nothing. A name that begins with `the` is a digest's."""
     changes = []
     for name, value in now.items():

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from treespec.api.options import (
-    DRAFTER,
-    DTYPES,
-    FASTEST,
+    DRAFTER_HELP,
+    DTYPE_NAMES,
+    FASTEST_HELP,
     PER_CATEGORY,
     QUESTION_FILE,
-    TREE,
-    VERIFIER,
+    TREE_HELP,
+    VERIFIER_HELP,
     DrafterOptions,
     HeadOptions,
     ModelOptions,
@@ -24,12 +24,12 @@ from treespec.api.options import (
 )
 from treespec.draft.spec import DrafterSpec
 from treespec.errors import InputError
-from treespec.eval.common import listed
-from treespec.options import MANY, SEEDS, TOKENS, either, option, shared
+from treespec.eval.common import split_list
+from treespec.options import MAX_COUNT, MAX_SEED, MAX_TEXT_TOKENS, join_or, option, reuse_option
 from treespec.sampling.params import LogitOptions
 
-TRANSFORMERS = "transformers"
-PEER = re.compile(rf"({TRANSFORMERS}|https?://[^\s,]+)(,[^,]+)?")
+TRANSFORMERS_PEER = "transformers"
+PEER_PATTERN = re.compile(rf"({TRANSFORMERS_PEER}|https?://[^\s,]+)(,[^,]+)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,24 +38,27 @@ class EvalConfig(TargetOptions, PlacementOptions, DrafterOptions, SamplingOption
 
     out: str = option("folder for ledger, report and completions; the same command resumes there")
     drafter: str | None = option(
-        f"{DRAFTER}; several are separated by commas, and medusa:HEAD@medusa names its tree", None
+        f"{DRAFTER_HELP}; several are separated by commas, and medusa:HEAD@medusa names its tree",
+        None,
     )
     verifier: str = option(
-        f"{VERIFIER}; {FASTEST}; several are separated by commas, and rrs-wo@2x4 names its tree",
+        f"{VERIFIER_HELP}; {FASTEST_HELP}; several are separated by commas, and rrs-wo@2x4 names its tree",
         "auto",
     )
     tree: str | None = option(
-        f"{TREE}; several are separated by semicolons; default: chosen for each verifier", None
+        f"{TREE_HELP}; several are separated by semicolons; default: chosen for each verifier", None
     )
     temperature: str = option(
         "temperatures, separated by commas; 0 is greedy", "0", least=0, most=100
     )
-    max_new_tokens: int = shared(SamplingOptions, "max_new_tokens", 1024)
+    max_new_tokens: int = reuse_option(SamplingOptions, "max_new_tokens", 1024)
     categories: str | None = option(
         "ask only the questions of these categories, separated by commas", None
     )
-    per_category: int | None = option(PER_CATEGORY, None, least=1, most=MANY)
-    turns: int | None = option("ask only the first N turns per question", None, least=1, most=MANY)
+    per_category: int | None = option(PER_CATEGORY, None, least=1, most=MAX_COUNT)
+    turns: int | None = option(
+        "ask only the first N turns per question", None, least=1, most=MAX_COUNT
+    )
     batch: str = option(
         "batch sizes, separated by commas: questions answered together, in one target forward",
         "1",
@@ -82,23 +85,25 @@ class EvalConfig(TargetOptions, PlacementOptions, DrafterOptions, SamplingOption
         "each answer's seed follows from it, the question, the turn and the configuration",
         0,
         least=0,
-        most=SEEDS,
+        most=MAX_SEED,
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_one_source()
-        if self.assistant and not any(peer.startswith(TRANSFORMERS) for peer in peers_of(self)):
+        if self.assistant and not any(
+            peer.startswith(TRANSFORMERS_PEER) for peer in parse_peers(self)
+        ):
             raise InputError("--assistant is transformers' alone: add --peers transformers")
 
 
-def peers_of(config: EvalConfig) -> list[str]:
+def parse_peers(config: EvalConfig) -> list[str]:
     """`transformers`, and servers as `URL` or `URL,model`. Raises InputError for anything else."""
     if config.peers is None or not config.peers.strip():
         return []
-    peers = re.split(rf"\s*,\s*(?=https?://|{TRANSFORMERS}\b)", config.peers.strip())
+    peers = re.split(rf"\s*,\s*(?=https?://|{TRANSFORMERS_PEER}\b)", config.peers.strip())
     for peer in peers:
-        if not PEER.fullmatch(peer):
+        if not PEER_PATTERN.fullmatch(peer):
             raise InputError(
                 f"--peers {peer!r} is not understood: give transformers, or a server's address with "
                 "its model, as in http://localhost:8000/v1,MODEL"
@@ -106,12 +111,12 @@ def peers_of(config: EvalConfig) -> list[str]:
     return list(dict.fromkeys(peers))
 
 
-def numbers_of(name: str, values: str | None) -> list[int]:
+def parse_whole_numbers(name: str, values: str | None) -> list[int]:
     """The distinct whole numbers of an option's list, ascending."""
-    return sorted(map(int, listed(name, values)))
+    return sorted(map(int, split_list(name, values)))
 
 
-def drafters_of(config: EvalConfig) -> list[DrafterSpec]:
+def parse_drafters(config: EvalConfig) -> list[DrafterSpec]:
     """`--head` or the list of `--drafter`. Raises InputError for an empty part."""
     if config.drafter is None:
         return [DrafterSpec.parse(f"head:{config.head}")]
@@ -135,27 +140,29 @@ class CertifyConfig(ModelOptions, QuestionOptions, LogitOptions):
     )
     temperature: float = option("temperature of the sampled texts; above 0", 1.0, above=0, most=100)
     questions: str = option(f"prompts: {QUESTION_FILE}", "builtin")
-    limit: int = shared(QuestionOptions, "limit", 8)
-    tokens: int = option("tokens to sample: more find smaller faults", 20_000, least=1, most=MANY)
-    length: int = option("tokens per answer, greedy or sampled", 64, least=1, most=TOKENS)
+    limit: int = reuse_option(QuestionOptions, "limit", 8)
+    tokens: int = option(
+        "tokens to sample: more find smaller faults", 20_000, least=1, most=MAX_COUNT
+    )
+    length: int = option("tokens per answer, greedy or sampled", 64, least=1, most=MAX_TEXT_TOKENS)
     batch: int = option(
         "batch size for half of the samples; with 1 all texts are sampled alone",
         4,
         least=1,
         most=4096,
     )
-    top_k: int = option("top-k for half of the samples; 0 is off", 20, least=0, most=MANY)
+    top_k: int = option("top-k for half of the samples; 0 is off", 20, least=0, most=MAX_COUNT)
     top_p: float = option("top-p for half of the samples; 1 is off", 0.9, above=0, most=1)
     json_schema: str | None = option("the answers must be JSON of this schema", None)
     error: float = option(
         "probability that an exact verifier fails any of the tests", 1e-3, least=1e-5, below=1
     )
-    seed: int = option("seed of the samples", 0, least=0, most=SEEDS)
+    seed: int = option("seed of the samples", 0, least=0, most=MAX_SEED)
     dtype: str = option(
-        f"precision of the weights: {either(DTYPES)}. In float32 greedy answers must be the same "
+        f"precision of the weights: {join_or(DTYPE_NAMES)}. In float32 greedy answers must be the same "
         "tokens; in any other they may differ where two logits are as close as rounding",
         "float32",
-        choices=DTYPES,
+        choices=DTYPE_NAMES,
     )
 
     def __post_init__(self) -> None:
@@ -177,7 +184,7 @@ class CertifyConfig(ModelOptions, QuestionOptions, LogitOptions):
 class FitOptions(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
     """A head, and the text to measure it on."""
 
-    head: str = shared(HeadOptions, "head", None)
+    head: str = reuse_option(HeadOptions, "head", None)
     max_length: ClassVar[int] = 1024  # most tokens of a conversation or piece
     seed: ClassVar[int] = 0  # of the target's answers
 
@@ -198,7 +205,7 @@ class CalibrateConfig(FitOptions):
         "restrict drafts to the N tokens most frequent in all of --text (FR-Spec)",
         None,
         least=1,
-        most=TOKENS * 10,
+        most=MAX_TEXT_TOKENS * 10,
     )
     depth: int = option(
         "draft steps to calibrate: at least the levels of the trees you will draft",
@@ -207,7 +214,7 @@ class CalibrateConfig(FitOptions):
         most=64,
     )
     positions: int = option(
-        "positions to measure at each draft step and temperature", 1500, least=1, most=MANY
+        "positions to measure at each draft step and temperature", 1500, least=1, most=MAX_COUNT
     )
 
     def __post_init__(self) -> None:

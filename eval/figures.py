@@ -3,13 +3,13 @@
 options, environment, left_out: of the ledger's head. timed: False where several processes
 shared the machine. questions: their number. few_questions: categories with too few of them for their
 intervals. failed: why a peer has no figures, by its name. again: contestants that were asked a
-second time (A/A), with the `figures` of that over the first.
+second time (A/A), with the `compute_figures` of that over the first.
 
-A row has the fields of its `Contestant`, and:
+A row has the fields of its `System`, and:
 
     lossless       whether the completions have the target's distribution
-    overall        `figures` of all questions
-    categories     `figures` by category, by task for Spec-Bench
+    overall        `compute_figures` of all questions
+    categories     `compute_figures` by category, by task for Spec-Bench
     by_generate    tokens/s over those of `model.generate`
     same           turns of temperature 0 with the baseline's tokens, of a server with its text
     turns, ended   the number of turns; by what ended them
@@ -27,11 +27,25 @@ import numpy as np
 
 from treespec.errors import InputError
 from treespec.eval.config import EvalConfig
-from treespec.eval.intervals import FEW, Array, Figure, interval, leave_one_out, share_of
+from treespec.eval.intervals import (
+    MIN_QUESTIONS,
+    Array,
+    Figure,
+    compute_interval,
+    leave_one_out,
+    share_of,
+)
 from treespec.eval.ledger import Completion, Ledger
-from treespec.eval.systems import BASELINE, GENERATE, Contestant
+from treespec.eval.systems import BASELINE_NAME, GENERATE_METHOD, System
 
-STAGES = ("draft model", "rest of drafting", "target", "verify", "commit", "rest")  # of a cycle
+CYCLE_PARTS = (
+    "draft model",
+    "rest of drafting",
+    "target",
+    "verify",
+    "commit",
+    "rest",
+)  # of a cycle
 
 Id = int | str  # of a question
 Completions = Mapping[Id, Completion]  # a contestant's
@@ -47,7 +61,7 @@ class Evaluation:
     does not fit the context has none. failed: why a peer gave up, by its name.
     """
 
-    systems: Sequence[Contestant]
+    systems: Sequence[System]
     completions: Mapping[str, dict[Id, Completion]]
     failed: Mapping[str, str]
 
@@ -56,7 +70,7 @@ class Evaluation:
         # 1. Those of all systems.
         counted_systems = []
         for system in self.systems:
-            if not system.again and system.name not in self.failed:
+            if not system.is_repeat and system.name not in self.failed:
                 counted_systems.append(self.completions[system.name])
         first_system = counted_systems[0]
         questions = []
@@ -78,12 +92,12 @@ class Evaluation:
                 failed[name] = reason
         return failed
 
-    def find_plain(self, method: str, system: Contestant) -> Completions | None:
+    def find_plain(self, method: str, system: System) -> Completions | None:
         """The completions by a plain method at a system's temperature and batch size; None if they are its own."""
         plain = None
         for other in self.systems:
             is_like_it = (other.temperature, other.batch) == (system.temperature, system.batch)
-            if other.method == method and is_like_it and not other.again:
+            if other.method == method and is_like_it and not other.is_repeat:
                 plain = other
         if plain is None or plain == system:
             return None
@@ -94,18 +108,18 @@ def read_evaluation(ledger: Ledger, timed: bool) -> Evaluation:
     """Read the content of a ledger. timed: whether the seconds of completions count."""
     head = ledger.head
     assert head
-    systems = [Contestant(**fields) for fields in head["contestants"]]
+    systems = [System(**fields) for fields in head["contestants"]]
     completions: dict[str, dict[Id, Completion]] = {system.name: {} for system in systems}
-    for entry in ledger.of("completion"):
+    for entry in ledger.list_entries("completion"):
         if sum(entry["new_tokens"]):
             if not timed:
                 entry = entry | {"wall": [math.nan]}
             completions[entry["contestant"]][entry["question_id"]] = entry
-    failed = {entry["contestant"]: entry["why"] for entry in ledger.of("failed")}
+    failed = {entry["contestant"]: entry["why"] for entry in ledger.list_entries("failed")}
     return Evaluation(systems, completions, failed)
 
 
-def summarise(ledger: Ledger) -> Summary:
+def summarize_ledger(ledger: Ledger) -> Summary:
     """Compute the figures of an evaluation, from its ledger alone.
 
     Only questions that every contestant has completed count, but for peers that failed. Raises
@@ -132,7 +146,7 @@ def summarise(ledger: Ledger) -> Summary:
     for system in evaluation.systems:
         if system.name in failed:
             continue
-        if not system.again:
+        if not system.is_repeat:
             rows.append(compare_system(system, evaluation, groups))
         else:
             repeated = compare_repeat(system, evaluation)
@@ -144,7 +158,7 @@ def summarise(ledger: Ledger) -> Summary:
         "left_out": head["left_out"],
         "timed": timed,
         "questions": len(questions),
-        "few_questions": [name for name, chosen in groups.items() if len(chosen) < FEW],
+        "few_questions": [name for name, chosen in groups.items() if len(chosen) < MIN_QUESTIONS],
         "again": again,
         "rows": rows,
         "failed": failed,
@@ -152,30 +166,30 @@ def summarise(ledger: Ledger) -> Summary:
 
 
 def compare_system(
-    system: Contestant, evaluation: Evaluation, groups: Mapping[str, Sequence[Id]]
+    system: System, evaluation: Evaluation, groups: Mapping[str, Sequence[Id]]
 ) -> Row:
     """The row of a contestant in the report. groups: of questions, by name."""
     completions = evaluation.completions[system.name]
-    base = evaluation.find_plain(BASELINE, system)
-    generate = evaluation.find_plain(GENERATE, system)
-    row = asdict(system) | row_of(system, completions, base, groups)
+    base = evaluation.find_plain(BASELINE_NAME, system)
+    generate = evaluation.find_plain(GENERATE_METHOD, system)
+    row = asdict(system) | build_figure_row(system, completions, base, groups)
     row["lossless"] = system.lossless
-    row["by_generate"] = figures_of(completions, generate, groups["overall"])["speedup"]
+    row["by_generate"] = compute_subset_figures(completions, generate, groups["overall"])["speedup"]
     return row
 
 
-def compare_repeat(system: Contestant, evaluation: Evaluation) -> Row | None:
+def compare_repeat(system: System, evaluation: Evaluation) -> Row | None:
     """The row of the baseline's second time, over its first; None if no question was completed both times."""
     completions = evaluation.completions[system.name]
-    base = evaluation.find_plain(BASELINE, system) or {}
+    base = evaluation.find_plain(BASELINE_NAME, system) or {}
     both = [question for question in completions if question in base]
     if not both:
         return None
-    return asdict(system) | figures_of(completions, base, both)
+    return asdict(system) | compute_subset_figures(completions, base, both)
 
 
-def row_of(
-    system: Contestant,
+def build_figure_row(
+    system: System,
     completions: Completions,
     base: Completions | None,
     groups: Mapping[str, Sequence[Id]],
@@ -188,7 +202,9 @@ def row_of(
         base: the baseline's; None for the baseline itself, and without one.
         groups: the questions that count, by group; "overall" has all.
     """
-    by_group = {name: figures_of(completions, base, chosen) for name, chosen in groups.items()}
+    by_group = {
+        name: compute_subset_figures(completions, base, chosen) for name, chosen in groups.items()
+    }
     questions = groups["overall"]
     ends = []
     for question in questions:
@@ -233,15 +249,17 @@ def count_right(
     return {"answers": len(judged), "right": right, "share": share, "same": same}
 
 
-def figures_of(completions: Completions, base: Completions | None, chosen: Sequence[Id]) -> Row:
-    """Compute the `figures` of some questions."""
+def compute_subset_figures(
+    completions: Completions, base: Completions | None, chosen: Sequence[Id]
+) -> Row:
+    """Compute the `compute_figures` of some questions."""
     base_chosen = None
     if base is not None:
         base_chosen = [base[i] for i in chosen]
-    return figures([completions[i] for i in chosen], base_chosen)
+    return compute_figures([completions[i] for i in chosen], base_chosen)
 
 
-def figures(completions: Sequence[Completion], base: Sequence[Completion] | None) -> Row:
+def compute_figures(completions: Sequence[Completion], base: Sequence[Completion] | None) -> Row:
     """Compute the figures of one contestant from its completions of Q questions.
 
     The jackknife leaves out whole questions, because the tokens and cycles of one completion are not
@@ -262,16 +280,16 @@ def figures(completions: Sequence[Completion], base: Sequence[Completion] | None
         and a cycle, of a server as its client sees it, of transformers None.
     """
     weights = leave_one_out(len(completions))
-    sums = totals(completions, weights)
+    sums = sum_completions(completions, weights)
     base_sums = None
     if base is not None:
-        base_sums = totals(base, weights)
+        base_sums = sum_completions(base, weights)
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = compute_ratios(sums, base_sums)
         rates = compute_depth_rates(completions, sums["cycles"], weights)
         value = {name: samples[0] for name, samples in sums.items()}
         cycles = value["cycles"]
-        cycle_ms = {stage: 1000 * value[stage] / cycles for stage in STAGES}
+        cycle_ms = {stage: 1000 * value[stage] / cycles for stage in CYCLE_PARTS}
         return {
             **ratios,
             "acceptance_rate_by_depth": rates,
@@ -290,19 +308,21 @@ def figures(completions: Sequence[Completion], base: Sequence[Completion] | None
 def compute_ratios(
     sums: Mapping[str, Array], base: Mapping[str, Array] | None
 ) -> dict[str, Figure | None]:
-    """The ratios of totals of `figures`; None for those that need the baseline, without one."""
+    """The ratios of totals of `compute_figures`; None for those that need the baseline, without one."""
     tokens = sums["new_tokens"]
     wall = sums["wall"]
     ratios: dict[str, Figure | None] = {"speedup": None, "decoding_speedup": None, "bound": None}
     if base is not None:
         one_token = 1 / base["new_tokens"]  # its share of plain decoding
-        ratios["speedup"] = interval(tokens / wall * base["wall"] * one_token)
+        ratios["speedup"] = compute_interval(tokens / wall * base["wall"] * one_token)
         decoding = (base["wall"] - base["prefill"]) * one_token
-        ratios["decoding_speedup"] = interval(tokens / (wall - sums["prefill"]) * decoding)
+        ratios["decoding_speedup"] = compute_interval(tokens / (wall - sums["prefill"]) * decoding)
         forward = base["target"] / base["cycles"]
-        ratios["bound"] = interval(tokens / (sums["target"] + sums["draft model"]) * forward)
-    ratios["acceptance_length"] = interval(tokens / sums["cycles"])
-    ratios["tokens_per_second"] = interval(tokens / wall)
+        ratios["bound"] = compute_interval(
+            tokens / (sums["target"] + sums["draft model"]) * forward
+        )
+    ratios["acceptance_length"] = compute_interval(tokens / sums["cycles"])
+    ratios["tokens_per_second"] = compute_interval(tokens / wall)
     return ratios
 
 
@@ -318,7 +338,7 @@ def compute_depth_rates(
     counts_by_question = [completion["accepted"] for completion in completions]
     for counts in zip_longest(*counts_by_question, fillvalue=0):
         accepted = weights @ np.array(counts, dtype=float)
-        rates.append(interval(accepted / reached, most=1.0))
+        rates.append(compute_interval(accepted / reached, most=1.0))
         reached = accepted
     return rates
 
@@ -334,16 +354,16 @@ def find_first_token_seconds(
     return seconds or None
 
 
-def totals(completions: Sequence[Completion], weights: Array) -> dict[str, Array]:
-    """[1 + Q] totals of `counted` by rows of weights [1 + Q, Q]."""
-    rows = [counted(completion) for completion in completions]
+def sum_completions(completions: Sequence[Completion], weights: Array) -> dict[str, Array]:
+    """[1 + Q] totals of `count_completion` by rows of weights [1 + Q, Q]."""
+    rows = [count_completion(completion) for completion in completions]
     sums = {}
     for name in rows[0]:
         sums[name] = weights @ np.array([row[name] for row in rows], dtype=float)
     return sums
 
 
-def counted(completion: Completion) -> dict[str, float]:
+def count_completion(completion: Completion) -> dict[str, float]:
     """Tokens, cycles and seconds of one completion, in all and by stage.
 
     The stages and the prefill add up to `wall`.

@@ -10,7 +10,7 @@ from scipy.stats import binomtest, t
 
 Array = NDArray[np.float64]
 
-FEW = 10  # with fewer questions one slow answer may decide what is called faster
+MIN_QUESTIONS = 10  # with fewer questions one slow answer may decide what is called faster
 Z = 1.959964  # standard errors to either end of a 95 % interval whose error is known
 
 
@@ -35,7 +35,7 @@ def leave_one_out(questions: int) -> Array:
     return np.concatenate([np.ones((1, questions)), 1 - np.eye(questions)])
 
 
-def interval(samples: Array, most: float = math.inf) -> Figure:
+def compute_interval(samples: Array, most: float = math.inf) -> Figure:
     """Compute a value's 95 % interval over questions: the jackknife's error by Student's t.
 
     The values without each question spread Q - 1 times less than values of other questions would, so the

@@ -17,15 +17,15 @@ from typing import Any, final
 
 from treespec.draft.spec import DrafterSpec
 from treespec.errors import InputError
-from treespec.eval.config import EvalConfig, drafters_of
-from treespec.eval.questions import Question, digest_of
-from treespec.files.lines import Lines, parsed
-from treespec.model.identity import identity_of, target_identity
+from treespec.eval.config import EvalConfig, parse_drafters
+from treespec.eval.questions import Question, hash_questions
+from treespec.files.lines import Lines, parse_lines
+from treespec.model.identity import identify_model, identify_target
 
-FILE = "ledger.jsonl"
-FORMAT = 3
+LEDGER_FILE = "ledger.jsonl"
+LEDGER_FORMAT = 3
 CHANGE_NO_COMPLETION = ("out", "allow_lossy")  # options
-BEGINNING = b'{"kind": "head"'
+LEDGER_BEGINNING = b'{"kind": "head"'
 
 Entry = dict[str, Any]  # with its `kind`
 Completion = dict[str, Any]
@@ -40,20 +40,20 @@ class Ledger:
     """
 
     def __init__(self, out: Path, rank: int = 0) -> None:
-        self.file = place_of(out, rank) / FILE
-        self.entries, self.length = read(self.file)
+        self.file = place_of(out, rank) / LEDGER_FILE
+        self.entries, self.length = read_ledger(self.file)
         if rank == 0:
-            for file in sorted(out.glob(f"process-*/{FILE}")):
-                entries, _ = read(file)
+            for file in sorted(out.glob(f"process-*/{LEDGER_FILE}")):
+                entries, _ = read_ledger(file)
                 self.entries += entries
 
-    def of(self, kind: str) -> list[Any]:
+    def list_entries(self, kind: str) -> list[Any]:
         """The entries of a kind, the earliest first."""
         return [entry for entry in self.entries if entry["kind"] == kind]
 
     @property
     def head(self) -> Entry | None:
-        return next(reversed(self.of("head")), None)
+        return next(reversed(self.list_entries("head")), None)
 
     def append(self, kind: str, fields: Mapping[str, object]) -> None:
         """Add an entry. It is on the disk when this returns: a kill loses no other.
@@ -74,7 +74,7 @@ def place_of(out: Path, rank: int) -> Path:
     return out / f"process-{rank}"
 
 
-def read(file: Path) -> tuple[list[Entry], int]:
+def read_ledger(file: Path) -> tuple[list[Entry], int]:
     """Read the entries of a file, and the length of its content without a damaged end; nothing without the file."""
     try:
         content = file.read_bytes()
@@ -82,19 +82,19 @@ def read(file: Path) -> tuple[list[Entry], int]:
         return [], 0
     except OSError as error:
         raise InputError(f"cannot read {file}: {error.strerror or error}") from error
-    if not content.startswith(BEGINNING[: len(content)]):
+    if not content.startswith(LEDGER_BEGINNING[: len(content)]):
         raise InputError(f"{file} is no evaluation's: choose another --out")
-    entries, length = parsed(content, file)
+    entries, length = parse_lines(content, file)
     for entry in entries:
-        if entry["kind"] == "head" and entry.get("format") != FORMAT:
+        if entry["kind"] == "head" and entry.get("format") != LEDGER_FORMAT:
             raise InputError(
-                f"{file} has format {entry.get('format')}, this treespec reads {FORMAT}: choose "
+                f"{file} has format {entry.get('format')}, this treespec reads {LEDGER_FORMAT}: choose "
                 "another --out"
             )
     return entries, length
 
 
-def head_of(config: EvalConfig, questions: Sequence[Question], processes: int) -> Entry:
+def build_ledger_head(config: EvalConfig, questions: Sequence[Question], processes: int) -> Entry:
     """Build the head of the ledger before the models are loaded.
 
     Its field `same` has what must not change. Contestants are named after the last part of the
@@ -107,21 +107,21 @@ def head_of(config: EvalConfig, questions: Sequence[Question], processes: int) -
     same: Entry = {name: value for name, value in options.items() if name not in may_change}
     same["target"] = PurePath(config.target).name
     same["processes"] = processes
-    same["the questions"] = digest_of(questions)
-    return {"format": FORMAT, "options": options, "processes": processes, "same": same}
+    same["the questions"] = hash_questions(questions)
+    return {"format": LEDGER_FORMAT, "options": options, "processes": processes, "same": same}
 
 
-def models_of(config: EvalConfig) -> dict[str, str]:
+def identify_models(config: EvalConfig) -> dict[str, str]:
     """Identify the target and each drafter's models by their files.
 
     That of a suffix cache is not its completions', which may grow.
     """
-    identity_by_name = {"the target's files": target_identity(config.target, config.placement)}
-    for number, drafter in enumerate(drafters_of(config), 1):
+    identity_by_name = {"the target's files": identify_target(config.target, config.placement)}
+    for number, drafter in enumerate(parse_drafters(config), 1):
         identities: list[str] = []
         for spec in drafter.members:
             if has_model(spec):
-                identities.append(identity_of(spec.place))
+                identities.append(identify_model(spec.place))
         identity_by_name[f"the files of drafter {number}"] = " ".join(identities)
     return identity_by_name
 

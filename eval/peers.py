@@ -13,10 +13,21 @@ from transformers import AutoModel, GenerationConfig, PreTrainedConfig, PreTrain
 from treespec.api.spec import Output
 from treespec.engine.stats import Stats
 from treespec.errors import InputError
-from treespec.eval.answering import Answerer, Ask
-from treespec.eval.config import TRANSFORMERS, EvalConfig
-from treespec.eval.systems import ASSISTED, EARLY_EXIT, METHODS, SERVED, Contestant
-from treespec.files.openai_client import FAILURES, completed, said_by, served
+from treespec.eval.answering import Answerer, PromptRequest
+from treespec.eval.config import TRANSFORMERS_PEER, EvalConfig
+from treespec.eval.systems import (
+    ASSISTED_METHOD,
+    EARLY_EXIT_METHOD,
+    SERVED_MODEL,
+    TRANSFORMERS_METHODS,
+    System,
+)
+from treespec.files.openai_client import (
+    ENDPOINT_ERRORS,
+    describe_error,
+    find_served_model,
+    stream_chat_completion,
+)
 from treespec.model.folder import loading
 from treespec.model.placement import Placement
 from treespec.model.target import Target
@@ -24,18 +35,18 @@ from treespec.model.tokenizers import load_tokenizer
 from treespec.model.weights import load_config, load_model
 
 
-def peer_answerers(
-    chosen: Sequence[Contestant], config: EvalConfig, target: Target
-) -> dict[Contestant, Answerer]:
+def build_peer_answerers(
+    chosen: Sequence[System], config: EvalConfig, target: Target
+) -> dict[System, Answerer]:
     """Make what answers for each peer. Raises InputError for models that do not load, and silent servers."""
     # 1. Servers.
-    answerers = dict[Contestant, Answerer]()
+    answerers = dict[System, Answerer]()
     stock = []
     for system in chosen:
-        if system.peer == TRANSFORMERS:
+        if system.peer == TRANSFORMERS_PEER:
             stock.append(system)
         elif system.peer:
-            answerers[system] = Server(system, config).answer
+            answerers[system] = EndpointPeer(system, config).answer
 
     # 2. transformers, which loads the models once.
     if stock:
@@ -44,7 +55,7 @@ def peer_answerers(
             assistant = load_assistant(config, target)
         model = load_stock(config)
         for system in stock:
-            answerers[system] = Stock(model, assistant, target, system, config).answer
+            answerers[system] = TransformersPeer(model, assistant, target, system, config).answer
     return answerers
 
 
@@ -79,7 +90,7 @@ def is_dflash(config: PreTrainedConfig) -> bool:
     return hasattr(config, "target_layer_ids") and hasattr(config, "block_size")
 
 
-def plain_tokens(
+def generate_plain_tokens(
     model: PreTrainedModel, prompt: list[int], fields: Mapping[str, object], **more: Any
 ) -> list[list[int]]:
     """Generate new tokens by `model.generate` with these settings and none of the model's own; by default greedy.
@@ -104,24 +115,24 @@ def plain_tokens(
 
 
 @final
-class Stock:
-    """`model.generate` of transformers, by one of `METHODS`, a prompt at a time."""
+class TransformersPeer:
+    """`model.generate` of transformers, by one of `TRANSFORMERS_METHODS`, a prompt at a time."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         assistant: PreTrainedModel | None,
         target: Target,
-        system: Contestant,
+        system: System,
         config: EvalConfig,
     ) -> None:
         self.model = model
         self.tokenizer = target.tokenizer
         self.eos = target.eos
-        self.method: dict[str, Any] = {**METHODS[system.method]}
-        if system.method == EARLY_EXIT:
+        self.method: dict[str, Any] = {**TRANSFORMERS_METHODS[system.method]}
+        if system.method == EARLY_EXIT_METHOD:
             self.method["assistant_early_exit"] = len(target.stack) // 2
-        if system.method == ASSISTED and assistant:
+        if system.method == ASSISTED_METHOD and assistant:
             self.method["assistant_model"] = assistant
             if is_dflash(assistant.config):
                 self.method["speculation_type"] = "dflash"
@@ -140,12 +151,12 @@ class Stock:
                 "top_p": config.top_p,
             }
 
-    def answer(self, asks: Sequence[Ask]) -> list[Output]:
+    def answer(self, asks: Sequence[PromptRequest]) -> list[Output]:
         assert self.tokenizer
         outputs = []
         for ask in asks:
             started = time.perf_counter()
-            tokens = self.generated(ask, self.eos)
+            tokens = self.generate_tokens(ask, self.eos)
             stats = Stats(prompt_tokens=len(ask.ids), new_tokens=len(tokens))
             stats.seconds["total"] = time.perf_counter() - started
             stats.truncated = tokens[-1] not in self.eos
@@ -153,22 +164,22 @@ class Stock:
             outputs.append(Output(text, tokens, stats))
         return outputs
 
-    def generated(self, ask: Ask, eos: Collection[int]) -> list[int]:
+    def generate_tokens(self, ask: PromptRequest, eos: Collection[int]) -> list[int]:
         """New tokens; temperature 0 is greedy. eos: the tokens that end a completion."""
         torch.manual_seed(ask.seed)
-        ends = {"max_new_tokens": ask.most, "eos_token_id": sorted(eos) or None}
-        return plain_tokens(self.model, ask.ids, ends | self.sampling, **self.method)[0]
+        ends = {"max_new_tokens": ask.max_new_tokens, "eos_token_id": sorted(eos) or None}
+        return generate_plain_tokens(self.model, ask.ids, ends | self.sampling, **self.method)[0]
 
 
 @final
-class Server:
+class EndpointPeer:
     """A server with OpenAI's interface, as its client sees it: vLLM, SGLang, llama.cpp, treespec.
 
     It is asked a batch of the contestant's size at a time. Raises InputError where nothing answers
     at its address.
     """
 
-    def __init__(self, one: Contestant, config: EvalConfig) -> None:
+    def __init__(self, one: System, config: EvalConfig) -> None:
         assert one.peer
         self.address = one.peer.rstrip("/")
         self.batch = one.batch
@@ -176,22 +187,26 @@ class Server:
         if config.top_k:  # not OpenAI's, but vLLM's, SGLang's and llama.cpp's
             self.body["top_k"] = config.top_k
         try:
-            name = served(self.address)
-        except FAILURES as error:
-            raise InputError(f"--peers {one.peer}: {said_by(error)}") from error
-        self.body["model"] = name if one.method == SERVED else one.method
+            name = find_served_model(self.address)
+        except ENDPOINT_ERRORS as error:
+            raise InputError(f"--peers {one.peer}: {describe_error(error)}") from error
+        self.body["model"] = name if one.method == SERVED_MODEL else one.method
 
-    def answer(self, asks: Sequence[Ask]) -> list[Output]:
+    def answer(self, asks: Sequence[PromptRequest]) -> list[Output]:
         with ThreadPoolExecutor(self.batch) as pool:
-            return list(pool.map(self.completed, asks))
+            return list(pool.map(self.stream_completion, asks))
 
-    def completed(self, ask: Ask) -> Output:
+    def stream_completion(self, ask: PromptRequest) -> Output:
         """A streamed completion. Raises InputError for one that is refused or breaks off."""
-        more = {"messages": ask.messages, "max_tokens": ask.most, "seed": ask.seed % 2**31}
+        more = {
+            "messages": ask.messages,
+            "max_tokens": ask.max_new_tokens,
+            "seed": ask.seed % 2**31,
+        }
         try:
-            reply = completed(self.address, self.body | more)
-        except FAILURES as error:
-            raise InputError(said_by(error)) from error
+            reply = stream_chat_completion(self.address, self.body | more)
+        except ENDPOINT_ERRORS as error:
+            raise InputError(describe_error(error)) from error
         if not reply.usage:
             raise InputError("the server reports no usage at the end of its stream")
         prompt = reply.usage["prompt_tokens"]

@@ -11,20 +11,20 @@ from pathlib import Path
 from typing import TypeGuard
 
 from treespec.errors import InputError
-from treespec.eval.suites import SUITES, suite
-from treespec.options import QUESTIONS, either, nearest
+from treespec.eval.suites import SUITES, load_suite
+from treespec.options import QUESTION_SUITES, find_nearest_name, join_or
 
-BUILTIN = Path(__file__).with_name("builtin.jsonl")
+BUILTIN_FILE = Path(__file__).with_name("builtin.jsonl")
 # 18, -3, 1,000, $2.50; the minus of 7-3 is no sign
-NUMBER = re.compile(r"(?:(?<![\w)])-)?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+NUMBER_PATTERN = re.compile(r"(?:(?<![\w)])-)?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 
 
-def last_number(text: str) -> Decimal | None:
+def find_last_number(text: str) -> Decimal | None:
     """Find the last number in a text, without dollar signs and commas between thousands.
 
     As the `flexible-extract` filter of lm-evaluation-harness for GSM8K.
     """
-    numbers = NUMBER.findall(text)
+    numbers = NUMBER_PATTERN.findall(text)
     if not numbers:
         return None
     return Decimal(re.sub(r"[$,]", "", numbers[-1]))
@@ -48,11 +48,11 @@ class Question:
     def group(self) -> str:
         return self.task or self.category
 
-    def right(self, text: str) -> bool | None:
+    def is_right(self, text: str) -> bool | None:
         """Whether a completion is right: 18, 18.00 and $18 are the same. None: nobody knows."""
         if self.number is None:
             return None
-        return last_number(text) == last_number(self.number)
+        return find_last_number(text) == find_last_number(self.number)
 
 
 def load_questions(
@@ -70,7 +70,7 @@ def load_questions(
     Raises:
         InputError: a file that cannot be read or has no question, a category that it lacks, or a failed download.
     """
-    questions, problems = parse_questions(_content(spec), Path(spec).name)
+    questions, problems = parse_questions(_read_turn_content(spec), Path(spec).name)
     if not questions:
         reason = "; ".join(problems[:3]) or "the file is empty"
         raise InputError(f"no question in {spec}: {reason}")
@@ -87,7 +87,7 @@ def parse_questions(content: bytes, name: str) -> tuple[list[Question], list[str
         if not line.strip():
             continue
         try:
-            question = _question(line)
+            question = _parse_question(line)
             if question.question_id in questions:
                 raise ValueError(f"question_id {question.question_id!r} appears a second time")
             questions[question.question_id] = question
@@ -105,7 +105,7 @@ def choose_categories(
     for name in categories:
         if name not in known_names:
             raise InputError(
-                f"{spec} has no category {name!r}{nearest(name, groups)}: {', '.join(groups)}"
+                f"{spec} has no category {name!r}{find_nearest_name(name, groups)}: {', '.join(groups)}"
             )
     chosen = []
     for question in questions:
@@ -114,12 +114,12 @@ def choose_categories(
     return chosen
 
 
-def digest_of(questions: Sequence[Question]) -> str:
+def hash_questions(questions: Sequence[Question]) -> str:
     """The SHA-256 of all questions, which changes where one of them does."""
     return hashlib.sha256(json.dumps(list(map(astuple, questions))).encode()).hexdigest()
 
 
-def first_of_each(questions: Sequence[Question], count: int | None) -> list[Question]:
+def take_first_of_each(questions: Sequence[Question], count: int | None) -> list[Question]:
     """Keep the first `count` questions of each category, or task of Spec-Bench; None keeps all."""
     counts: Counter[str] = Counter()
     chosen = []
@@ -130,23 +130,23 @@ def first_of_each(questions: Sequence[Question], count: int | None) -> list[Ques
     return chosen
 
 
-def _content(spec: str) -> bytes:
+def _read_turn_content(spec: str) -> bytes:
     """Read the JSONL of a name or a file. Raises InputError for anything else."""
     if spec in SUITES:
-        return suite(spec)
+        return load_suite(spec)
     path = Path(spec)
     if spec == "builtin":
-        path = BUILTIN
+        path = BUILTIN_FILE
     try:
         return path.read_bytes()
     except OSError as error:
-        choices = either([*QUESTIONS, "a JSONL file"])
+        choices = join_or([*QUESTION_SUITES, "a JSONL file"])
         raise InputError(
-            f"cannot read questions from {spec}: {error.strerror}{nearest(spec, QUESTIONS)}; give {choices}"
+            f"cannot read questions from {spec}: {error.strerror}{find_nearest_name(spec, QUESTION_SUITES)}; give {choices}"
         ) from error
 
 
-def _question(line: bytes) -> Question:
+def _parse_question(line: bytes) -> Question:
     """Parse the question of a line. Raises ValueError for a line that holds none."""
     fields = json.loads(line)
     if not isinstance(fields, dict):
@@ -161,7 +161,7 @@ def _question(line: bytes) -> Question:
     number = fields.get("number")
     if number is not None:
         number = str(number)
-        if last_number(number) is None:
+        if find_last_number(number) is None:
             raise ValueError(f"`number` holds no number: {number!r}")
     category = str(fields.get("category", "general"))
     task = str(fields.get("task", ""))

@@ -15,10 +15,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from rich.cells import cell_len
 
 from treespec.eval.intervals import Figure
-from treespec.files.printable import one_line
+from treespec.files.printable import to_one_line
 
 Cell = str | Figure | None
-PROSE = 100  # columns of a note in Markdown
+PROSE_COLUMNS = 100  # columns of a note in Markdown
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Table:
         """The printable name of each column and its cells; empty columns are left out."""
         columns = {}
         for name in dict.fromkeys(chain(self.labels, *self.rows)):
-            cells = [shown(row.get(name)) for row in self.rows]
+            cells = [escape_cell(row.get(name)) for row in self.rows]
             if any(cells):
-                columns[name] = [shown(name), *cells]
+                columns[name] = [escape_cell(name), *cells]
         return columns
 
 
@@ -64,7 +64,7 @@ class Plot:
 
 
 @dataclass(frozen=True)
-class Report:
+class EvalReport:
     """The results of a command. notes: how to read the tables. verdict: the conclusions, a sentence each."""
 
     tables: Sequence[Table]
@@ -73,24 +73,24 @@ class Report:
     plots: Sequence[Plot] = ()
 
 
-def markdown(report: Report, width: int | None = None) -> str:
+def render_markdown(report: EvalReport, width: int | None = None) -> str:
     """Render the whole report as Markdown; the columns of its tables are aligned in the source too.
 
     width: columns of a terminal; a wider table is cut between columns, each part with the labels.
     """
     parts = []
     for table in report.tables:
-        lines = markdown_lines(table, width)
+        lines = render_markdown_table(table, width)
         if lines:
-            parts.append("\n".join([f"## {shown(table.title)}", *lines]))
+            parts.append("\n".join([f"## {escape_cell(table.title)}", *lines]))
     if report.notes:
-        parts.append("\n".join(map(item, report.notes)))
+        parts.append("\n".join(map(wrap_list_item, report.notes)))
     if report.verdict:
-        parts.append("## Verdict\n\n" + "\n".join(map(item, report.verdict)))
+        parts.append("## Verdict\n\n" + "\n".join(map(wrap_list_item, report.verdict)))
     return "\n\n".join(parts) + "\n"
 
 
-def markdown_lines(table: Table, width: int | None = None) -> list[str]:
+def render_markdown_table(table: Table, width: int | None = None) -> list[str]:
     """Render a table as lines of Markdown, an empty one first: labels to the left, figures to the right."""
     # 1. Columns whose cells are equally wide.
     labels = []
@@ -137,12 +137,14 @@ def split_columns(
     return parts
 
 
-def page(report: Report, title: str, subtitle: str = "", setup: Sequence[tuple] = ()) -> str:
+def render_page(
+    report: EvalReport, title: str, subtitle: str = "", setup: Sequence[tuple] = ()
+) -> str:
     """Render the report as a page of HTML. setup: (name, value) of each thing that the figures depend on."""
-    return filled_in("page.html", report=report, title=title, subtitle=subtitle, setup=setup)
+    return fill_template("page.html", report=report, title=title, subtitle=subtitle, setup=setup)
 
 
-def filled_in(template: str, **values: Any) -> str:
+def fill_template(template: str, **values: Any) -> str:
     """Fill a template of this folder with values."""
     environment = Environment(
         loader=PackageLoader("treespec.eval", "."),
@@ -151,24 +153,24 @@ def filled_in(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["line"] = shown
+    environment.filters["line"] = escape_cell
     return environment.get_template(template).render(**values)
 
 
-def notes(template: str, **values: Any) -> list[str]:
+def list_notes(template: str, **values: Any) -> list[str]:
     """Fill a template with values and list its paragraphs, each on one line."""
-    paragraphs = filled_in(template, **values).split("\n\n")
+    paragraphs = fill_template(template, **values).split("\n\n")
     return [" ".join(note.split()) for note in paragraphs if note.strip()]
 
 
-def item(text: str) -> str:
+def wrap_list_item(text: str) -> str:
     """Make a list item of Markdown, wrapped between words."""
-    wrapper = textwrap.TextWrapper(PROSE, "- ", "  ")
+    wrapper = textwrap.TextWrapper(PROSE_COLUMNS, "- ", "  ")
     wrapper.break_long_words = wrapper.break_on_hyphens = False
-    return wrapper.fill(shown(text))
+    return wrapper.fill(escape_cell(text))
 
 
-def percent(figure: Figure) -> Figure:
+def to_percent(figure: Figure) -> Figure:
     """Turn a share into percent."""
     ends: Any = dict(figure)
     for name, value in ends.items():
@@ -177,13 +179,13 @@ def percent(figure: Figure) -> Figure:
     return ends
 
 
-def shown(cell: Cell) -> str:
+def escape_cell(cell: Cell) -> str:
     """Print a cell on one line, without control codes: names of files and categories may hold any.
 
     A figure becomes its value and 95 % interval, 1.49 (1.32–1.61), with one digit from 10 on; None becomes "".
     """
     if isinstance(cell, str):
-        return one_line(re.sub(r"\s", " ", cell))
+        return to_one_line(re.sub(r"\s", " ", cell))
     if cell is None or cell["value"] is None:
         return ""
     low = cell["low"]

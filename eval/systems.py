@@ -14,38 +14,49 @@ from random import Random
 from treespec.draft.pairing import check_named
 from treespec.draft.spec import DrafterSpec
 from treespec.errors import InputError
-from treespec.eval.common import listed
-from treespec.eval.config import TRANSFORMERS, EvalConfig, drafters_of, numbers_of, peers_of
-from treespec.eval.intervals import FEW
+from treespec.eval.common import split_list
+from treespec.eval.config import (
+    TRANSFORMERS_PEER,
+    EvalConfig,
+    parse_drafters,
+    parse_peers,
+    parse_whole_numbers,
+)
+from treespec.eval.intervals import MIN_QUESTIONS
 from treespec.eval.questions import Question
-from treespec.options import either
-from treespec.trees.policy import policy
-from treespec.verify.facts import known_verifier
+from treespec.options import join_or
+from treespec.trees.policy import parse_policy
+from treespec.verify.facts import parse_verifier
 
-BASELINE = "baseline"
-GENERATE = "generate"
-ASSISTED = "assisted generation"
-EARLY_EXIT = "early exit"
-SERVED = "what it serves"  # the model of a server that `--peers` does not name
+BASELINE_NAME = "baseline"
+GENERATE_METHOD = "generate"
+ASSISTED_METHOD = "assisted generation"
+EARLY_EXIT_METHOD = "early exit"
+SERVED_MODEL = "what it serves"  # the model of a server that `--peers` does not name
 # transformers' methods: the arguments of `model.generate` that choose each
-METHODS: dict[str, dict[str, int]] = {
-    GENERATE: {},
+TRANSFORMERS_METHODS: dict[str, dict[str, int]] = {
+    GENERATE_METHOD: {},
     "prompt lookup 3": {"prompt_lookup_num_tokens": 3},
     "prompt lookup 10": {"prompt_lookup_num_tokens": 10},
-    ASSISTED: {},
-    EARLY_EXIT: {},
+    ASSISTED_METHOD: {},
+    EARLY_EXIT_METHOD: {},
     "MTP": {"use_mtp": True},
 }
-UNASKED = (EARLY_EXIT, "MTP")  # unless `--peers` names them: they are for models made for them
-WAVES = 4  # batches in a group of questions: the next question takes the place of a finished one
+METHODS_BY_REQUEST = (
+    EARLY_EXIT_METHOD,
+    "MTP",
+)  # unless `--peers` names them: they are for models made for them
+BATCHES_PER_GROUP = (
+    4  # batches in a group of questions: the next question takes the place of a finished one
+)
 
 
 @dataclass(frozen=True)
-class Contestant:
+class System:
     """One way to complete prompts.
 
     method: `baseline` is one-token decoding, others are a verifier as `--verifier` names it, one of
-    `METHODS`, or a server's model. drafter: `kind:value`; None for the baseline and for peers. tree:
+    `TRANSFORMERS_METHODS`, or a server's model. drafter: `kind:value`; None for the baseline and for peers. tree:
     None is the default of verifier or drafter. batch: completions at a time. peer: `transformers` or
     a server's address; None: treespec answers. again: the baseline a second time (A/A), whose speed
     over the first shows the clock's noise. labels: drafter, method, tree, temperature and batch, as
@@ -59,63 +70,65 @@ class Contestant:
     temperature: float = 0.0
     batch: int = 1
     peer: str | None = None
-    again: bool = False
+    is_repeat: bool = False
     labels: tuple[str, ...] = ()
     name: str = ""
 
     @property
     def lossless(self) -> bool:
         """Whether its completions have the target's distribution; peers are taken to have it."""
-        return self.drafter is None or known_verifier(self.method, True).scheme.lossless
+        return self.drafter is None or parse_verifier(self.method, True).scheme.lossless
 
 
-Plan = list[tuple[list[Question], Contestant]]  # questions asked together, and whom
+Plan = list[tuple[list[Question], System]]  # questions asked together, and whom
 
 
-def contestants(config: EvalConfig) -> list[Contestant]:
+def list_systems(config: EvalConfig) -> list[System]:
     """List who answers, at each temperature and batch size: the baseline, twice; every pair that fits; the peers.
 
     transformers' methods complete one prompt at a time. Raises InputError for a bad list, and for
     two contestants of one name, which their trees' files or drafters' folders give them.
     """
     # 1. Who answers at each temperature and batch size.
-    rows = list[Contestant]()
+    rows = list[System]()
     if config.baseline:
-        rows += [Contestant(BASELINE), Contestant(BASELINE, again=True)]
-    rows += pairs(config)[0]
-    for peer in peers_of(config):
+        rows += [System(BASELINE_NAME), System(BASELINE_NAME, is_repeat=True)]
+    rows += list_drafter_pairs(config)[0]
+    for peer in parse_peers(config):
         rows += list_peer_methods(peer, config)
 
     # 2. All of them, with names.
-    temperatures = listed("temperature", config.temperature)
-    batches = numbers_of("batch", config.batch)
-    systems = list[Contestant]()
+    temperatures = split_list("temperature", config.temperature)
+    batches = parse_whole_numbers("batch", config.batch)
+    systems = list[System]()
     for temperature, batch, row in product(temperatures, batches, rows):
-        if row.peer != TRANSFORMERS or batch == 1:
+        if row.peer != TRANSFORMERS_PEER or batch == 1:
             system = replace(row, temperature=float(temperature), batch=batch)
-            systems.append(named(system, config))
+            systems.append(name_system(system, config))
     check_names(systems)
     return systems
 
 
-def list_peer_methods(peer: str, config: EvalConfig) -> list[Contestant]:
+def list_peer_methods(peer: str, config: EvalConfig) -> list[System]:
     """The methods of a part of `--peers`. Raises InputError for one that transformers does not have."""
     address, _, model = peer.partition(",")
-    if address != TRANSFORMERS:
-        return [Contestant(model or SERVED, peer=address)]
+    if address != TRANSFORMERS_PEER:
+        return [System(model or SERVED_MODEL, peer=address)]
     if not model:
-        left_out = list(UNASKED)
+        left_out = list(METHODS_BY_REQUEST)
         if not config.assistant:
-            left_out.append(ASSISTED)
-        return [Contestant(name, peer=address) for name in METHODS if name not in left_out]
-    if model not in METHODS:
-        raise InputError(f"--peers {peer}: transformers' methods are {either(METHODS)}")
-    if model == ASSISTED and not config.assistant:
+            left_out.append(ASSISTED_METHOD)
+        return [System(name, peer=address) for name in TRANSFORMERS_METHODS if name not in left_out]
+    if model not in TRANSFORMERS_METHODS:
+        raise InputError(
+            f"--peers {peer}: transformers' methods are {join_or(TRANSFORMERS_METHODS)}"
+        )
+    if model == ASSISTED_METHOD and not config.assistant:
         raise InputError(f"--peers {peer} needs an --assistant")
-    return [Contestant(model, peer=address)]
+    return [System(model, peer=address)]
 
 
-def check_names(systems: Sequence[Contestant]) -> None:
+def check_names(systems: Sequence[System]) -> None:
     """Raise InputError for two contestants of one name."""
     names = [system.name for system in systems]
     for name in names:
@@ -126,17 +139,17 @@ def check_names(systems: Sequence[Contestant]) -> None:
             )
 
 
-def named(system: Contestant, config: EvalConfig) -> Contestant:
+def name_system(system: System, config: EvalConfig) -> System:
     """Give a contestant its labels, and a name that can be a file's."""
     # 1. What tells it from the others.
     drafter = ""
-    if system.drafter and len(drafters_of(config)) > 1:
+    if system.drafter and len(parse_drafters(config)) > 1:
         drafter = DrafterSpec.parse(system.drafter).short
     batch = ""
-    if len(numbers_of("batch", config.batch)) > 1:
+    if len(parse_whole_numbers("batch", config.batch)) > 1:
         batch = str(system.batch)
     tree = PurePath(system.tree or "").name
-    again = " again" if system.again else ""
+    again = " again" if system.is_repeat else ""
     method = system.method + again
     if not system.lossless:
         method += " (lossy)"
@@ -146,7 +159,7 @@ def named(system: Contestant, config: EvalConfig) -> Contestant:
     # 2. The name.
     parts = [
         PurePath(config.target).name,
-        (system.peer or "").rpartition("//")[2].removeprefix(TRANSFORMERS),
+        (system.peer or "").rpartition("//")[2].removeprefix(TRANSFORMERS_PEER),
         drafter,
         system.method,
         tree.removesuffix(".json"),
@@ -161,19 +174,19 @@ def named(system: Contestant, config: EvalConfig) -> Contestant:
     )
 
 
-def pairs(config: EvalConfig) -> tuple[list[Contestant], list[str]]:
+def list_drafter_pairs(config: EvalConfig) -> tuple[list[System], list[str]]:
     """List every drafter with every verifier and tree that it fits, and why others were left out.
 
     A drafter's tree wins over a verifier's, a verifier's over `--tree`. Next to other drafters, one
     of one-hot tokens takes no tree, and takes `topk` if it fits no verifier named.
     Raises InputError if a single drafter does not fit all verifiers and trees, or nothing fits.
     """
-    drafters = drafters_of(config)
-    fitting: list[Contestant] = []
+    drafters = parse_drafters(config)
+    fitting: list[System] = []
     reasons: list[str] = []
     for drafter in drafters:
         is_one_hot = drafter.kind.one_hot and len(drafters) > 1
-        rows: list[Contestant] = []
+        rows: list[System] = []
         for verifier, tree in list_choices(config, drafter, is_one_hot):
             try:
                 rows.append(match_drafter(drafter, verifier, tree, config.allow_lossy))
@@ -183,7 +196,7 @@ def pairs(config: EvalConfig) -> tuple[list[Contestant], list[str]]:
                     raise InputError(reason) from None
                 reasons.append(reason)
         if is_one_hot and not rows:  # `topk` needs no draft distribution
-            rows = [Contestant("topk", drafter.written)]
+            rows = [System("topk", drafter.written)]
         fitting += rows
     if not fitting:
         raise InputError(f"no drafter goes with a verifier and tree: {reasons[0]}")
@@ -197,9 +210,9 @@ def list_choices(
 
     is_one_hot: whether the drafter takes no tree.
     """
-    trees: list[str | None] = list(listed("tree", config.tree))
+    trees: list[str | None] = list(split_list("tree", config.tree))
     choices = []
-    for name in listed("verifier", config.verifier):
+    for name in split_list("verifier", config.verifier):
         verifier, _, verifier_tree = name.partition("@")
         for tree in trees or [None]:
             if is_one_hot:
@@ -214,29 +227,29 @@ def list_choices(
 
 def match_drafter(
     drafter: DrafterSpec, verifier: str, tree: str | None, allow_lossy: bool
-) -> Contestant:
+) -> System:
     """A drafter with a verifier and tree. Raises InputError for those that do not fit each other."""
-    verifier_info = known_verifier(verifier, allow_lossy)
-    tree_policy = policy(tree) if tree else None
+    verifier_info = parse_verifier(verifier, allow_lossy)
+    tree_policy = parse_policy(tree) if tree else None
     check_named(drafter, verifier_info, tree_policy)
-    return Contestant(verifier, drafter.written, tree)
+    return System(verifier, drafter.written, tree)
 
 
-def planned(
-    questions: list[Question], chosen: Sequence[Contestant], there: set[tuple[str, int | str]]
+def plan_questions(
+    questions: list[Question], chosen: Sequence[System], there: set[tuple[str, int | str]]
 ) -> Plan:
     """List the questions that each contestant has not completed yet, in the order to ask them.
 
     Contestants take turns in a random order, and so do batch sizes, so that none of them has the
     machine at a better time. The baseline is asked a quarter of the groups of questions a second
-    time, `FEW` at least. there: (contestant, question) of completions.
+    time, `MIN_QUESTIONS` at least. there: (contestant, question) of completions.
     """
     # 1. Questions asked together, by batch size.
     sizes = {system.batch: choose_group_size(system.batch) for system in chosen}
     largest = max(sizes.values(), default=1)
 
     # 2. Whom to ask each group, and when: batch sizes reach a question at about the same time.
-    plan: list[tuple[int, list[Question], Contestant]] = []
+    plan: list[tuple[int, list[Question], System]] = []
     for batch, size in sizes.items():
         systems = [system for system in chosen if system.batch == batch]
         groups = [questions[at : at + size] for at in range(0, len(questions), size)]
@@ -254,12 +267,12 @@ def choose_group_size(batch: int) -> int:
     """How many questions are asked together at a batch size."""
     if batch == 1:
         return 1
-    return WAVES * batch
+    return BATCHES_PER_GROUP * batch
 
 
-def take_turns(systems: Sequence[Contestant], groups: int) -> Iterator[list[Contestant]]:
+def take_turns(systems: Sequence[System], groups: int) -> Iterator[list[System]]:
     """Yield whom to ask each group of questions, in a random order. Few groups have the baseline a second time."""
-    repeated = Random(0).sample(range(groups), min(groups, max(FEW, groups // 4)))
+    repeated = Random(0).sample(range(groups), min(groups, max(MIN_QUESTIONS, groups // 4)))
     for number in range(groups):
-        asked = [system for system in systems if number in repeated or not system.again]
+        asked = [system for system in systems if number in repeated or not system.is_repeat]
         yield Random(number).sample(asked, len(asked))

@@ -6,15 +6,24 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 
 from treespec.eval.config import EvalConfig
-from treespec.eval.figures import Row, Summary, summarise
-from treespec.eval.intervals import FEW
+from treespec.eval.figures import Row, Summary, summarize_ledger
+from treespec.eval.intervals import MIN_QUESTIONS
 from treespec.eval.ledger import Completion, Ledger
-from treespec.eval.report import Cell, Report, Table, markdown, notes, page, percent, shown
-from treespec.eval.verdict import noise_of, verdict
+from treespec.eval.report import (
+    Cell,
+    EvalReport,
+    Table,
+    escape_cell,
+    list_notes,
+    render_markdown,
+    render_page,
+    to_percent,
+)
+from treespec.eval.verdict import estimate_noise, write_verdict
 from treespec.files.atomic import write_json, write_text
-from treespec.options import command_line
+from treespec.options import format_command_line
 
-LABELS = ("Drafter", "Method", "Tree", "T", "Batch")  # of a contestant
+LABEL_COLUMNS = ("Drafter", "Method", "Tree", "T", "Batch")  # of a contestant
 
 Cells = dict[str, Cell]  # of a row, by column
 
@@ -22,29 +31,31 @@ Cells = dict[str, Cell]  # of a row, by column
 def write_report(ledger: Ledger, out: Path) -> Summary:
     """Write OUT/report.json, .md and .html, and OUT/answers/<contestant>.jsonl; return the figures."""
     # 1. The figures, the report, and the page with what the figures depend on.
-    text = json.dumps(summarise(ledger))
+    text = json.dumps(summarize_ledger(ledger))
     summary = json.loads(text, parse_constant=lambda _: None)  # NaN: no time was measured
-    report = report_of(summary)
+    report = build_eval_report(summary)
     config = EvalConfig(**summary["options"])
-    setup = {"command": command_line("eval", EvalConfig, summary["options"])}
+    setup = {"command": format_command_line("eval", EvalConfig, summary["options"])}
     for name, value in summary["environment"].items():
         setup[name] = str(value)
     title = f"{PurePath(config.target).name}: acceptance and speed"
     subtitle = f"{config.source}, {summary['questions']} of the questions {config.questions}"
     write_json(out / "report.json", summary)
-    write_text(out / "report.md", markdown(report))
-    write_text(out / "report.html", page(report, title, subtitle, list(setup.items())))
+    write_text(out / "report.md", render_markdown(report))
+    write_text(out / "report.html", render_page(report, title, subtitle, list(setup.items())))
 
     # 2. The completions.
     lines: dict[str, list[str]] = {}
-    for completion in ledger.of("completion"):
-        lines.setdefault(completion["contestant"], []).append(json.dumps(answer_of(completion)))
+    for completion in ledger.list_entries("completion"):
+        lines.setdefault(completion["contestant"], []).append(
+            json.dumps(build_answer_line(completion))
+        )
     for name, answers in lines.items():
         write_text(out / "answers" / f"{name}.jsonl", "\n".join(answers) + "\n")
     return summary
 
 
-def answer_of(completion: Completion) -> dict[str, object]:
+def build_answer_line(completion: Completion) -> dict[str, object]:
     """Build the line of OUT/answers that FastChat (llm_judge) and Spec-Bench (evaluation/eval.py) read.
 
     The fields that Spec-Bench adds have one item a turn; accept_lengths is one list for all turns.
@@ -69,7 +80,7 @@ def answer_of(completion: Completion) -> dict[str, object]:
     }
 
 
-def report_of(summary: Summary) -> Report:
+def build_eval_report(summary: Summary) -> EvalReport:
     """Make the report of an evaluation: tables, notes and a verdict."""
     # 1. The rows of each table.
     rows = summary["rows"]
@@ -80,40 +91,44 @@ def report_of(summary: Summary) -> Report:
     pairs = [row for row in timed if row["drafter"] and row["overall"]["bound"]]
 
     # 2. The speeds, also of the baseline's second time and of peers that failed.
-    speed = table("Acceptance length τ (tokens per target forward) and speed", rows, speeds)
+    speed = build_table(
+        "Acceptance length τ (tokens per target forward) and speed", rows, build_speed_cells
+    )
     speed_rows = list(speed.rows)
     noises = []
     for row in summary["again"]:
-        speed_rows.append(named(row) | {"speedup": row["speedup"]})
-        noises.append((row, noise_of(row["speedup"])))
+        speed_rows.append(label_row(row) | {"speedup": row["speedup"]})
+        noises.append((row, estimate_noise(row["speedup"])))
     for name in summary["failed"]:
         speed_rows.append({"Method": name, "tokens/s": "failed"})
 
     # 3. The report.
     tables = [
         replace(speed, rows=speed_rows),
-        table("By category: τ (speedup)", own_rows, by_category),
-        table("Right answers", [row for row in rows if row["right"]], right),
-        table("Acceptance rate α by depth", own_rows, rates),
-        table("A cycle's time in ms (share)", timed, cycle),
-        table("Speedup without prompts, and its bound", pairs, bound),
+        build_table("By category: τ (speedup)", own_rows, build_category_cells),
+        build_table("Right answers", [row for row in rows if row["right"]], build_accuracy_cells),
+        build_table("Acceptance rate α by depth", own_rows, build_rate_cells),
+        build_table("A cycle's time in ms (share)", timed, build_cycle_cells),
+        build_table("Speedup without prompts, and its bound", pairs, build_bound_cells),
     ]
     config = EvalConfig(**summary["options"])
-    lines = notes("notes.txt", summary=summary, config=config, few=FEW, noises=noises)
-    return Report(tables, lines, verdict(summary))
+    lines = list_notes(
+        "notes.txt", summary=summary, config=config, few=MIN_QUESTIONS, noises=noises
+    )
+    return EvalReport(tables, lines, write_verdict(summary))
 
 
-def table(title: str, rows: Sequence[Row], cells: Callable[[Row], Cells]) -> Table:
+def build_table(title: str, rows: Sequence[Row], cells: Callable[[Row], Cells]) -> Table:
     """A row for each contestant, labelled by what tells it from the others."""
-    return Table(title, LABELS, [cells(row) | named(row) for row in rows], reference=1.0)
+    return Table(title, LABEL_COLUMNS, [cells(row) | label_row(row) for row in rows], reference=1.0)
 
 
-def named(row: Row) -> Cells:
+def label_row(row: Row) -> Cells:
     """The cells that name a row's contestant."""
-    return dict(zip(LABELS, row["labels"], strict=True))
+    return dict(zip(LABEL_COLUMNS, row["labels"], strict=True))
 
 
-def speeds(row: Row) -> Cells:
+def build_speed_cells(row: Row) -> Cells:
     """The cells of τ, tokens a second, and seconds to the first token."""
     overall = row["overall"]
     is_timed_alone = row["peer"] or row["batch"] == 1  # a batch shares its seconds out
@@ -125,7 +140,7 @@ def speeds(row: Row) -> Cells:
         identical = f"{row['same']} of {row['turns']}"
     return {
         "τ": overall["acceptance_length"],
-        "tokens/s": shown(overall["tokens_per_second"]),
+        "tokens/s": escape_cell(overall["tokens_per_second"]),
         "speedup": overall["speedup"],
         "by generate": row["by_generate"],
         "first token, s": first_token,
@@ -133,17 +148,17 @@ def speeds(row: Row) -> Cells:
     }
 
 
-def by_category(row: Row) -> Cells:
+def build_category_cells(row: Row) -> Cells:
     """A cell for each category, then one for all questions."""
     cells: Cells = {}
     for name, figures in {**row["categories"], "overall": row["overall"]}.items():
-        tau, _, _ = shown(figures["acceptance_length"]).partition(" ")  # without its interval
-        speedup, _, _ = shown(figures["speedup"]).partition(" ")
+        tau, _, _ = escape_cell(figures["acceptance_length"]).partition(" ")  # without its interval
+        speedup, _, _ = escape_cell(figures["speedup"]).partition(" ")
         cells[name] = f"{tau} ({speedup})" if speedup else tau
     return cells
 
 
-def right(row: Row) -> Cells:
+def build_accuracy_cells(row: Row) -> Cells:
     """The cells of right answers, for questions that have one."""
     right = row["right"]
     answers = right["answers"]
@@ -152,12 +167,12 @@ def right(row: Row) -> Cells:
         same = f"{right['same']} of {answers}"
     return {
         "right": f"{right['right']} of {answers}",
-        "%": shown(percent(right["share"])),
+        "%": escape_cell(to_percent(right["share"])),
         "same verdict": same,
     }
 
 
-def rates(row: Row) -> Cells:
+def build_rate_cells(row: Row) -> Cells:
     """The cells of a tree's nodes and of α by depth."""
     overall = row["overall"]
     cells: Cells = {"nodes": f"{overall['nodes']:.0f}", "no draft": ""}
@@ -168,7 +183,7 @@ def rates(row: Row) -> Cells:
     return cells
 
 
-def cycle(row: Row) -> Cells:
+def build_cycle_cells(row: Row) -> Cells:
     """The cells of a cycle's milliseconds by stage, and of the prompts' seconds."""
     stage_ms = row["overall"]["cycle_ms"]
     cycle_ms = sum(stage_ms.values())
@@ -180,7 +195,7 @@ def cycle(row: Row) -> Cells:
     return cells
 
 
-def bound(row: Row) -> Cells:
+def build_bound_cells(row: Row) -> Cells:
     """The cells of the speedup without prompts, and of the most that the forwards allow."""
     overall = row["overall"]
     speedup = overall["decoding_speedup"]

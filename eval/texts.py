@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treespec.api.load import calibration_of, load_sources
+from treespec.api.load import load_calibration_for, load_sources
 from treespec.api.spec import Spec
 from treespec.errors import InputError
-from treespec.eval.common import Report, Step
+from treespec.eval.common import ProgressStep, Report
 from treespec.eval.questions import load_questions
 from treespec.files.atomic import check_writable, read_json, write_json
-from treespec.kernels.processor import processor
+from treespec.kernels.processor import describe_processor
 from treespec.model.target import Target
 from treespec.sampling.probs import SamplingParams
-from treespec.text.conversations import CONVERSATIONS, content_of, read_conversations
+from treespec.text.conversations import CONVERSATION_SUFFIXES, read_content, read_conversations
 from treespec.text.encoding import encode_conversations
 
-BATCH = 16  # answers at a time
-LENGTH = 1024  # most tokens of a conversation whose cycles are counted
+ANSWER_BATCH = 16  # answers at a time
+MAX_CONVERSATION_TOKENS = 1024  # most tokens of a conversation whose cycles are counted
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ def load_specs(
     """Load one target with several drafters, each `kind:value` or None, as `load_models` does."""
     check_writable(out)
     if config.text:
-        content_of(config.text)
+        read_content(config.text)
     names = [name for name in drafters if name]
-    report(Step(0, 1, "loading " + " and ".join([config.target, *names])))
+    report(ProgressStep(0, 1, "loading " + " and ".join([config.target, *names])))
     target, sources = load_sources(config.target, names, config.placement)
     specs = []
     for name in drafters:
@@ -71,25 +71,27 @@ def load_specs(
         calibration = None
         if name:
             source = sources[name]
-            calibration = calibration_of(source, name)
+            calibration = load_calibration_for(source, name)
         specs.append(Spec(target, source, template=config.template, calibration=calibration))
     return specs
 
 
-def passages_of(config: Any, spec: Spec, report: Report) -> Iterator[Passage]:
+def iterate_passages(config: Any, spec: Spec, report: Report) -> Iterator[Passage]:
     """Read the passages of `--text`; without it, let the target answer all turns of the questions.
 
     Raises InputError for a file that cannot be read, and for a target without a tokenizer.
     """
     context = spec.target.context_length
     if config.text:
-        yield from from_file(config.text, spec, config.limit, min(config.max_length, context))
+        yield from read_text_file(config.text, spec, config.limit, min(config.max_length, context))
         return
     params = SamplingParams(config.answers_temperature)
-    yield from answers(config, params, spec, report)
+    yield from generate_answers(config, params, spec, report)
 
 
-def answers(config: Any, params: SamplingParams, spec: Spec, report: Report) -> Iterator[Passage]:
+def generate_answers(
+    config: Any, params: SamplingParams, spec: Spec, report: Report
+) -> Iterator[Passage]:
     """Let the target answer all turns of the questions, a turn of all questions at a time.
 
     It answers by one-token decoding: no head or verifier affects them.
@@ -111,12 +113,12 @@ def answers(config: Any, params: SamplingParams, spec: Spec, report: Report) -> 
 
         # 2. Their answers, whose tokens count.
         step = f"the target answers {len(asked)} questions at {params.temperature:g}"
-        report(Step(turn, 2, step))
+        report(ProgressStep(turn, 2, step))
         outputs = baseline.generate(
             prompts,
             max_new_tokens=config.max_new_tokens,
             seed=[config.seed + number for number in asked],
-            batch=BATCH,
+            batch=ANSWER_BATCH,
             temperature=params.temperature,
             top_k=params.top_k,
             top_p=params.top_p,
@@ -127,14 +129,14 @@ def answers(config: Any, params: SamplingParams, spec: Spec, report: Report) -> 
             yield Passage(tokens, torch.arange(len(tokens)) >= len(prompt), number)
 
 
-def from_file(name: str, spec: Spec, limit: int | None, length: int) -> list[Passage]:
+def read_text_file(name: str, spec: Spec, limit: int | None, length: int) -> list[Passage]:
     """Read conversations, whose answers count, or plain text in pieces of `length` tokens, which all count."""
     # 1. Conversations.
     path = Path(name)
     tokenizer = spec.target.tokenizer
     if tokenizer is None:
         raise InputError("the target has no tokenizer to read --text with")
-    if path.suffix in CONVERSATIONS:
+    if path.suffix in CONVERSATION_SUFFIXES:
         conversations = read_conversations(path)[0][:limit]
         examples, _ = encode_conversations(tokenizer, conversations, spec.template, length)
         groups: dict[str, int] = {}
@@ -168,7 +170,9 @@ class Text:
         return len(self.tokens) - 1 - self.root
 
 
-def kept_texts(config: Any, params: SamplingParams, spec: Spec, report: Report) -> list[Text]:
+def load_or_write_texts(
+    config: Any, params: SamplingParams, spec: Spec, report: Report
+) -> list[Text]:
     """Load the texts of one temperature from OUT if the same options wrote them, else write them."""
     file = Path(config.out) / f"texts-{params.temperature:g}.json"
     about = {name: getattr(config, name) for name in config.OF_TEXTS}
@@ -177,13 +181,13 @@ def kept_texts(config: Any, params: SamplingParams, spec: Spec, report: Report) 
         stored = read_json(file, "delete it to write the texts again")
     if stored.get("about") != about:
         if config.text:
-            length = min(LENGTH, spec.target.context_length)
-            passages = from_file(config.text, spec, config.limit, length)
+            length = min(MAX_CONVERSATION_TOKENS, spec.target.context_length)
+            passages = read_text_file(config.text, spec, config.limit, length)
         else:
-            passages = list(answers(config, params, spec, report))
+            passages = list(generate_answers(config, params, spec, report))
         rows = []
         for passage in passages:
-            for root, end in runs(passage):
+            for root, end in iterate_counted_runs(passage):
                 rows.append([passage.tokens[:end].tolist(), root, passage.group])
         stored = {"about": about, "texts": rows}
         write_json(file, stored)
@@ -193,7 +197,7 @@ def kept_texts(config: Any, params: SamplingParams, spec: Spec, report: Report) 
     return texts
 
 
-def runs(passage: Passage) -> Iterator[tuple[int, int]]:
+def iterate_counted_runs(passage: Passage) -> Iterator[tuple[int, int]]:
     """Yield the position of the first root, and the end, of each run of tokens that count."""
     none = passage.counts.new_zeros(1).int()
     edges = torch.diff(passage.counts.int(), prepend=none, append=none).nonzero().view(-1, 2)
@@ -210,7 +214,7 @@ def describe(target: Target) -> dict[str, object]:
         if device.type == "cuda":
             names.append(f"{torch.cuda.get_device_name(device)} ({device})")
         elif device.type != "meta":
-            names.append(processor())
+            names.append(describe_processor())
     return {
         "device": ", ".join(sorted(names)),
         "dtype": str(target.dtype).removeprefix("torch."),

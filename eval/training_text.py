@@ -20,45 +20,47 @@ from torch import Tensor
 
 from treespec.api.spec import Spec
 from treespec.errors import InputError
+from treespec.eval.common import ProgressStep, ignore_report
 from treespec.eval.common import Report as Say
-from treespec.eval.common import Step, silent
 from treespec.eval.config import DoctorConfig
 from treespec.eval.report import Table
-from treespec.eval.texts import BATCH, Passage, from_file, runs
-from treespec.sampling.probs import SamplingParams, probs
-from treespec.text.conversations import SAMPLE, SAMPLED
+from treespec.eval.texts import ANSWER_BATCH, Passage, iterate_counted_runs, read_text_file
+from treespec.sampling.probs import SamplingParams, compute_probs
+from treespec.text.conversations import SAMPLE_CONVERSATIONS, SAMPLE_FILE
 
-SHORTEST = 8  # tokens of an answer
-DEARER = 0.1  # nats a token: what text of others costs more, at least
-CERTAIN = 3.5  # standard errors of that, over answers
-STEEPEST = 2.0  # of the line
+MIN_ANSWER_TOKENS = 8  # tokens of an answer
+MIN_EXCESS_NATS = 0.1  # nats a token: what text of others costs more, at least
+MIN_EXCESS_ERRORS = 3.5  # standard errors of that, over answers
+MAX_COST_SLOPE = 2.0  # of the line
 
 
-def learnt_text(config: DoctorConfig, spec: Spec) -> list[Passage]:
+def load_training_passages(config: DoctorConfig, spec: Spec) -> list[Passage]:
     """Load the first answers of the conversations that the head learnt on, cut to --max-new-tokens; [] if unknown.
 
     Raises InputError for a file that cannot be read, or has too few answers.
     """
-    sample_file = Path(config.head) / SAMPLE
+    sample_file = Path(config.head) / SAMPLE_FILE
     if config.data is None and not sample_file.is_file():
         return []
     length = min(config.max_length, spec.target.context_length)
     file = config.data or str(sample_file)
-    passages = from_file(file, spec, SAMPLED, length)
+    passages = read_text_file(file, spec, SAMPLE_CONVERSATIONS, length)
     answers = []
     for passage in passages:
-        for root, end in list(runs(passage))[:1]:
+        for root, end in list(iterate_counted_runs(passage))[:1]:
             end = min(end, root + 1 + config.max_new_tokens)
-            if end - root > SHORTEST:
+            if end - root > MIN_ANSWER_TOKENS:
                 counts = torch.arange(end) > root
                 answers.append(Passage(passage.tokens[:end], counts, passage.group))
     if config.data and len(answers) < 2:
-        raise InputError(f"--data {config.data} needs two answers of more than {SHORTEST} tokens")
+        raise InputError(
+            f"--data {config.data} needs two answers of more than {MIN_ANSWER_TOKENS} tokens"
+        )
     return answers
 
 
-def told(
-    config: DoctorConfig, spec: Spec, completions: Sequence[Passage], say: Say = silent
+def diagnose_training_text(
+    config: DoctorConfig, spec: Spec, completions: Sequence[Passage], say: Say = ignore_report
 ) -> tuple[list[Table], list[str]]:
     """Diagnose the text that a head learnt on.
 
@@ -71,38 +73,38 @@ def told(
     Returns:
         A table of what texts cost, and the faults that it shows, a sentence each; nothing if the text is not known.
     """
-    learnt = learnt_text(config, spec)
+    learnt = load_training_passages(config, spec)
     tokenizer = spec.target.tokenizer
     if len(learnt) < 2 or tokenizer is None:
         return [], []
 
     # 1. What stands before an answer.
     prompts = list_prompts(learnt)
-    ending = shared_ending(list_prompts(completions))
+    ending = find_shared_ending(list_prompts(completions))
     verdict = []
     alike = sum(prompt[-len(ending) :] == ending for prompt in prompts)
     if ending and 2 * alike < len(prompts):
         verdict.append(
-            f"Chat template: it learnt answers behind {tokenizer.decode(shared_ending(prompts))!r}, and prompts "
+            f"Chat template: it learnt answers behind {tokenizer.decode(find_shared_ending(prompts))!r}, and prompts "
             f"here end in {tokenizer.decode(ending)!r}. Give the --template that it was trained with."
         )
 
     # 2. What it costs, and what the target's own answers to the same prompts cost.
     progress = f"the target answers {len(learnt)} prompts of the training"
-    say(Step(0, 2, progress))
+    say(ProgressStep(0, 2, progress))
     greedy = generate_own_answers(config, spec, prompts, 0.0)
-    say(Step(1, 2, progress))
+    say(ProgressStep(1, 2, progress))
     sampled = generate_own_answers(config, spec, prompts, 1.0)
-    learnt_costs = torch.tensor(list(costs(spec, learnt)))
-    greedy_costs = torch.tensor(list(costs(spec, greedy)))
-    sampled_costs = torch.tensor(list(costs(spec, sampled)))
+    learnt_costs = torch.tensor(list(iterate_text_costs(spec, learnt)))
+    greedy_costs = torch.tensor(list(iterate_text_costs(spec, greedy)))
+    sampled_costs = torch.tensor(list(iterate_text_costs(spec, sampled)))
     rows = [
         make_cost_cells("what the head learnt", learnt_costs),
         make_cost_cells("the target's greedy answers", greedy_costs),
         make_cost_cells("its samples", sampled_costs),
     ]
-    dearer, error = excess(learnt_costs, greedy_costs, sampled_costs)
-    if dearer > DEARER and dearer > CERTAIN * error:
+    dearer, error = measure_excess_cost(learnt_costs, greedy_costs, sampled_costs)
+    if dearer > MIN_EXCESS_NATS and dearer > MIN_EXCESS_ERRORS * error:
         verdict.append(
             f"Off-policy text: what it learnt costs the target {dearer:.2f} nats a token more than own answers of "
             "the same entropy. Let the target answer the prompts: treespec regenerate, then train on that."
@@ -123,7 +125,7 @@ def generate_own_answers(
         prompts,
         temperature=temperature,
         max_new_tokens=config.max_new_tokens,
-        batch=BATCH,
+        batch=ANSWER_BATCH,
         seed=0,
     )
     passages = []
@@ -139,7 +141,7 @@ def make_cost_cells(text: str, figures: Tensor) -> dict[str, str]:
     return {"text": text, "entropy": f"{entropy:.2f}", "cost": f"{cost:.2f}"}
 
 
-def shared_ending(prompts: Sequence[list[int]]) -> list[int]:
+def find_shared_ending(prompts: Sequence[list[int]]) -> list[int]:
     """Find the tokens that all prompts end in."""
     reversed_prompts = [ids[::-1] for ids in prompts]
     ending: list[int] = list(commonprefix(reversed_prompts))  # noqa: RUF071 - no paths
@@ -147,18 +149,18 @@ def shared_ending(prompts: Sequence[list[int]]) -> list[int]:
 
 
 @torch.no_grad()
-def costs(spec: Spec, passages: Sequence[Passage]) -> Iterator[tuple[float, float]]:
+def iterate_text_costs(spec: Spec, passages: Sequence[Passage]) -> Iterator[tuple[float, float]]:
     """Yield each passage's entropy and -log p, means in nats over its tokens that count, under the target."""
     target = spec.target
     for passage in passages:
-        logits = target.output_logits(target.features(passage.tokens[None]))[0]
-        p = probs(logits[:-1], SamplingParams(1.0))[passage.counts[1:]]
+        logits = target.compute_output_logits(target.compute_features(passage.tokens[None]))[0]
+        p = compute_probs(logits[:-1], SamplingParams(1.0))[passage.counts[1:]]
         tokens = passage.tokens[passage.counts].to(p.device)
         entropy = torch.special.entr(p).sum(-1).mean()
         yield float(entropy), -float(p.gather(1, tokens[:, None]).clamp(min=1e-9).log().mean())
 
 
-def excess(text: Tensor, greedy: Tensor, sampled: Tensor) -> tuple[float, float]:
+def measure_excess_cost(text: Tensor, greedy: Tensor, sampled: Tensor) -> tuple[float, float]:
     """Measure how much more a text costs the target than its own text of the same entropy, in nats a token.
 
     Args:
@@ -174,7 +176,7 @@ def excess(text: Tensor, greedy: Tensor, sampled: Tensor) -> tuple[float, float]
     greedy_entropy, greedy_cost = greedy.mean(0)
     sampled_entropy, sampled_cost = sampled.mean(0)
     run = (sampled_entropy - greedy_entropy).clamp(min=1e-3)
-    slope = ((sampled_cost - greedy_cost) / run).clamp(0, STEEPEST)
+    slope = ((sampled_cost - greedy_cost) / run).clamp(0, MAX_COST_SLOPE)
     below = (sampled_entropy - mean).clamp(min=0)
     beyond = (mean - sampled_entropy).clamp(min=0)
     expected = sampled_cost - slope * below + beyond

@@ -9,20 +9,22 @@ import math
 from collections.abc import Sequence
 
 from treespec.eval.figures import Row, Summary
-from treespec.eval.intervals import FEW, Figure
-from treespec.eval.report import shown
+from treespec.eval.intervals import MIN_QUESTIONS, Figure
+from treespec.eval.report import escape_cell
 
 LEAST_TAU = 1.02  # below it drafts brought nothing, and a difference is the clock's
-SIDES = {
+VERDICT_SIDES = {
     1: "these are faster than plain decoding, the fastest first",
     0: "these are neither faster nor slower for certain",
     -1: "these are slower than plain decoding",
 }
 
 
-def verdict(summary: Summary) -> list[str]:
+def write_verdict(summary: Summary) -> list[str]:
     """By batch size and temperature: what is faster than plain decoding, and what is slower."""
-    noises = {(a["batch"], a["temperature"]): noise_of(a["speedup"]) for a in summary["again"]}
+    noises = {
+        (a["batch"], a["temperature"]): estimate_noise(a["speedup"]) for a in summary["again"]
+    }
     pairs: dict[tuple[int, float], list[Row]] = {}
     for row in summary["rows"]:
         if row["drafter"] and row["overall"]["tokens_per_second"]["value"]:
@@ -33,49 +35,49 @@ def verdict(summary: Summary) -> list[str]:
         if batch > 1:
             place += f", in batches of {batch},"
         noise = noises.get((batch, temperature))
-        for sentence in sentences(rows, summary["questions"], noise):
+        for sentence in write_sentences(rows, summary["questions"], noise):
             lines.append(f"{place} {sentence}")
     return lines
 
 
-def sentences(pairs: Sequence[Row], questions: int, noise: float | None) -> list[str]:
+def write_sentences(pairs: Sequence[Row], questions: int, noise: float | None) -> list[str]:
     """What is faster or slower of the rows of one temperature and batch size, or why nobody can say.
 
     noise: the clock's; without it nothing is called faster or slower.
     """
-    if questions < FEW:
+    if questions < MIN_QUESTIONS:
         few = "1 question is" if questions == 1 else f"{questions} questions are"
-        return [f"{few} too few to say what is faster or slower: ask {FEW} or more."]
+        return [f"{few} too few to say what is faster or slower: ask {MIN_QUESTIONS} or more."]
     if noise is None:
         unknown = "plain decoding was not measured twice, so the clock's noise is unknown"
         return [f"nothing is called faster or slower: {unknown}."]
-    of_side: dict[int, list[str]] = {side: [] for side in SIDES}
+    of_side: dict[int, list[str]] = {side: [] for side in VERDICT_SIDES}
     for row in sorted(pairs, key=lambda row: -row["overall"]["tokens_per_second"]["value"]):
-        side, why = side_of(row, noise)
+        side, why = decide_side(row, noise)
         name = " ".join(filter(None, row["labels"][:3]))
-        of_side[side].append(f"{name} {shown(row['overall']['speedup'])}{why}")
+        of_side[side].append(f"{name} {escape_cell(row['overall']['speedup'])}{why}")
     lines = []
     for side, names in of_side.items():
         if names:
-            lines.append(f"{SIDES[side]}: {'; '.join(names)}.")
+            lines.append(f"{VERDICT_SIDES[side]}: {'; '.join(names)}.")
     return lines
 
 
-def side_of(row: Row, noise: float) -> tuple[int, str]:
-    """Tell on which side of 1 a row's speedup is, as `beyond` does; and why nothing can be said if it is 0."""
+def decide_side(row: Row, noise: float) -> tuple[int, str]:
+    """Tell on which side of 1 a row's speedup is, as `compare_with_noise` does; and why nothing can be said if it is 0."""
     speedup = row["overall"]["speedup"]
     tau = row["overall"]["acceptance_length"]["value"] or 1.0
     if tau < LEAST_TAU:
         return 0, f", as drafts brought nothing (τ {tau:.3f})"
-    if not beyond(speedup, 0.0):
+    if not compare_with_noise(speedup, 0.0):
         return 0, ", whose interval holds 1"
-    side = beyond(speedup, noise)
+    side = compare_with_noise(speedup, noise)
     if side == 0:
         return 0, f", inside the clock's noise of ±{100 * noise:.1f} %"
     return side, ""
 
 
-def beyond(ratio: Figure, noise: float) -> int:
+def compare_with_noise(ratio: Figure, noise: float) -> int:
     """Tell on which side of 1 a ratio is by more than the noise: -1 is below, 1 above, 0 neither.
 
     The whole interval counts; without an interval the value.
@@ -90,7 +92,7 @@ def beyond(ratio: Figure, noise: float) -> int:
     return 0
 
 
-def noise_of(again: Figure | None) -> float | None:
+def estimate_noise(again: Figure | None) -> float | None:
     """The clock's noise: how far the interval of an A/A ratio reaches from 1, as a share.
 
     None where it has no interval.

@@ -13,21 +13,21 @@ from pkgutil import resolve_name
 import torch
 from torch import nn
 
-from treespec.errors import InputError, first_line
-from treespec.files.atomic import read_tensors, sealed, write_tensors, write_text
+from treespec.errors import InputError, get_first_line
+from treespec.files.atomic import add_checksum, read_tensors, write_tensors, write_text
 from treespec.heads.architectures import find_names
 from treespec.heads.folder import (
-    AGAIN,
-    GGUF,
-    WHOLE,
-    config_of,
-    head_folder,
-    inside,
+    FETCH_AGAIN_ADVICE,
+    GGUF_FILE,
+    WHOLE_MODEL_PREFIX,
+    find_head_folder,
+    find_tensor_file,
+    is_inside_folder,
+    read_head_config,
     strip_wrappers,
-    tensor_file,
 )
 from treespec.heads.head import Config, Head, Tensors
-from treespec.heads.registry import HEADS, kind_of
+from treespec.heads.registry import HEAD_KINDS, detect_kind
 
 UNREADABLE_ADVICE = (
     "if it is one, some of its files are missing or its project has changed the format; if not, "
@@ -47,12 +47,12 @@ def load_head(
     by name.
     """
     # 1. The directory's content, as treespec's head of that kind has it.
-    folder = head_folder(path)
-    config = config_of(folder)
-    tensors = tensors_in(folder)
+    folder = find_head_folder(path)
+    config = read_head_config(folder)
+    tensors = read_head_tensors(folder)
     try:
         tensors = strip_all_wrappers(tensors)
-        kind = HEADS[kind_of(config, tensors)]
+        kind = HEAD_KINDS[detect_kind(config, tensors)]
     except ValueError as error:
         raise InputError(f"{folder}: {error}") from error
     build = kind.build()
@@ -79,7 +79,9 @@ def load_head(
         raise InputError(f"{folder}: {error}; {reading}: {UNREADABLE_ADVICE}") from error
     broken = [name for name, value in tensors.items() if not value.isfinite().all()]
     if broken:
-        raise InputError(f"{folder}: {listed(broken)} hold values that are not finite; {AGAIN}")
+        raise InputError(
+            f"{folder}: {list_names(broken)} hold values that are not finite; {FETCH_AGAIN_ADVICE}"
+        )
     return head.to(device=device, dtype=dtype)
 
 
@@ -94,7 +96,7 @@ def strip_all_wrappers(tensors: Tensors) -> Tensors:
 
     Of a whole model around Medusa's heads the names stay, since they tell the heads from the model.
     """
-    if any(name.startswith(WHOLE) for name in tensors):
+    if any(name.startswith(WHOLE_MODEL_PREFIX) for name in tensors):
         return tensors
     plain: Tensors = {}
     for name, value in tensors.items():
@@ -125,7 +127,7 @@ def save_head(
         if dtype is not None and value.is_floating_point():
             stored_dtype = dtype
         tensors[name] = value.detach().to("cpu", stored_dtype)
-    write_head(Path(path), sealed(head.config), tensors)
+    write_head(Path(path), add_checksum(head.config), tensors)
 
 
 def write_head(folder: Path, config: Config, tensors: Tensors) -> None:
@@ -134,7 +136,7 @@ def write_head(folder: Path, config: Config, tensors: Tensors) -> None:
     write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
 
-def listed(names: Iterable[str]) -> str:
+def list_names(names: Iterable[str]) -> str:
     """The first five names in order, and the number of the others."""
     ordered = sorted(names)
     words = ", ".join(ordered[:5])
@@ -156,10 +158,10 @@ def check_shapes(
     shapes = {name: value.shape for name, value in module.state_dict().items()}
     missing = shapes.keys() - tensors.keys() - set(optional)
     if missing:
-        raise ValueError(f"it lacks {listed(map(in_file, missing))}")
+        raise ValueError(f"it lacks {list_names(map(in_file, missing))}")
     unknown = tensors.keys() - shapes.keys()
     if unknown:
-        raise ValueError(f"it holds unknown tensors {listed(map(in_file, unknown))}")
+        raise ValueError(f"it holds unknown tensors {list_names(map(in_file, unknown))}")
     for name, value in tensors.items():
         if value.shape != shapes[name]:
             raise ValueError(
@@ -167,23 +169,23 @@ def check_shapes(
             )
 
 
-def tensors_in(folder: Path) -> Tensors:
+def read_head_tensors(folder: Path) -> Tensors:
     """The tensors of a head directory, by name.
 
     Raises InputError where there is none, or it holds something else.
     """
-    first = tensor_file(folder)
-    if first.name == GGUF:
-        return tensors_of_gguf(first)
+    first = find_tensor_file(folder)
+    if first.name == GGUF_FILE:
+        return read_gguf_tensors(first)
     files = [first]
     if first.suffix == ".json":
         files = [folder / name for name in read_index(first)]
     tensors = Tensors()
     for file in files:
         if file.suffix == ".safetensors":
-            stored, _ = read_tensors(file, AGAIN)
+            stored, _ = read_tensors(file, FETCH_AGAIN_ADVICE)
         else:
-            stored = pickled(file)
+            stored = read_pickle(file)
         tensors |= stored
     return tensors
 
@@ -195,13 +197,15 @@ def read_index(index: Path) -> list[str]:
     """
     try:
         files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = {file for tensor, file in files.items() if tensor.startswith(WHOLE)}
+        names = {file for tensor, file in files.items() if tensor.startswith(WHOLE_MODEL_PREFIX)}
         if not names:
             names = set(files.values())
         ordered = sorted(names)
-        outside = [name for name in ordered if not inside(name)]
+        outside = [name for name in ordered if not is_inside_folder(name)]
     except Exception as error:  # a file may say anything
-        raise InputError(f"{index} is damaged: it names no files of tensors; {AGAIN}") from error
+        raise InputError(
+            f"{index} is damaged: it names no files of tensors; {FETCH_AGAIN_ADVICE}"
+        ) from error
     if outside:
         raise InputError(
             f"{index} names {outside[0]!r}, a file outside the head's folder: treespec reads none there"
@@ -209,18 +213,20 @@ def read_index(index: Path) -> list[str]:
     return ordered
 
 
-def tensors_of_gguf(file: Path) -> Tensors:
+def read_gguf_tensors(file: Path) -> Tensors:
     """The tensors of llama.cpp's file. Raises InputError for a damaged one, and one of other fields."""
     try:
         tensors: Tensors = resolve_name("treespec.heads.formats.gguf:read_gguf")(file)
     except InputError:
         raise
     except Exception as error:  # a file may say anything
-        raise InputError(f"{file} is damaged: {first_line(error)}; {AGAIN}") from error
+        raise InputError(
+            f"{file} is damaged: {get_first_line(error)}; {FETCH_AGAIN_ADVICE}"
+        ) from error
     return tensors
 
 
-def pickled(file: Path) -> Tensors:
+def read_pickle(file: Path) -> Tensors:
     """The tensors of a pickle. Raises InputError for one that holds anything else."""
     try:
         held = torch.load(file, map_location="cpu", weights_only=True)
@@ -228,5 +234,5 @@ def pickled(file: Path) -> Tensors:
     except Exception as error:
         raise InputError(
             f"{file} is damaged, or holds more than tensors by name and is not loaded: "
-            f"{first_line(error)}; {AGAIN}"
+            f"{get_first_line(error)}; {FETCH_AGAIN_ADVICE}"
         ) from error

@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from treespec.heads.eagle3 import check_distinct_layers, default_aux_layers
+from treespec.heads.eagle3 import check_distinct_layers, list_default_aux_layers
 from treespec.heads.head import Config, Embed, TargetFacts
-from treespec.heads.layers import Angles, Attention, KeyValues, Layer, RMSNorm, windows_of
+from treespec.heads.layers import Angles, Attention, KeyValues, Layer, RMSNorm, list_layer_windows
 from treespec.heads.llama import BlockHead, Pairs
 from treespec.heads.unrolled import AttentionColumns, attend
 
@@ -57,7 +57,7 @@ class DFlashHead(BlockHead):
         self.max_depth = self.block - self.first_slot
         if self.max_depth < 1:
             raise ValueError(f"block_size is {self.block}, must be at least 2")
-        self.windows = windows_of(config)
+        self.windows = list_layer_windows(config)
         self.causal: list[bool] = [window is not None for window in self.windows]
         if config.get("causal"):
             self.causal = config["causal"]
@@ -73,16 +73,16 @@ class DFlashHead(BlockHead):
             self.draft_first(config.get("draft_vocab_size"))
 
     @classmethod
-    def config_for(cls, target: TargetFacts, levels: int = 7, **fields: Any) -> Config:
+    def build_config(cls, target: TargetFacts, levels: int = 7, **fields: Any) -> Config:
         own = {
             "model_type": cls.kind,
-            "aux_hidden_state_layer_ids": list(default_aux_layers(target.layers)),
+            "aux_hidden_state_layer_ids": list(list_default_aux_layers(target.layers)),
             "block_size": levels + 1,
             "mask_token_id": target.vocab_size - 1,
             "target_hidden_size": target.config.hidden_size,
             "own_output": True,
         }
-        return super().config_for(target, **own | fields)
+        return super().build_config(target, **own | fields)
 
     @property
     def first_slot(self) -> int:
@@ -108,7 +108,7 @@ class DFlashHead(BlockHead):
         if roots is not None:
             block = F.pad(roots[:, None], (0, self.block - 1), value=self.mask_token)
             x = self.embed_block(block, embed).to(context.dtype)
-        angles = self.rotary(pairs.places[:, -rows:], context.dtype)
+        angles = self.rotary(pairs.positions[:, -rows:], context.dtype)
 
         # 2. The layers. Without a block they only store the keys and values of the features.
         for number, (module, cache) in enumerate(zip(self.layers, caches, strict=True)):
@@ -151,7 +151,7 @@ class DFlashHead(BlockHead):
             layer = cast(Layer, module)
             known = layer.self_attn.project(context, before)
             attention = partial(
-                blocks,
+                attend_blocks,
                 layer.self_attn,
                 AttentionColumns(known.keys, known.values),
                 angles=angles,
@@ -176,14 +176,14 @@ class DFlashHead(BlockHead):
         if self.causal[number]:
             seen = seen.tril(first)
         if window is not None:
-            seen = seen & (pairs.places[:, None] > pairs.places[:, first:, None] - window)
+            seen = seen & (pairs.positions[:, None] > pairs.positions[:, first:, None] - window)
         return seen[:, None]
 
-    def drafted(self, last: Tensor, block: Tensor) -> Tensor:
+    def select_drafted_states(self, last: Tensor, block: Tensor) -> Tensor:
         return block[:, self.first_slot :]
 
 
-def blocks(
+def attend_blocks(
     attention: Attention,
     context: AttentionColumns,
     x: Tensor,

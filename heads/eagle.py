@@ -36,11 +36,11 @@ class FeatureHead(LlamaHead):
     """
 
     @classmethod
-    def config_for(cls, target: TargetFacts, **fields: Any) -> Config:
+    def build_config(cls, target: TargetFacts, **fields: Any) -> Config:
         scale = target.embed_scale
         if scale != 1.0:
             fields = {"embed_scale": scale} | fields
-        return super().config_for(target, **fields)
+        return super().build_config(target, **fields)
 
     @property
     def embed_scale(self) -> float:
@@ -82,10 +82,12 @@ class FeatureHead(LlamaHead):
         embed: Embed | None = None,
     ) -> list[Tensor]:
         """As `Head.forward`, on its own features (training-time test, section 3.2). embed: not used."""
-        steps_of = self.unrolled(tokens, self.fuse(features), steps)
-        return [self.normed(hidden[counts[:, step:]]) for step, hidden in enumerate(steps_of)]
+        steps_of = self.unroll_steps(tokens, self.fuse(features), steps)
+        return [
+            self.normalize_hidden(hidden[counts[:, step:]]) for step, hidden in enumerate(steps_of)
+        ]
 
-    def unrolled(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
+    def unroll_steps(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
         """Draft from every position at once, from step 1 on over the head's own features.
 
         Args:
@@ -103,12 +105,14 @@ class FeatureHead(LlamaHead):
             angles = self.rotary(positions, features.dtype)
             attends = [partial(attention, angles=angles) for attention in attentions]
             next_tokens = tokens[:, step + 1 : step + 1 + rows]
-            next_tokens, features = self.given(next_tokens, features[:, :rows], step)
-            embeddings = self.embedded(next_tokens, features.dtype)
+            next_tokens, features = self.build_step_inputs(next_tokens, features[:, :rows], step)
+            embeddings = self.embed_tokens_scaled(next_tokens, features.dtype)
             features = self.extrapolate(embeddings, features, attends)
             yield features
 
-    def given(self, tokens: Tensor, features: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    def build_step_inputs(
+        self, tokens: Tensor, features: Tensor, step: int
+    ) -> tuple[Tensor, Tensor]:
         """Choose what the rows of a draft step see: the text's tokens, and the features of the step before.
 
         Args:
@@ -120,7 +124,7 @@ class FeatureHead(LlamaHead):
         """
         return tokens, features
 
-    def step(
+    def forward_step(
         self,
         tokens: Tensor,
         features: Tensor,
@@ -150,9 +154,9 @@ class FeatureHead(LlamaHead):
             partial(attention, angles=angles, mask=mask, cache=cache)
             for attention, cache in zip(attentions, stores, strict=True)
         ]
-        return self.extrapolate(self.embedded(tokens, features.dtype), features, attends)
+        return self.extrapolate(self.embed_tokens_scaled(tokens, features.dtype), features, attends)
 
-    def embedded(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    def embed_tokens_scaled(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
         """[B, T] int64 -> [B, T, H] embeddings, scaled as the target's are."""
         assert self.embed_tokens is not None, "a head without an embedding takes its target's first"
         embedded: Tensor = self.embed_tokens(tokens)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from treespec.heads.eagle import FeatureHead
 from treespec.heads.head import Config, TargetFacts
-from treespec.heads.layers import Attend, Eagle3Layer, Layer, RMSNorm, windows_of
+from treespec.heads.layers import Attend, Eagle3Layer, Layer, RMSNorm, list_layer_windows
 
 AUX_LAYERS = 3
 
@@ -63,7 +63,7 @@ class Eagle3Head(FeatureHead):
             config.get("eagle_aux_hidden_state_layer_ids") or ()
         )
         self.norm_output = bool(config.get("norm_output"))
-        windows = windows_of(config)
+        windows = list_layer_windows(config)
         self.cached_layers = len(windows)
 
         # 2. The modules, by their published names.
@@ -113,15 +113,15 @@ class Eagle3Head(FeatureHead):
             self.fc_norm.append(norm)
 
     @classmethod
-    def config_for(cls, target: TargetFacts, **fields: Any) -> Config:
+    def build_config(cls, target: TargetFacts, **fields: Any) -> Config:
         own = {
             "architectures": ["LlamaForCausalLMEagle3"],
             "draft_vocab_size": target.vocab_size,
             "target_hidden_size": target.config.hidden_size,
             "tie_word_embeddings": False,
-            "eagle_aux_hidden_state_layer_ids": list(default_aux_layers(target.layers)),
+            "eagle_aux_hidden_state_layer_ids": list(list_default_aux_layers(target.layers)),
         }
-        return super().config_for(target, **own | fields)
+        return super().build_config(target, **own | fields)
 
     @property
     def decoder(self) -> list[Layer]:
@@ -144,15 +144,15 @@ class Eagle3Head(FeatureHead):
             return self.norm(hidden)
         return hidden
 
-    def normed(self, hidden: Tensor) -> Tensor:
+    def normalize_hidden(self, hidden: Tensor) -> Tensor:
         if self.norm_output:
             return hidden
         return self.norm(hidden)
 
-    def settle_aux_layers(self, layers: int) -> None:
+    def set_default_aux_layers(self, layers: int) -> None:
         """If the config names no aux layers, take those published for `layers` layers."""
         if not self.aux_layers:
-            self.aux_layers = default_aux_layers(layers)
+            self.aux_layers = list_default_aux_layers(layers)
 
 
 def check_distinct_layers(ids: Iterable[Any]) -> tuple[int, ...]:
@@ -170,7 +170,7 @@ def check_distinct_layers(ids: Iterable[Any]) -> tuple[int, ...]:
     return layers
 
 
-def default_aux_layers(layers: int) -> tuple[int, int, int]:
+def list_default_aux_layers(layers: int) -> tuple[int, int, int]:
     """The published ones for `layers` target layers: the inputs of a low, middle and high layer.
 
     In a target of fewer than 7 layers these are not distinct and ascending; there, take the inputs

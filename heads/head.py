@@ -14,18 +14,18 @@ Tensors = dict[str, Tensor]  # by name, as a checkpoint holds them
 Stored = tuple[Config, Tensors]  # what a head's directory holds
 Embed = Callable[[Tensor], Tensor]  # [...] tokens -> [..., H] embeddings
 
-EMBEDDING = "embed_tokens.weight"
+EMBEDDING_NAME = "embed_tokens.weight"
 PADDING_TOKENS = 1024  # more rows than that are another vocabulary
 
 
-class OutputPath(Protocol):
+class TargetOutputPath(Protocol):
     """The part of the target that turns hidden states into logits."""
 
-    def output_logits(self, hidden: Tensor, output: nn.Module | None = None) -> Tensor:
-        """[..., H] hidden states -> [..., V] logits; [..., N] with `output` from `output_rows`."""
+    def compute_output_logits(self, hidden: Tensor, output: nn.Module | None = None) -> Tensor:
+        """[..., H] hidden states -> [..., V] logits; [..., N] with `output` from `copy_output_rows`."""
         ...
 
-    def output_rows(self, tokens: Tensor) -> nn.Linear:
+    def copy_output_rows(self, tokens: Tensor) -> nn.Linear:
         """Copy the rows of the output embedding for the tokens [N] only: a layer H -> N."""
         ...
 
@@ -103,7 +103,7 @@ class Head(nn.Module, ABC):
         """The dtype of the features that it takes; its embedding may have the target's dtype."""
         for name, part in self.named_modules():
             weight = getattr(part, "weight", None)  # a packed layer's is an attribute: as it was
-            if isinstance(weight, Tensor) and f"{name}.weight" != EMBEDDING:
+            if isinstance(weight, Tensor) and f"{name}.weight" != EMBEDDING_NAME:
                 return weight.dtype
         raise AssertionError("a head has weights")
 
@@ -121,7 +121,7 @@ class Head(nn.Module, ABC):
 
     @classmethod
     @abstractmethod
-    def config_for(cls, target: TargetFacts, **fields: Any) -> Config:
+    def build_config(cls, target: TargetFacts, **fields: Any) -> Config:
         """The config.json of a new head for a target. fields: that it has otherwise."""
 
     @abstractmethod
@@ -161,7 +161,7 @@ class Head(nn.Module, ABC):
         """
 
     @abstractmethod
-    def project(self, states: Tensor, step: int, target: OutputPath) -> Tensor:
+    def project(self, states: Tensor, step: int, target: TargetOutputPath) -> Tensor:
         """Turn states of `forward` into draft logits, by the output layer of a draft step.
 
         The row t of step s is for token t + s + 2, so `project(states, s)[t]` is to be compared with
@@ -190,7 +190,7 @@ class Head(nn.Module, ABC):
         Raises:
             ValueError: for another number of layers, width or vocabulary.
         """
-        self.settle_aux_layers(layers)
+        self.set_default_aux_layers(layers)
         beyond = [k for k in self.aux_layers if not 0 <= k <= layers]
         if beyond:
             raise ValueError(
@@ -216,7 +216,7 @@ class Head(nn.Module, ABC):
         A head that cannot stays as it is, and `check_target` refuses it.
         """
 
-    def settle_aux_layers(self, layers: int) -> None:
+    def set_default_aux_layers(self, layers: int) -> None:
         """If the config names no aux layers, take those published for `layers` layers."""
 
     def share_embedding(self, weight: nn.Parameter | nn.Module) -> None:
@@ -225,7 +225,7 @@ class Head(nn.Module, ABC):
         weight: its weight, or the module itself where that holds no plain matrix.
         """
 
-    def restrict(self, tokens: Tensor, target: OutputPath | None = None) -> None:
+    def restrict(self, tokens: Tensor, target: TargetOutputPath | None = None) -> None:
         """Draft only these of the target's tokens from now on, [N] int64 ascending.
 
         It cuts the output layers, d2t and t2d.
@@ -244,7 +244,7 @@ class Head(nn.Module, ABC):
             self.config = self.config | {"draft_vocab_size": len(kept)}
         elif not self.output_layers:
             assert target is not None
-            self.output = target.output_rows(kept)
+            self.output = target.copy_output_rows(kept)
         self.draft(kept)
 
     def draft(self, tokens: Tensor | None) -> None:
@@ -264,7 +264,7 @@ class Head(nn.Module, ABC):
 
         Raises ValueError where they contradict each other.
         """
-        if EMBEDDING in self.optional - tensors.keys():
+        if EMBEDDING_NAME in self.optional - tensors.keys():
             self.embed_tokens = None
         self.load_state_dict(tensors, assign=True)
         if self.d2t is not None and self.t2d is not None:

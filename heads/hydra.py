@@ -64,14 +64,14 @@ class HydraHead(DepthHeads):
             blocks: list[nn.Module] = [ResBlock(width, i + 2)]
             for _ in range(self.blocks - 1):
                 blocks.append(ResBlock(width))
-            self.hydra_mlp.append(self._in_line(blocks))
+            self.hydra_mlp.append(self._join_line(blocks))
         for _ in range(self.max_depth):
             output: nn.Module = nn.Linear(width, self.vocab_size)
             if self.plus:
-                output = self._in_line([output])
+                output = self._join_line([output])
             self.hydra_lm_head.append(output)
 
-    def _in_line(self, modules: list[nn.Module]) -> nn.Sequential:
+    def _join_line(self, modules: list[nn.Module]) -> nn.Sequential:
         """The modules one after the other; Hydra++ has a gap before each, where training puts a dropout."""
         line = nn.Sequential()
         for module in modules:
@@ -80,7 +80,7 @@ class HydraHead(DepthHeads):
             line.append(module)
         return line
 
-    def line(self, i: int) -> list[nn.Module]:
+    def list_modules(self, i: int) -> list[nn.Module]:
         modules = list(self.hydra_mlp[i].children())
         output = self.hydra_lm_head[i]
         if self.plus:
@@ -88,14 +88,14 @@ class HydraHead(DepthHeads):
         return modules + [output]
 
     @classmethod
-    def config_for(cls, target: TargetFacts, heads: int | None = None, **fields: Any) -> Config:
+    def build_config(cls, target: TargetFacts, heads: int | None = None, **fields: Any) -> Config:
         own = {"hydra_head_arch": cls.architecture, "grounded_heads": True} | fields
-        config = super().config_for(target, heads, **own)
+        config = super().build_config(target, heads, **own)
         if cls.plus:
-            return LlamaHead.config_for(target, **config)
+            return LlamaHead.build_config(target, **config)
         return config
 
-    def states(
+    def prepare_states(
         self,
         features: Tensor,
         positions: Tensor,
@@ -126,11 +126,11 @@ class HydraHead(DepthHeads):
         """As `Head.forward`; a step is a head, which sees the text's tokens."""
         rows = features.shape[1]
         embedded = embed(tokens[:, 1 : rows + 1]).to(features.dtype)
-        inputs = self.states(features, torch.arange(rows, device=features.device))
+        inputs = self.prepare_states(features, torch.arange(rows, device=features.device))
         hidden = []
         for i in range(min(steps, self.max_depth)):
             inputs = torch.cat([inputs[:, : max(0, rows - i)], embedded[:, i:]], dim=-1)
-            hidden.append(self.hidden(i, inputs[counts[:, i:]]))
+            hidden.append(self.compute_hidden(i, inputs[counts[:, i:]]))
         return hidden
 
 

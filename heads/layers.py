@@ -19,8 +19,8 @@ from treespec.files.atomic import Fields as Config
 
 Attend = partial[Tensor]  # [B, T, in] -> [B, T, H]: a layer's attention at a step
 Angles = Sequence[Tensor]  # cos and sin, as `Rotary` gives them
-FULL = "full_attention"
-SLIDING = "sliding_attention"
+FULL_ATTENTION = "full_attention"
+SLIDING_ATTENTION = "sliding_attention"
 
 
 class KeyValues(Protocol):
@@ -52,7 +52,7 @@ class Rotary(nn.Module):
         angles = torch.cat([-angles, angles], dim=-1)
         return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
 
-    def table(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def get_table(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """[2, size, R]: cos and sin of the first positions. Kept, and made again as texts grow."""
         known = self.known
         if (known.dtype, known.device) != (dtype, device) or known.shape[1] < size:
@@ -85,7 +85,7 @@ class Attention(nn.Module):
     """Llama's attention, or Qwen3's, which norms each head's queries and keys.
 
     window: columns that a position attends to, its own included, counted back from it over the
-    columns that the mask lets it see (`last_seen`). None: all of these.
+    columns that the mask lets it see (`mask_last_seen`). None: all of these.
     """
 
     def __init__(
@@ -132,17 +132,17 @@ class Attention(nn.Module):
         if self.window is not None:
             if mask is None:
                 mask = q.new_ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
-            mask = self.windowed(mask)
+            mask = self.apply_window(mask)
         causal = mask is None
         return self.extend(
             F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, enable_gqa=self.grouped)
         )
 
-    def windowed(self, mask: Tensor) -> Tensor:
+    def apply_window(self, mask: Tensor) -> Tensor:
         """What rows attend to of the columns that a mask [..., T, columns] lets them see."""
         if self.window is None:
             return mask
-        return last_seen(mask, self.window)
+        return mask_last_seen(mask, self.window)
 
     def project(self, x: Tensor, angles: Angles, context: Tensor | None = None) -> AttentionParts:
         """Compute queries, keys and values of T positions, and rotate queries and keys.
@@ -181,7 +181,7 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(-2))
 
 
-def last_seen(seen: Tensor, window: int) -> Tensor:
+def mask_last_seen(seen: Tensor, window: int) -> Tensor:
     """Of the columns that each row sees, the last `window`. seen: [..., T, columns] bool.
 
     A row sees its path in the order of its positions: the sequence's pairs, then one node of each level
@@ -231,11 +231,11 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
         """[B, T, inputs * H] -> [B, T, H]. attend: `self_attn` at given positions, with mask and cache."""
-        inputs = self.inputs(x)
+        inputs = self.split_inputs(x)
         x = inputs.residual + attend(inputs.attended)
         return x + self.mlp(self.post_attention_layernorm(x))
 
-    def inputs(self, x: Tensor) -> LayerInputs:
+    def split_inputs(self, x: Tensor) -> LayerInputs:
         """Norm the attention's input; the residual is not normed."""
         return LayerInputs(self.input_layernorm(x), residual=x)
 
@@ -254,7 +254,7 @@ class Eagle3Layer(Layer):
         self.norm_before_residual = norm_before_residual
         self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def inputs(self, x: Tensor) -> LayerInputs:
+    def split_inputs(self, x: Tensor) -> LayerInputs:
         """Norm embedding and feature, each by a norm of its own; the residual is the feature.
 
         x: [B, T, 2 H] embeddings and features side by side.
@@ -267,7 +267,7 @@ class Eagle3Layer(Layer):
         return LayerInputs(both, residual=features)
 
 
-def windows_of(config: Config) -> list[int | None]:
+def list_layer_windows(config: Config) -> list[int | None]:
     """For each layer the positions that it sees, its own included; None: all before it.
 
     Raises ValueError for layer types that no EAGLE-3 head has, and for a window that is missing.
@@ -276,13 +276,13 @@ def windows_of(config: Config) -> list[int | None]:
     window = config.get("sliding_window")
     if not isinstance(layers, int) or layers < 1:
         raise ValueError(f"num_hidden_layers is {layers!r}, must be at least 1")
-    types: Sequence[str] = config.get("layer_types") or [FULL] * layers
-    windows: dict[str, int | None] = {FULL: None}
+    types: Sequence[str] = config.get("layer_types") or [FULL_ATTENTION] * layers
+    windows: dict[str, int | None] = {FULL_ATTENTION: None}
     if isinstance(window, int) and window > 0:
-        windows[SLIDING] = window
+        windows[SLIDING_ATTENTION] = window
     if len(types) != layers or not windows.keys() >= set(types):
         raise ValueError(
-            f"layer_types is {types}, must be {FULL} or {SLIDING} for each of {layers} layers, and "
+            f"layer_types is {types}, must be {FULL_ATTENTION} or {SLIDING_ATTENTION} for each of {layers} layers, and "
             f"sliding_window is {window!r}"
         )
     return [windows[kind] for kind in types]

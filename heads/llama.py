@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from treespec.heads.head import EMBEDDING, Config, Embed, Head, OutputPath, TargetFacts
+from treespec.heads.head import EMBEDDING_NAME, Config, Embed, Head, TargetFacts, TargetOutputPath
 from treespec.heads.layers import KeyValues, Rotary
 
 
@@ -19,7 +19,7 @@ class LlamaHead(Head):
     config: the content of config.json, with Llama's fields.
     """
 
-    optional: ClassVar[frozenset[str]] = frozenset({EMBEDDING})
+    optional: ClassVar[frozenset[str]] = frozenset({EMBEDDING_NAME})
 
     def __init__(self, config: Config) -> None:
         fields = dict(config)
@@ -46,7 +46,7 @@ class LlamaHead(Head):
             own.weight = weight
 
     @classmethod
-    def config_for(cls, target: TargetFacts, **fields: Any) -> Config:
+    def build_config(cls, target: TargetFacts, **fields: Any) -> Config:
         """One layer of the same widths, head counts and rotary settings as the target's.
 
         For targets without rotary positions or gated layers it takes Llama's defaults.
@@ -114,20 +114,22 @@ class LlamaHead(Head):
         self.lm_head = nn.Linear(self.hidden_size, drafted, bias=False)
         self.draft(torch.arange(drafted))
 
-    def logits(self, hidden: Tensor, target: OutputPath | None = None) -> Tensor:
-        """[..., N] logits of states [..., H] as the layers give them, by `normed` and then by `project`."""
-        return self.project(self.normed(hidden), target=target)
+    def compute_logits(self, hidden: Tensor, target: TargetOutputPath | None = None) -> Tensor:
+        """[..., N] logits of states [..., H] as the layers give them, by `normalize_hidden` and then by `project`."""
+        return self.project(self.normalize_hidden(hidden), target=target)
 
-    def normed(self, hidden: Tensor) -> Tensor:
+    def normalize_hidden(self, hidden: Tensor) -> Tensor:
         """[..., H] states as the layers give them -> [..., H] those that `project` takes: the same."""
         return hidden
 
-    def project(self, states: Tensor, step: int = 0, target: OutputPath | None = None) -> Tensor:
+    def project(
+        self, states: Tensor, step: int = 0, target: TargetOutputPath | None = None
+    ) -> Tensor:
         """By an output layer of its own, or by the target's; the same at each step."""
         if self.lm_head is not None:
             return self.lm_head(states)
         assert target is not None
-        return target.output_logits(states, self.output)
+        return target.compute_output_logits(states, self.output)
 
 
 def read_size(config: Config, name: str, default: Any) -> Any:
@@ -150,7 +152,7 @@ class Pairs(NamedTuple):
 
     tokens: Tensor
     features: Tensor
-    places: Tensor
+    positions: Tensor
     seen: Tensor
 
 
@@ -191,7 +193,7 @@ class BlockHead(LlamaHead):
         """
 
     @abstractmethod
-    def drafted(self, last: Tensor, block: Tensor) -> Tensor:
+    def select_drafted_states(self, last: Tensor, block: Tensor) -> Tensor:
         """[B, D, H] the states of all levels, which `logits` takes.
 
         last: [B, H] of the last pairs. block: [B, S, H]. Both as `run` gives them.

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, cast, final
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from treespec.heads.head import Config, Embed, Head, OutputPath, TargetFacts
+from treespec.heads.head import Config, Embed, Head, TargetFacts, TargetOutputPath
 
 
 @final
@@ -69,7 +69,7 @@ class DepthHeads(Head):
             raise ValueError(f"{heads} and {blocks} must be at least 1")
 
     @classmethod
-    def config_for(cls, target: TargetFacts, heads: int | None = None, **fields: Any) -> Config:
+    def build_config(cls, target: TargetFacts, heads: int | None = None, **fields: Any) -> Config:
         if not heads:
             heads = cls.new_heads
         own = {
@@ -82,26 +82,26 @@ class DepthHeads(Head):
         return own | fields
 
     @abstractmethod
-    def line(self, i: int) -> list[nn.Module]:
+    def list_modules(self, i: int) -> list[nn.Module]:
         """The modules of head i, one after the other; the last one is its output layer."""
 
     @property
     def output_layers(self) -> list[nn.Linear]:
-        return [cast(nn.Linear, self.line(i)[-1]) for i in range(self.max_depth)]
+        return [cast(nn.Linear, self.list_modules(i)[-1]) for i in range(self.max_depth)]
 
-    def hidden(self, i: int, inputs: Tensor) -> Tensor:
+    def compute_hidden(self, i: int, inputs: Tensor) -> Tensor:
         """[..., M H] what head i sees -> [..., H] before its output layer."""
-        for module in self.line(i)[:-1]:
+        for module in self.list_modules(i)[:-1]:
             inputs = module(inputs)
         return inputs
 
-    def project(self, states: Tensor, step: int, target: OutputPath | None = None) -> Tensor:
+    def project(self, states: Tensor, step: int, target: TargetOutputPath | None = None) -> Tensor:
         """By the output layer of head `step`."""
         return self.output_layers[step](states)
 
-    def step(self, i: int, inputs: Tensor) -> Tensor:
+    def compute_step_logits(self, i: int, inputs: Tensor) -> Tensor:
         """[..., M H] what head i sees -> [..., V] its logits."""
-        return self.project(self.hidden(i, inputs), i)
+        return self.project(self.compute_hidden(i, inputs), i)
 
 
 @final
@@ -125,7 +125,7 @@ class MedusaHead(DepthHeads):
             line.append(nn.Linear(self.hidden_size, self.vocab_size, bias=False))
             self.add_module(str(i), line)
 
-    def line(self, i: int) -> list[nn.Module]:
+    def list_modules(self, i: int) -> list[nn.Module]:
         return list(self.get_submodule(str(i)).children())
 
     def forward(
@@ -141,5 +141,5 @@ class MedusaHead(DepthHeads):
         states = []
         for i in range(min(steps, self.max_depth)):
             inputs = features[:, : max(0, rows - i)][counts[:, i:]]
-            states.append(self.hidden(i, inputs))
+            states.append(self.compute_hidden(i, inputs))
         return states

@@ -39,11 +39,13 @@ class PEagleHead(Eagle3Head, BlockHead):
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.feature_size))
 
     @classmethod
-    def config_for(cls, target: TargetFacts, **fields: Any) -> Config:
+    def build_config(cls, target: TargetFacts, **fields: Any) -> Config:
         own = {"model_type": cls.kind, "levels": 8, "mask_token_id": target.vocab_size - 1}
-        return super().config_for(target, **own | fields)
+        return super().build_config(target, **own | fields)
 
-    def given(self, tokens: Tensor, features: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    def build_step_inputs(
+        self, tokens: Tensor, features: Tensor, step: int
+    ) -> tuple[Tensor, Tensor]:
         """From step 1 on the mask token and the learnt feature."""
         if not step:
             return tokens, features
@@ -65,8 +67,8 @@ class PEagleHead(Eagle3Head, BlockHead):
         # 2. One step of EAGLE-3 over pairs and block; no row sees a later one.
         rows, columns = pairs.seen.shape[1:]
         seen = pairs.seen.tril(columns - rows)[:, None]
-        states = self.step(tokens, features, pairs.places[:, -rows:], seen, caches)
+        states = self.forward_step(tokens, features, pairs.positions[:, -rows:], seen, caches)
         return states[:, :n], states[:, n:]
 
-    def drafted(self, last: Tensor, block: Tensor) -> Tensor:
+    def select_drafted_states(self, last: Tensor, block: Tensor) -> Tensor:
         return torch.cat([last[:, None], block], dim=1)

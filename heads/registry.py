@@ -16,15 +16,15 @@ from treespec.errors import InputError
 from treespec.files.atomic import Fields as Config
 from treespec.heads import architectures
 from treespec.heads import folder as folders
-from treespec.heads.folder import written
+from treespec.heads.folder import read_config_and_names
 from treespec.heads.training import Recipe as Recipe
 from treespec.heads.training import Training as Training
 
-FORMATS = "treespec.heads.formats"
+FORMATS_PACKAGE = "treespec.heads.formats"
 # model_type of treespec's own directories
-DFLASH = "dflash"
-P_EAGLE = "p-eagle"
-KIND = architectures.SPECULATORS_TYPE
+DFLASH_KIND = "dflash"
+P_EAGLE_KIND = "p-eagle"
+SPECULATORS_KIND_FIELD = architectures.SPECULATORS_TYPE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,89 +87,89 @@ def has_match(pattern: str, lines: Sequence[str]) -> bool:
 
 
 EAGLE3_NAMES = r"(midlayer|layers\.0)\.hidden_norm\."  # norms that EAGLE-1 does not have
-HYDRA = HeadKind(
+HYDRA_KIND = HeadKind(
     head="treespec.heads.hydra:HydraHead",
-    read=f"{FORMATS}.depths:read_hydra",
+    read=f"{FORMATS_PACKAGE}.depths:read_hydra",
     summary="the same, each sees the drafts before",
     source="Hydra, Ankner et al. 2024",
     marks=r"model_type=hydra$|hydra_num_heads=|tensor hydra_(mlp|lm_head)\.",
-    levels=folders.hydra_levels,
+    levels=folders.count_hydra_levels,
 )
-# `kind_of` tries the last ones first: all of EAGLE's family have EAGLE-1's mark.
-HEADS: dict[str, HeadKind] = {
+# `detect_kind` tries the last ones first: all of EAGLE's family have EAGLE-1's mark.
+HEAD_KINDS: dict[str, HeadKind] = {
     "eagle": HeadKind(
         head="treespec.heads.eagle:EagleHead",
-        read=f"{FORMATS}.eagle:read_eagle",
+        read=f"{FORMATS_PACKAGE}.eagle:read_eagle",
         summary="extrapolates the target's features",
         source="EAGLE-1 and 2, Li et al. 2024",
-        write=f"{FORMATS}.engines:write_eagle",
+        write=f"{FORMATS_PACKAGE}.engines:write_eagle",
         engines=("sglang", "vllm", "eagle"),
         embedded=True,
-        marks=rf"model_type=eagle$|tensor (fc|fusion_fc)\.weight$|{KIND}=eagle$",
+        marks=rf"model_type=eagle$|tensor (fc|fusion_fc)\.weight$|{SPECULATORS_KIND_FIELD}=eagle$",
     ),
     "eagle3": HeadKind(
         head="treespec.heads.eagle3:Eagle3Head",
-        read=f"{FORMATS}.eagle:read_eagle3",
+        read=f"{FORMATS_PACKAGE}.eagle:read_eagle3",
         summary="the same, over three of the target's layers",
         source="EAGLE-3, Li et al. 2025",
-        write=f"{FORMATS}.engines:write_eagle3",
+        write=f"{FORMATS_PACKAGE}.engines:write_eagle3",
         engines=("sglang", "vllm", "speculators", "tensorrt-llm", "mlx", "eagle", "gguf"),
-        marks=rf"draft_vocab_size=(?!None)|{KIND}=eagle3$|architectures=.*eagle3|tensor {EAGLE3_NAMES}",
+        marks=rf"draft_vocab_size=(?!None)|{SPECULATORS_KIND_FIELD}=eagle3$|architectures=.*eagle3|tensor {EAGLE3_NAMES}",
         excludes="model_type=eagle$",
     ),
     "medusa": HeadKind(
         head="treespec.heads.medusa:MedusaHead",
-        read=f"{FORMATS}.depths:read_medusa",
+        read=f"{FORMATS_PACKAGE}.depths:read_medusa",
         summary="a head for each token ahead",
         source="Medusa, Cai et al. 2024",
         at_once=True,
-        write=f"{FORMATS}.depths:write_medusa",
+        write=f"{FORMATS_PACKAGE}.depths:write_medusa",
         engines=("vllm",),
         marks=r"model_type=medusa$|medusa_num_heads=|tensor (\d+|blocks\.\d+|medusa_heads?)\.",
-        levels=folders.medusa_levels,
+        levels=folders.count_medusa_levels,
     ),
-    "hydra": HYDRA,
+    "hydra": HYDRA_KIND,
     "hydra++": replace(
-        HYDRA,
+        HYDRA_KIND,
         head="treespec.heads.hydra:HydraPlusHead",
         summary="Hydra with a layer of its own",
         marks="hydra_head_arch=prefix-mlp$",
     ),
     "dflash": HeadKind(
         head="treespec.heads.dflash:DFlashHead",
-        read=f"{FORMATS}.dflash:read_dflash",
+        read=f"{FORMATS_PACKAGE}.dflash:read_dflash",
         summary="all levels in one forward, a block of mask tokens",
         source="DFlash, 2602.06036",
         at_once=True,
-        write=f"{FORMATS}.engines:write_dflash",
+        write=f"{FORMATS_PACKAGE}.engines:write_dflash",
         engines=("speculators", "gguf"),
-        marks=rf"(model_type|{KIND})={DFLASH}$|dflash_config=|architectures=.*dflash",
-        levels=folders.dflash_levels,
+        marks=rf"(model_type|{SPECULATORS_KIND_FIELD})={DFLASH_KIND}$|dflash_config=|architectures=.*dflash",
+        levels=folders.count_dflash_levels,
     ),
     "p-eagle": HeadKind(
         head="treespec.heads.p_eagle:PEagleHead",
-        read=f"{FORMATS}.eagle:read_p_eagle",
+        read=f"{FORMATS_PACKAGE}.eagle:read_p_eagle",
         summary="all levels in one forward of EAGLE-3's head",
         source="P-EAGLE, 2602.01469",
         at_once=True,
-        write=f"{FORMATS}.engines:write_p_eagle",
+        write=f"{FORMATS_PACKAGE}.engines:write_p_eagle",
         engines=("speculators",),
-        marks=rf"(model_type|{KIND})=p-?eagle$|architectures=.*peagle|tensor mask_hidden$",
-        levels=folders.p_eagle_levels,
+        marks=rf"(model_type|{SPECULATORS_KIND_FIELD})=p-?eagle$|architectures=.*peagle|tensor mask_hidden$",
+        levels=folders.count_p_eagle_levels,
     ),
     **{point.name: point.load() for point in entry_points(group="treespec.heads")},
 }
 
 
-def kind_of(config: Config, names: Collection[str]) -> str:
+def detect_kind(config: Config, names: Collection[str]) -> str:
     """The kind of head that a directory holds, by its config.json and the names of its tensors.
 
     Raises ValueError for an architecture that treespec knows and does not read, and for a directory
     that holds no head.
     """
     architectures.check_architecture(config)
-    for name in reversed(HEADS):
-        if HEADS[name].fits(config, names):
+    for name in reversed(HEAD_KINDS):
+        if HEAD_KINDS[name].fits(config, names):
             return name
     architecture = ", ".join(map(repr, architectures.find_names(config)))
     if not architecture:
@@ -180,33 +180,33 @@ def kind_of(config: Config, names: Collection[str]) -> str:
     )
 
 
-def kind_in(folder: Path) -> str | None:
+def detect_folder_kind(folder: Path) -> str | None:
     """The kind of the head in a directory; None where its files do not tell.
 
     Raises InputError for one that treespec does not read.
     """
-    config, names = written(folder)
+    config, names = read_config_and_names(folder)
     if names is None:
         return None
     try:
-        return kind_of(config, names)
+        return detect_kind(config, names)
     except ValueError as error:
         raise InputError(f"{folder}: {error}") from error
 
 
-def levels_in(folder: Path) -> int | None:
+def count_folder_levels(folder: Path) -> int | None:
     """Levels that the head in a directory drafts; None: any number, or its files do not tell."""
-    config, names = written(folder)
+    config, names = read_config_and_names(folder)
     if not names:
         return None
     try:
-        return HEADS[kind_of(config, names)].levels(config, names)
+        return HEAD_KINDS[detect_kind(config, names)].levels(config, names)
     except Exception:  # a file may say anything: loading it raises the error
         return None
 
 
 def check_export(kind: str, to: str, path: str) -> None:
     """Raises InputError for a kind of head that a format does not hold."""
-    if to not in HEADS[kind].engines:
-        able = ", ".join(name for name, other in HEADS.items() if to in other.engines)
+    if to not in HEAD_KINDS[kind].engines:
+        able = ", ".join(name for name, other in HEAD_KINDS.items() if to in other.engines)
         raise InputError(f"{to} takes heads of these kinds: {able}; {path} is of kind {kind}")

@@ -45,5 +45,5 @@ class Training:
     restricted_first: bool = False
     levels: bool = False
 
-    def loss(self) -> Any:
+    def load_objective(self) -> Any:
         return resolve_name(self.objective)

@@ -34,17 +34,17 @@ from typer.main import get_command
 from treespec import cli
 from treespec.api.spec import Spec
 from treespec.cli import app, run
-from treespec.cli.answer import bound, load_spec
+from treespec.cli.answer import bind_socket, load_spec
 from treespec.cli.chat import ChatConfig
-from treespec.draft.heads.loading import new_head
+from treespec.draft.heads.loading import build_new_head
 from treespec.errors import InputError
 from treespec.eval.config import EvalConfig
 from treespec.eval.ledger import Ledger
-from treespec.files.printable import printable
+from treespec.files.printable import to_printable
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 from treespec.serve.options import ServeConfig
-from treespec.serve.run import Server
+from treespec.serve.run import HttpServer
 from treespec.serve.state import State
 
 COMMAND = get_command(cli.app)  # once: typer makes it for each line that it is given
@@ -183,8 +183,8 @@ def serving(spec, columns=None, **options) -> Iterator[State]:
     usual = {"name": SERVED_NAME, "batch": 4, "queue": 8, "grace": 5.0}
     state = State(spec, ServeConfig(**usual | options), columns)
     with state.engine:
-        listening = bound("127.0.0.1", 0)
-        server = Server(state)
+        listening = bind_socket("127.0.0.1", 0)
+        server = HttpServer(state)
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
         state.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
@@ -318,7 +318,7 @@ def run_command(options):
 def read_completions(out):
     """The completions in a folder by contestant."""
     by_name = {}
-    for completion in Ledger(Path(out)).of("completion"):
+    for completion in Ledger(Path(out)).list_entries("completion"):
         by_name.setdefault(completion["contestant"], []).append(completion)
     return by_name
 
@@ -373,7 +373,7 @@ def save_chat_models(folder) -> None:
     model.save_pretrained(folder / "target")
     words.save_pretrained(folder / "target")
     torch.manual_seed(0)
-    save_head(new_head("eagle", load_spec(ChatConfig(target=f"{folder}/target")).target), folder / "head")
+    save_head(build_new_head("eagle", load_spec(ChatConfig(target=f"{folder}/target")).target), folder / "head")
 
 
 def chat_config(folder) -> ChatConfig:
@@ -394,4 +394,4 @@ def answer_next(conversation, text):
     stream = conversation.spec.stream([*conversation.opening, *said], **conversation.config.requested)
     pieces = list(stream)
     conversation.messages = [*said, {"role": "assistant", "content": stream.output.text.strip()}]
-    return printable(stream.output.text), pieces
+    return to_printable(stream.output.text), pieces

@@ -27,8 +27,8 @@ def short_measurements() -> None:
     """Costs are measured in two rounds: no test needs exact ones."""
     from treespec.draft.auto import measure
 
-    measure.FEWEST = 2
-    measure.SECONDS = 0.0
+    measure.MIN_ROUNDS = 2
+    measure.MEASURING_SECONDS = 0.0
 
 
 @pytest.fixture(scope="session")

@@ -29,11 +29,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 
 from treespec.api.spec import Spec
-from treespec.draft.auto.cost import Cost
-from treespec.draft.auto.measure import NODES
+from treespec.draft.auto.cost import CycleCost
+from treespec.draft.auto.measure import MEASURED_NODES
 from treespec.draft.calibration import Calibration
 from treespec.draft.drafter import Frontier
-from treespec.draft.heads.loading import new_head
+from treespec.draft.heads.loading import build_new_head
 from treespec.draft.heads.proposers import BlockProposer, EagleProposer
 from treespec.draft.lookup.one_hot import OneHotDrafter
 from treespec.draft.lookup.suffix import Suffix
@@ -41,16 +41,16 @@ from treespec.draft.lookup.suffix_cache import SuffixCaches
 from treespec.draft.models.model import ModelProposer, OtherVocabulary
 from treespec.draft.models.other_vocabulary import SharedVocabulary
 from treespec.draft.registry import SuffixOptions
-from treespec.draft.source import Source, load_source
+from treespec.draft.source import DraftSource, load_source
 from treespec.draft.spec import DrafterSpec
 from treespec.draft.vocabulary import restrict
 from treespec.errors import InputError
-from treespec.eval.acceptance.config import drawn_by
+from treespec.eval.acceptance.config import find_draw_scheme
 from treespec.eval.acceptance.path_probability import Pair
-from treespec.heads.registry import HEADS
+from treespec.heads.registry import HEAD_KINDS
 from treespec.model.target import Target
-from treespec.trees.policy import policy
-from treespec.verify.registry import scheme_by_name
+from treespec.trees.policy import parse_policy
+from treespec.verify.registry import load_scheme
 
 DRAFT_VOCAB = torch.randperm(64, generator=seeded(1))[:32].sort().values
 
@@ -72,7 +72,7 @@ def build_eagle3(residual=False, drafted=DRAFT_VOCAB):
     return head
 
 
-def source_of(name, target) -> Source:
+def source_of(name, target) -> DraftSource:
     """What `--drafter name` loads for a target."""
     return load_source(DrafterSpec.parse(name), target)
 
@@ -81,7 +81,7 @@ TABLE_VOCAB = 4
 PROMPT = [1, 0, 2, 1, 0, 1, 2]
 NEW = 3
 END = 3
-TIMES = Cost((1, 4, 16), (1.0, 1.5, 4.0), 0.01)
+TIMES = CycleCost((1, 4, 16), (1.0, 1.5, 4.0), 0.01)
 RATES = Calibration(rates={"1": (0.5, 0.3)})
 
 
@@ -108,7 +108,7 @@ def recurrent(end) -> Target:
 def trained(kind, target):
     """A head far from its start, so that a wrong input or order shows."""
     torch.manual_seed(2)
-    head = new_head(kind, target, heads=4).eval()
+    head = build_new_head(kind, target, heads=4).eval()
     for parameter in head.parameters():
         if parameter.requires_grad and parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.4)
@@ -138,13 +138,13 @@ DRAFTERS: dict[str, Callable[[Target], Any]] = {
     "eagle": lambda target: random_head(target, seed=2),
     "eagle, half the tokens": half,
     "eagle3": lambda target: random_eagle3(target, seed=2, drafted=torch.tensor([0, 1, 3])),
-    **{kind: lambda target, kind=kind: trained(kind, target) for kind in HEADS if not kind.startswith("eagle")},
+    **{kind: lambda target, kind=kind: trained(kind, target) for kind in HEAD_KINDS if not kind.startswith("eagle")},
     "model": lambda target: ModelProposer(near(2), target),
     "other vocabulary": other_words,
     "recurrent": lambda target: ModelProposer(Target(random_model(target.config, seed=3)), target),
     "suffix": lambda target: source_of("suffix:percent=1,growth=9,nodes=8", target),
-    "suffix+model": lambda target: Source(ModelProposer(near(2), target), suffix_cache()),
-    "suffix+eagle": lambda target: Source(EagleProposer(random_head(target, seed=2), target), suffix_cache()),
+    "suffix+model": lambda target: DraftSource(ModelProposer(near(2), target), suffix_cache()),
+    "suffix+eagle": lambda target: DraftSource(EagleProposer(random_head(target, seed=2), target), suffix_cache()),
 }
 
 
@@ -224,15 +224,15 @@ def list_token_paths(tree):
 
 
 def build_tree_pair(verifier, shape):
-    tree = policy(shape)
+    tree = parse_policy(shape)
     inner = {path[:-1] for path in tree.paths[1:]}
-    scheme = scheme_by_name(drawn_by(verifier))
-    return Pair(verifier, shape, scheme, tree, {path: tree.draws(path) for path in inner})
+    scheme = load_scheme(find_draw_scheme(verifier))
+    return Pair(verifier, shape, scheme, tree, {path: tree.count_draws(path) for path in inner})
 
 
-def linear_cost(node=0.001, step=0.002) -> Cost:
+def linear_cost(node=0.001, step=0.002) -> CycleCost:
     """A forward of 10 ms and what each further node and each level of drafts add, in seconds."""
-    return Cost(NODES, tuple(0.01 + node * (n - 1) for n in NODES), step)
+    return CycleCost(MEASURED_NODES, tuple(0.01 + node * (n - 1) for n in MEASURED_NODES), step)
 
 
 RATES_BY_TEMPERATURE = {"0.01": (0.5, 0.2), "1": (0.4, 0.2, 0.1)}
@@ -244,7 +244,7 @@ DRAFT_PATHS = [(), (5,), (6,), (7,), (5, 8), (7, 9), (7, 10), (6, 11)]
 def build_head(model, kind, heads=4, seed=0):
     """Heads far from their start, so that a wrong input or order shows."""
     torch.manual_seed(seed)
-    head = new_head(kind, model, heads=heads).eval()
+    head = build_new_head(kind, model, heads=heads).eval()
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
@@ -255,17 +255,17 @@ def draft_paths(proposer, model, text, features):
     """[8, V] logits after each of `PATHS`: two levels of a tree below a text that was seen in two parts."""
     levels = [[5, 6, 7], [0, 0, 0]], [[8, 9, 10, 11], [0, 2, 2, 1]]
     follow(proposer, features[:4], text[:4])
-    proposer.begin(text[3:4], model.new_cache())
+    proposer.begin(text[3:4], model.build_cache())
     proposer.extend([Frontier(torch.tensor([9, 8]), torch.tensor([0, 0]))])  # drafted, then forgotten
     follow(proposer, features[4:], text[4:])
-    logits = proposer.begin(text[-1:], model.new_cache())
+    logits = proposer.begin(text[-1:], model.build_cache())
     return torch.cat([*logits, *(proposer.extend([Frontier(*map(torch.tensor, level))])[0] for level in levels)])
 
 
 def extrapolate(head, text, features, path=()):
     """[1, H] the feature after a path by an EAGLE head over the whole text, one drafted feature after the other."""
     for token in (*path, None):
-        hidden = head.step(text[None], features[None], torch.arange(len(text)))[0, -1:]
+        hidden = head.forward_step(text[None], features[None], torch.arange(len(text)))[0, -1:]
         text = torch.cat([text, torch.tensor([token or 0])])
         features = torch.cat([features, hidden])
     return hidden
@@ -276,7 +276,7 @@ BLOCK_TEXT = torch.tensor([7, 3, 9, 12, 5, 40, 8, 21, 33])
 
 def build_dflash(name="llama", **changes):
     torch.manual_seed(0)
-    head = new_head("dflash", target(name), block_size=5, num_hidden_layers=2, own_output=False)
+    head = build_new_head("dflash", target(name), block_size=5, num_hidden_layers=2, own_output=False)
     head = type(head)(head.config | changes)
     head.embed_tokens = None
     return sharpen(head)
@@ -284,7 +284,7 @@ def build_dflash(name="llama", **changes):
 
 def build_p_eagle(name="llama", **changes):
     torch.manual_seed(0)
-    head = new_head("p-eagle", target(name), levels=4)
+    head = build_new_head("p-eagle", target(name), levels=4)
     embedding = head.embed_tokens
     head = type(head)(head.config | changes)
     head.embed_tokens = embedding
@@ -302,11 +302,11 @@ def sharpen(head):
 def draft_block(head):
     """[D, N] draft logits after a text."""
     model = target("llama")
-    head.settle_aux_layers(model.layers)
+    head.set_default_aux_layers(model.layers)
     proposer = BlockProposer(head, model)
-    follow(proposer, model.features(BLOCK_TEXT[None, :-1], head.aux_layers)[0], BLOCK_TEXT[1:])
+    follow(proposer, model.compute_features(BLOCK_TEXT[None, :-1], head.aux_layers)[0], BLOCK_TEXT[1:])
     proposer.begin(BLOCK_TEXT[-1:])
-    return proposer.levels(0)
+    return proposer.compute_all_levels(0)
 
 
 def rotate_plainly(x, places, head):
@@ -335,8 +335,8 @@ def draft_dflash_plainly(head, model, text):
     """[D, V] the draft logits after a text, without a cache."""
     n = len(text) - 1
     size = head.block
-    context = head.hidden_norm(head.fc(model.features(text[None, :-1], head.aux_layers)[0]))
-    x = model.embeddings(torch.tensor([int(text[-1]), *[head.mask_token] * (size - 1)]))
+    context = head.hidden_norm(head.fc(model.compute_features(text[None, :-1], head.aux_layers)[0]))
+    x = model.embed_tokens(torch.tensor([int(text[-1]), *[head.mask_token] * (size - 1)]))
     places = torch.arange(n + size)
     for number, layer in enumerate(head.layers):
         seen = torch.ones(size, n + size, dtype=torch.bool)
@@ -347,7 +347,7 @@ def draft_dflash_plainly(head, model, text):
         normed = layer.input_layernorm(x)
         x = x + attend_plainly(layer.self_attn, normed, torch.cat([context, normed]), places, seen, head.rotary)
         x = x + layer.mlp(layer.post_attention_layernorm(x))
-    return model.output_logits(head.norm(x))[0 if head.from_anchor else 1 :]
+    return model.compute_output_logits(head.norm(x))[0 if head.from_anchor else 1 :]
 
 
 LONG_PREFIX_TOKENS = 25  # tokens, four times the windows and chunks of 6
@@ -361,7 +361,7 @@ def check_tree_logits(model):
         target = Target(model)
     except InputError as error:
         return str(error)
-    cache = target.new_cache(capacity=4)
+    cache = target.build_cache(capacity=4)
     text = random_prefix(length=LONG_PREFIX_TOKENS)
     tree = random_tree()
     for part in text.split(7, 1):
@@ -383,14 +383,14 @@ def check_tree_logits(model):
 def check_head_fits(head, target):
     """A head takes the target's own features, those of a prefill and those of training alike."""
     text = random_prefix(length=9)
-    features = target.features(text, head.aux_layers)
+    features = target.compute_features(text, head.aux_layers)
     close(
-        target.prefill(target.new_cache(), text, head.aux_layers),
+        target.prefill(target.build_cache(), text, head.aux_layers),
         features,
         ARCHITECTURE_TOLERANCE,
         ARCHITECTURE_TOLERANCE,
     )
-    hidden = head.step(text, head.fuse(features), torch.arange(9))
-    logits = head.logits(hidden, target)
+    hidden = head.forward_step(text, head.fuse(features), torch.arange(9))
+    logits = head.compute_logits(hidden, target)
     assert logits.shape == (1, 9, target.vocab_size)
     assert logits.isfinite().all()

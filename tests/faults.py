@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
-from treespec.draft.auto.cost_model import CYCLES, Choice
+from treespec.draft.auto.cost_model import PRIOR_CYCLES, CacheOrModel
 from treespec.draft.heads.proposers import EagleProposer
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.engine.request import Request
 from treespec.model.cache import TreeCache
 from treespec.sampling.noise import Noise
-from treespec.sampling.sampler import Distribution
+from treespec.sampling.sampler import Sampler
 from treespec.trees.tree import Drafts, Draws
 from treespec.verify.distributions import subtract
-from treespec.verify.is_lp import Duel, duel
+from treespec.verify.is_lp import PairRule, solve_pair_rule
 
 
 def plant(monkeypatch: Any, owner: Any, original: Any, fault: Callable) -> None:
@@ -55,9 +55,9 @@ def keep_top_tokens(masses: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return masses
 
 
-def expect_the_lower_rank(p: torch.Tensor, q1: torch.Tensor, q2: torch.Tensor, s: int) -> Duel:
-    """As `duel`: the selected token is expected to be the lower rank, while the program selects the other at times."""
-    exact = duel(p, q1, q2, s)
+def expect_the_lower_rank(p: torch.Tensor, q1: torch.Tensor, q2: torch.Tensor, s: int) -> PairRule:
+    """As `solve_pair_rule`: the selected token is expected to be the lower rank, while the program selects the other at times."""
+    exact = solve_pair_rule(p, q1, q2, s)
     first = q1.gather(1, exact.order)
     second = q2.gather(1, exact.order)
     later_first = first.sum(-1, keepdim=True) - first.cumsum(-1)
@@ -75,7 +75,9 @@ def forget_the_winner(
     at = tokens.clamp(min=0)
     for k in range(1, tokens.shape[1]):
         present = tokens[:, k : k + 1] >= 0
-        kept = chosen[:, :k] * duel(p, q, q, s).keeps(at[:, :k], at[:, k : k + 1]).where(present, 1)
+        kept = chosen[:, :k] * solve_pair_rule(p, q, q, s).compute_win_probability(at[:, :k], at[:, k : k + 1]).where(
+            present, 1
+        )
         chosen[:, k] = (chosen[:, :k] - kept).sum(-1)
         chosen[:, :k] = kept
     return chosen * (tokens >= 0), q
@@ -88,58 +90,58 @@ def plan_the_token_before(scheme: Any, p: torch.Tensor, q: torch.Tensor, draws: 
 
 # Faults in what drafts are made from.
 
-read_noise = Noise.at
-score_drafts = Distribution.scores
-update_choice = Choice.update
+read_noise = Noise.get_level
+score_drafts = Sampler.score_tokens
+update_choice = CacheOrModel.update
 
 
 def recall_with_any_seed(request: Request) -> str | None:
-    """As `Request.recalled`: answers drawn with a caller's seed read the memory too."""
+    """As `Request.readable_memory`: answers drawn with a caller's seed read the memory too."""
     return request.memory
 
 
 def read_noise_of_three_levels(noise: Noise, depth: int) -> torch.Tensor:
-    """As `Noise.at`: all depths beyond 3 have one noise."""
+    """As `Noise.get_level`: all depths beyond 3 have one noise."""
     return read_noise(noise, min(depth, 3))
 
 
 def score_as_the_first_tokens(
-    distribution: Distribution, logits: torch.Tensor, depth: int, vocabulary: torch.Tensor | None = None
+    distribution: Sampler, logits: torch.Tensor, depth: int, vocabulary: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """As `Distribution.scores`: half a vocabulary gets the noise of the first tokens."""
+    """As `Distribution.score_tokens`: half a vocabulary gets the noise of the first tokens."""
     if vocabulary is not None:
         vocabulary = torch.arange(len(vocabulary))
     return score_drafts(distribution, logits, depth, vocabulary)
 
 
 def draw_noise_of_the_first_tokens(drafter: TreeDrafter, noises: Sequence[Noise]) -> torch.Tensor:
-    """As `TreeDrafter._noise`: half a vocabulary gets the noise of the first tokens."""
+    """As `TreeDrafter._get_noise`: half a vocabulary gets the noise of the first tokens."""
     levels = []
     for noise in noises:
-        levels.append(torch.stack([noise.at(depth) for depth in range(drafter.policy.max_depth)]))
+        levels.append(torch.stack([noise.get_level(depth) for depth in range(drafter.policy.max_depth)]))
     return torch.stack(levels)[..., : len(drafter.proposer.vocabulary)]
 
 
-def never_forget_tokens(choice: Choice, accepted: int, seconds: float | None) -> None:
+def never_forget_tokens(choice: CacheOrModel, accepted: int, seconds: float | None) -> None:
     """As `Choice.update`: accepted tokens count for ever."""
     before = choice.tokens
     update_choice(choice, accepted, seconds)
     choice.tokens = before + 1 + accepted
 
 
-def never_forget_cycles(choice: Choice, accepted: int, seconds: float | None) -> None:
+def never_forget_cycles(choice: CacheOrModel, accepted: int, seconds: float | None) -> None:
     """As `Choice.update`: cycles count for ever."""
     before = choice.cycles
     update_choice(choice, accepted, seconds)
     choice.cycles = before + 1
 
 
-def never_forget_seconds(choice: Choice, accepted: int, seconds: float | None) -> None:
+def never_forget_seconds(choice: CacheOrModel, accepted: int, seconds: float | None) -> None:
     """As `Choice.update`: seconds count for ever."""
     before = choice.seconds
     update_choice(choice, accepted, seconds)
     if seconds is not None:
-        choice.seconds = (before or CYCLES * seconds) + seconds
+        choice.seconds = (before or PRIOR_CYCLES * seconds) + seconds
 
 
 # Faults in a scheme, a drafter or a verifier of one `Spec`.
@@ -237,7 +239,7 @@ def seeds_every_cycle_alike(spec):
 
 def commits_a_sibling(spec):
     """The cache keeps the node before each accepted one."""
-    step = spec.decoder.step
+    step = spec.decoder.run_step
 
     def shifted(entering):
         commit = TreeCache.commit
@@ -247,7 +249,7 @@ def commits_a_sibling(spec):
         finally:
             TreeCache.commit = commit
 
-    spec.decoder.step = shifted
+    spec.decoder.run_step = shifted
 
 
 def plans_for_another_distribution(spec):
@@ -276,20 +278,20 @@ def draw_before_truncation(scheme, q, k, generator):
 def drafts_one_position_ahead(proposer):
     """What is drafted stands one position further than it should, behind pairs that stand where they should."""
     if isinstance(proposer, EagleProposer):
-        first = proposer.first
+        first = proposer.draft_first_level
 
         def ahead(last, roots):
             logits = first(last, roots)
             proposer.places = proposer.places[..., 1:, :]
             return logits
 
-        proposer.first = ahead
+        proposer.draft_first_level = ahead
         return
     head = proposer.head
     run = proposer.head.run
 
     def run_ahead(pairs, roots, caches, embed):
-        places = pairs.places.clone()
+        places = pairs.positions.clone()
         places[:, places.shape[1] - (0 if roots is None else head.block) :] += 1
         return run(pairs._replace(places=places), roots, caches, embed)
 
@@ -299,7 +301,9 @@ def drafts_one_position_ahead(proposer):
 def normed_twice(proposer):
     """The states go through the last norm twice on their way to the logits."""
     head = proposer.head
-    head.logits = lambda hidden, target: head.project(head.normed(head.normed(hidden)), target=target)
+    head.compute_logits = lambda hidden, target: head.project(
+        head.normalize_hidden(head.normalize_hidden(hidden)), target=target
+    )
 
 
 def features_one_behind(proposer):

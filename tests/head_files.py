@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig
 
-from treespec.draft.heads.loading import new_head
+from treespec.draft.heads.loading import build_new_head
 from treespec.draft.vocabulary import restrict
 from treespec.heads.checkpoint import save_head
 from treespec.heads.eagle import EagleHead
@@ -200,7 +200,7 @@ EAGLE31_VARIANTS = {
 def build_eagle31(parts, model=EIGHT_LAYERS, drafted=DRAFT_VOCAB):
     """A head with these fields of its config, every norm's weights away from one, so that a wrong one shows."""
     torch.manual_seed(0)
-    head = new_head("eagle3", model, **parts).eval()
+    head = build_new_head("eagle3", model, **parts).eval()
     for name, parameter in head.named_parameters():
         if parameter.requires_grad:
             parameter.data.add_((0.5 if "norm" in name else 0.2) * torch.randn_like(parameter))
@@ -277,14 +277,14 @@ def build_biased_eagle():
 
 
 def build_dflash_of_eight(**changes):
-    return new_head("dflash", EIGHT_LAYERS, levels=5, **changes).eval()
+    return build_new_head("dflash", EIGHT_LAYERS, levels=5, **changes).eval()
 
 
 build_medusa = depth_heads("medusa")
 
 
 def build_p_eagle_of_eight():
-    return new_head("p-eagle", EIGHT_LAYERS, levels=4).eval()
+    return build_new_head("p-eagle", EIGHT_LAYERS, levels=4).eval()
 
 
 build_unbiased_eagle = partial(build_eagle, bias=False)

@@ -11,15 +11,15 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
-from treespec.draft.heads.loading import new_head
+from treespec.draft.heads.loading import build_new_head
 from treespec.draft.vocabulary import restrict
 from treespec.engine.output import Output
 from treespec.heads.eagle import EagleHead
 from treespec.heads.eagle3 import Eagle3Head
 from treespec.model.cache import TreeCache
 from treespec.model.target import Target
-from treespec.sampling.sampler import Distribution
-from treespec.trees.layout import layout
+from treespec.sampling.sampler import Sampler
+from treespec.trees.layout import get_layout
 from treespec.trees.static import StaticTree
 from treespec.trees.tree import TokenTree
 
@@ -144,13 +144,13 @@ def what(outputs):
 
 def random_head(target, seed=0) -> EagleHead:
     torch.manual_seed(seed)
-    return new_head("eagle", target).eval()
+    return build_new_head("eagle", target).eval()
 
 
 def random_eagle3(target, seed=0, drafted=None) -> Eagle3Head:
     """drafted: [Vd] the tokens that it drafts, None is all."""
     torch.manual_seed(seed)
-    head = new_head("eagle3", target).eval()
+    head = build_new_head("eagle3", target).eval()
     nn.init.normal_(head.lm_head.weight)
     if drafted is not None:
         restrict(head, target, drafted)
@@ -243,7 +243,7 @@ def follow(drafter, features, following):
 
 def draft_tree(drafter, root, params, generator):
     """The tree of one text, by a drafter that needs no target's cache."""
-    return drafter.draft_trees(root, [Distribution(params)], [generator], TreeCache(layers=1))[0]
+    return drafter.draft_trees(root, [Sampler(params)], [generator], TreeCache(layers=1))[0]
 
 
 SIZES: dict[int, str] = {  # every field of that name, in whatever config it stands
@@ -352,7 +352,7 @@ LOGITS_TOLERANCE = 2e-4  # float32, logits of order 1 to 10
 
 
 def random_tree(seed=0) -> TokenTree:
-    shape = layout(BRANCHING_TREE, torch.device("cpu"))
+    shape = get_layout(BRANCHING_TREE, torch.device("cpu"))
     tokens = torch.randint(3, VOCAB, (BRANCHING_TREE.size,), generator=seeded(seed))
     return TokenTree(tokens, shape.parents, shape.depth, shape.ancestors)
 

@@ -15,10 +15,10 @@ from models import seeded
 
 from treespec.engine import decoder as decode
 from treespec.sampling import probs as sampling
-from treespec.sampling.probs import SamplingParams, probs
+from treespec.sampling.probs import SamplingParams, compute_probs
 from treespec.trees.tree import Draws
 from treespec.verify import registry, rrs
-from treespec.verify.distributions import without
+from treespec.verify.distributions import mask_out
 
 SCHEMES = registry.SCHEMES
 LOSSLESS = [name for name, scheme in SCHEMES.items() if scheme.lossless]
@@ -113,7 +113,7 @@ def draw_hub(q, k):
         yield (a, j), q[a] * probability
 
 
-scheme_by_name = registry.scheme_by_name
+scheme_by_name = registry.load_scheme
 
 
 def list_draws(name, q, k):
@@ -203,7 +203,7 @@ def sample_each(distribution, number, generator):
     return sample(distribution[:, None].expand(-1, number, -1), generator)
 
 
-def happens(probability, generator):
+def sample_events(probability, generator):
     return sample(torch.stack([1 - probability, probability], dim=-1).clamp(0, 1), generator) > 0
 
 
@@ -223,7 +223,7 @@ def in_turn(q, width, generator):
     """Distinct draws for `rrs-wo`, which itself makes independent ones and drops repeats."""
     tokens = torch.empty(len(q), 0, dtype=torch.int64)
     for _ in range(width):
-        token = sample(without(q, tokens), generator)[:, None]
+        token = sample(mask_out(q, tokens), generator)[:, None]
         tokens = torch.cat([tokens, token.masked_fill(token >= q.shape[-1], -1)], dim=1)
     return tokens
 
@@ -233,13 +233,13 @@ def oracle_draws() -> Iterator[None]:
     """Inside, all draws of the package are the oracle's."""
     modules = [module for name, module in sys.modules.items() if name.startswith("treespec.")]
     with ExitStack() as stack:
-        oracles = {sampling.sample: sample, sampling.sample_each: sample_each, sampling.happens: happens}
+        oracles = {sampling.sample: sample, sampling.sample_each: sample_each, sampling.sample_events: sample_events}
         for original, oracle in oracles.items():
             for module in modules:
                 if vars(module).get(original.__name__) is original:
                     stack.enter_context(mock.patch.object(module, original.__name__, oracle))
-        stack.enter_context(mock.patch.object(rrs, "SPARE", 1))
-        stack.enter_context(mock.patch.object(rrs, "independent", in_turn))
+        stack.enter_context(mock.patch.object(rrs, "OVERSAMPLE_FACTOR", 1))
+        stack.enter_context(mock.patch.object(rrs, "draw_iid_children", in_turn))
         stack.enter_context(mock.patch.object(decode, "judge_all", judge_all))
         yield
 
@@ -315,13 +315,13 @@ def enumerate_decoding(
             while scripts and len(entering) + len(running) < batch:
                 text = spec.request(prompt, seed=0, remember=False, **options)
                 text.generator = Oracle(scripts.pop())
-                text.distribution.seeded = not recall
+                text.sampler.seeded = not recall
                 entering.append(text)
                 found.replays += 1
 
             # 2. A cycle of all.
-            decoder.rows.kept = decoder.rows.kept if reuse else []
-            decoder.step(entering)
+            decoder.batch.prefix_cache = decoder.batch.prefix_cache if reuse else []
+            decoder.run_step(entering)
             running += entering
             for text in running:
                 if text.error:
@@ -366,7 +366,7 @@ def text_probs(
         probability = 1.0
         for at, token in enumerate(text):
             row = change([*prompt, *text[:at]], logits[at]) if change else logits[at]
-            probability *= float(probs(row, params)[token])
+            probability *= float(compute_probs(row, params)[token])
         texts[text[: text.index(end) + 1] if end in text else text] += probability
     return +texts
 

@@ -10,13 +10,13 @@ from models import close, random_head, seeded, target
 from scipy.stats import sem, t
 
 from treespec.api.spec import Spec
-from treespec.eval.acceptance.config import PRESETS, AcceptanceConfig, cases, sweeps
+from treespec.eval.acceptance.config import PAPER_PRESETS, AcceptanceConfig, list_cases, list_sweeps
 from treespec.eval.acceptance.rates import accept, average
-from treespec.eval.acceptance.sources import logits_of
-from treespec.eval.acceptance.table import table_of
+from treespec.eval.acceptance.sources import gather_step_logits
+from treespec.eval.acceptance.table import build_sweep_table
 from treespec.eval.intervals import Z
 from treespec.eval.texts import Passage
-from treespec.verify.registry import scheme_by_name
+from treespec.verify.registry import load_scheme
 
 
 def test_the_error_is_that_of_the_mean_of_groups_or_of_sampling(tmp_path):
@@ -34,7 +34,7 @@ def test_the_error_is_that_of_the_mean_of_groups_or_of_sampling(tmp_path):
     means = [(row[kind], row["noise"]) for row in rows for kind in ("rate", "gap") if row[kind] and row["noise"]]
     assert len(means) > 9
     assert [mean["high"] - mean["value"] for mean, _ in means] == pytest.approx([Z * noise for _, noise in means])
-    table = table_of(rows, "rate")
+    table = build_sweep_table(rows, "rate")
     assert len(table.rows) == 2 * 13 + 1
     assert {"rrs", "kseq", "α* with replacement"} <= {*table.columns}
 
@@ -50,8 +50,8 @@ def test_q_is_what_the_head_gives_along_a_chain_of_the_text(step):
     head = random_head(model)
     whole = text(12, prompt=5)
     tokens = whole.tokens
-    features = model.features(whole.tokens[None])[0]
-    found = logits_of(Spec(model, head), [whole], step)
+    features = model.compute_features(whole.tokens[None])[0]
+    found = gather_step_logits(Spec(model, head), [whole], step)
     places = [place for place in range(5, 12) if place > step]  # tokens whose distributions are wanted
     assert len(found.q) == len(places)
     plain = model.model(input_ids=tokens[None]).logits[0]
@@ -59,14 +59,14 @@ def test_q_is_what_the_head_gives_along_a_chain_of_the_text(step):
         close(p, plain[place - 1], 1e-5, 1e-5)
         at = place - step
         hidden = extrapolate(head, tokens[1 : at + 1], features[:at], tokens[at + 1 : place].tolist())
-        close(q, model.output_logits(hidden)[0], 1e-4, 1e-4)
+        close(q, model.compute_output_logits(hidden)[0], 1e-4, 1e-4)
 
 
 def test_fewer_positions_are_some_of_all_evenly_spread():
     spec = Spec(target("llama"), random_head(target("llama")))
     texts = [text(12, 4, seed=0), text(4, seed=1), text(20, 3, seed=2)]
-    whole = logits_of(spec, texts, 1)
-    some = logits_of(spec, texts, 1, positions=9)
+    whole = gather_step_logits(spec, texts, 1)
+    some = gather_step_logits(spec, texts, 1, positions=9)
     assert whole.group.bincount().tolist() == [8, 2, 17]
     rows = [int((whole.p - p).abs().sum(-1).argmin()) for p in some.p]
     assert rows == [round(i * 26 / 8) for i in range(9)]
@@ -118,12 +118,12 @@ def test_given_text_is_read_as_what_it_is(home, tmp_path):
         assert rows[0]["positions"] == len("".join(counted))
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", PAPER_PRESETS)
 def test_presets_are_sweeps_of_verifiers_that_exist(name, tmp_path):
-    for sweep in sweeps(AcceptanceConfig(out=str(tmp_path), target="t", head="h", preset=name)):
-        assert cases(sweep)
+    for sweep in list_sweeps(AcceptanceConfig(out=str(tmp_path), target="t", head="h", preset=name)):
+        assert list_cases(sweep)
         for verifier in sweep.verifier.replace(",is-lp", " is-lp").split():
-            assert verifier == "all" or scheme_by_name(verifier).lossless
+            assert verifier == "all" or load_scheme(verifier).lossless
 
 
 def test_what_cannot_be_used_is_explained(home, tmp_path):

@@ -78,7 +78,7 @@ def test_a_head_drafts_for_an_adapter_from_the_embedding_that_it_changes(tmp_pat
     target = Target(model)
     head = make(target)
     tokens = torch.arange(9)
-    close(head.embed_tokens(tokens), target.embeddings(tokens), 1e-6)
+    close(head.embed_tokens(tokens), target.embed_tokens(tokens), 1e-6)
     save_head(head, tmp_path / "head", leave_out=frozenset({"embed_tokens.weight"}))
     expected = generate_plainly(model)
     assert generate_with(load(model, head=tmp_path / "head")) == expected

@@ -11,16 +11,16 @@ from models import TableConfig, TableModel, random_head, target
 
 from treespec.api.engine import Engine
 from treespec.api.spec import Spec
-from treespec.draft.auto.builder import expansion, shape_for
-from treespec.draft.auto.cost import best_size
-from treespec.draft.auto.cost_model import CostModel, bounded
+from treespec.draft.auto.builder import count_expansions, plan_tree
+from treespec.draft.auto.cost import find_best_size
+from treespec.draft.auto.cost_model import CostModel, limit_sum
 from treespec.draft.calibration import Calibration
-from treespec.draft.lookup.matches import tree_of
-from treespec.draft.lookup.one_hot import part
+from treespec.draft.lookup.matches import merge_continuations
+from treespec.draft.lookup.one_hot import keep_profitable_nodes
 from treespec.draft.pairing import check_fit
 from treespec.model.target import Target
 from treespec.trees.dynamic import AutoTree
-from treespec.trees.most_likely import expected_length
+from treespec.trees.most_likely import estimate_length
 from treespec.verify.registry import SCHEMES
 
 RATES = {"1": (0.5, 0.2, 0.1)}
@@ -43,7 +43,7 @@ def test_the_best_size_at_its_own_rate_maximises_tokens_a_second():
         ratios = np.concatenate([[1], 1 + reach.cumsum()]) / forward
         rate = float(ratios[0])
         for _ in range(20):
-            size = best_size(reach, forward, rate)
+            size = find_best_size(reach, forward, rate)
             rate = float(ratios[size - 1])
         assert rate == pytest.approx(float(ratios.max()))
 
@@ -63,9 +63,9 @@ def test_a_text_whose_first_children_are_all_accepted_gets_the_deepest_chain():
     model = CostModel(linear_cost(1e-4, 1e-3), (0.88, 0.1, 0.05))
     tree = AutoTree()
     for _ in range(60):
-        model.predict(shape_for(model, tree).prediction, model.by_rates)
+        model.predict(plan_tree(model, tree).prediction, model.rate_correction)
         model.update(first_children(model.prediction.parents.tolist()))
-    shape = shape_for(model, tree).tree
+    shape = plan_tree(model, tree).tree
     assert shape.max_depth == tree.depth
     assert shape.size <= tree.depth + 3
 
@@ -93,16 +93,16 @@ def test_the_planned_shape_is_one_of_few_and_nearly_the_fastest():
     tree = AutoTree(nodes=20, depth=5)
     model = CostModel(cost, rates)
     met = set()
-    model.by_rates.predicted = np.ones((2, 2))
+    model.rate_correction.predicted = np.ones((2, 2))
     for firsts in product(np.exp(np.linspace(-1, 0.4, 11)), repeat=2):
-        model.by_rates.accepted = np.array([firsts, (1.0, 1.0)]).T
-        found = shape_for(model, tree)
+        model.rate_correction.accepted = np.array([firsts, (1.0, 1.0)]).T
+        found = plan_tree(model, tree)
         shape = found.tree
-        corrected = bounded(np.array([rates, rates]) * np.array([firsts, (1, 1), (1, 1)]).T)
-        expected = expected_length(shape, corrected[[0, *[1] * 4]].tolist())
+        corrected = limit_sum(np.array([rates, rates]) * np.array([firsts, (1, 1), (1, 1)]).T)
+        expected = estimate_length(shape, corrected[[0, *[1] * 4]].tolist())
         inner = len({path[:-1] for path in shape.paths[1:]})
-        assert found.speed == pytest.approx(expected / cost.seconds(shape.size, shape.max_depth, inner), rel=0.1)
-        assert found.speed > 0.95 * cost.best(corrected, tree.nodes, tree.depth)[1]
+        assert found.speed == pytest.approx(expected / cost.predict_cycle(shape.size, shape.max_depth, inner), rel=0.1)
+        assert found.speed > 0.95 * cost.find_best_tree(corrected, tree.nodes, tree.depth)[1]
         met.add(shape)
     assert len(met) <= 12
 
@@ -110,10 +110,10 @@ def test_the_planned_shape_is_one_of_few_and_nearly_the_fastest():
 def test_the_drawing_of_what_is_expanded():
     """Of nodes reached by .8 and .2, at .7 for a child, .1 for a node and .2 for a level."""
     reach = np.array([0.8, 0.2])
-    assert expansion(reach, 0.7, price=0.1, step=0.2, row=0.0, levels=1) == 2
-    assert expansion(reach, 0.7, price=0.15, step=0.2, row=0.0, levels=1) == 1
-    assert expansion(reach, 0.7, price=0.1, step=0.5, row=0.0, levels=1) == 0
-    assert expansion(reach, 0.7, price=0.1, step=0.4, row=0.0, levels=2) == 2
+    assert count_expansions(reach, 0.7, price=0.1, step=0.2, row=0.0, levels=1) == 2
+    assert count_expansions(reach, 0.7, price=0.15, step=0.2, row=0.0, levels=1) == 1
+    assert count_expansions(reach, 0.7, price=0.1, step=0.5, row=0.0, levels=1) == 0
+    assert count_expansions(reach, 0.7, price=0.1, step=0.4, row=0.0, levels=2) == 2
 
 
 @pytest.mark.parametrize("verifier", ["auto", "topk"])
@@ -182,17 +182,17 @@ def test_an_engine_measures_before_the_first_request():
 
 def given_tree():
     """Two continuations of four tokens each."""
-    return tree_of([[first, 2, 3, 4] for first in (1, 5)], 8, 1, lambda length: 0.6, 0.0)
+    return merge_continuations([[first, 2, 3, 4] for first in (1, 5)], 8, 1, lambda length: 0.6, 0.0)
 
 
 def test_cheap_nodes_are_all_kept_and_dear_ones_none():
-    assert len(part(given_tree(), linear_cost(1e-6)).tokens) == 8
-    assert part(given_tree(), linear_cost(0.05)).tokens == []
+    assert len(keep_profitable_nodes(given_tree(), linear_cost(1e-6)).tokens) == 8
+    assert keep_profitable_nodes(given_tree(), linear_cost(0.05)).tokens == []
 
 
 def test_the_kept_nodes_are_a_subtree_with_their_ancestors():
     for node in (5e-4, 1e-3, 2e-3, 4e-3):
-        kept = part(given_tree(), linear_cost(node)).tree(7, torch.device("cpu"))
+        kept = keep_profitable_nodes(given_tree(), linear_cost(node)).build_token_tree(7, torch.device("cpu"))
         assert 1 <= len(kept.tokens) <= 9
         for i, parent in enumerate(kept.parents.tolist()):
             assert parent < i

@@ -7,9 +7,9 @@ from drafters import build_dflash, draft_block
 from head_files import BLOCK_FORMATS, Z_LAB, with_output, write_head
 from models import close, target
 
-from treespec.draft.heads.loading import trained_head
+from treespec.draft.heads.loading import load_trained_head
 from treespec.heads.checkpoint import load_head, save_head
-from treespec.heads.registry import HEADS, kind_of
+from treespec.heads.registry import HEAD_KINDS, detect_kind
 
 
 def own_output(head):
@@ -26,11 +26,11 @@ def test_a_directory_drafts_as_the_head_that_it_was_built_from(name, tmp_path):
     head = make(**changes)
     tensors = tensors_of(head)
     folder = write_head(tmp_path / "head", config, tensors)
-    loaded = trained_head(str(folder), target("llama"))
+    loaded = load_trained_head(str(folder), target("llama"))
     expected = own_output(head) if "lm_head.weight" in tensors and make is build_dflash else head
     close(draft_block(loaded), draft_block(expected), 1e-5, 1e-4)
-    assert kind_of(config, tensors) == loaded.kind
-    assert HEADS[loaded.kind].levels(config, tensors) == loaded.max_depth == len(draft_block(loaded))
+    assert detect_kind(config, tensors) == loaded.kind
+    assert HEAD_KINDS[loaded.kind].levels(config, tensors) == loaded.max_depth == len(draft_block(loaded))
     save_head(loaded, tmp_path / "again")
     close(draft_block(load_head(tmp_path / "again")), draft_block(expected), 1e-5, 1e-4)
 

@@ -11,20 +11,20 @@ from models import as_undrafted, close, draft_tree, follow, random_head, seeded,
 
 from treespec.api.spec import Spec
 from treespec.draft.drafter import Frontier
-from treespec.draft.heads.loading import rollout
+from treespec.draft.heads.loading import roll_out_drafts
 from treespec.draft.heads.proposers import BlockProposer
 from treespec.sampling.probs import SamplingParams
-from treespec.sampling.sampler import node_paths
+from treespec.sampling.sampler import list_node_paths
 
 
 def plain_p_eagle(head, model, text):
     """The same of P-EAGLE: EAGLE-3's head over pairs and masks at once, causal, without a cache."""
     n = len(text) - 1
     learnt = head.mask_hidden[0].expand(head.block, -1)
-    fused = head.fuse(torch.cat([model.features(text[None, :-1], head.aux_layers)[0], learnt]))
+    fused = head.fuse(torch.cat([model.compute_features(text[None, :-1], head.aux_layers)[0], learnt]))
     tokens = torch.cat([text[1:], torch.full((head.block,), head.mask_token)])
-    hidden = head.step(tokens[None], fused[None], torch.arange(len(tokens)))[0]
-    return head.logits(hidden[n - 1 :], model)
+    hidden = head.forward_step(tokens[None], fused[None], torch.arange(len(tokens)))[0]
+    return head.compute_logits(hidden[n - 1 :], model)
 
 
 HEADS = {
@@ -52,8 +52,8 @@ def test_training_sees_below_every_pair_what_a_draft_there_does(name):
     head = make(**changes)
     model = target("llama")
     counts = torch.ones(1, len(BLOCK_TEXT) - 2, dtype=torch.bool)
-    features = model.features(BLOCK_TEXT[None], head.aux_layers)
-    states = head(BLOCK_TEXT[None], features[:, :-2], counts, head.max_depth, model.embeddings)
+    features = model.compute_features(BLOCK_TEXT[None], head.aux_layers)
+    states = head(BLOCK_TEXT[None], features[:, :-2], counts, head.max_depth, model.embed_tokens)
     levels = [head.project(level, target=model) for level in states]
     for row in range(len(BLOCK_TEXT) - 2):
         wanted = plain(head, model, BLOCK_TEXT[: row + 2])
@@ -68,15 +68,15 @@ def test_levels_equal_the_head_run_over_all_tokens_without_a_cache(name, monkeyp
     head = make(**changes)
     model = target("llama")
     other = torch.tensor([4, 44, 2])
-    monkeypatch.setattr(model, "rows_beside", lambda columns: 3)
+    monkeypatch.setattr(model, "choose_chunk_beside", lambda columns: 3)
     proposer = BlockProposer(head, model)
     earlier = torch.tensor([7, 3, 9, 1, 1, 1])
-    follow(proposer, model.features(earlier[None, :-1], head.aux_layers)[0], earlier[1:])
+    follow(proposer, model.compute_features(earlier[None, :-1], head.aux_layers)[0], earlier[1:])
     proposer.begin(earlier[-1:])
     proposer.rewind([2])
     beside = proposer.new()
     proposer.join([beside])
-    features = [model.features(text[None, :-1], head.aux_layers)[0] for text in (BLOCK_TEXT, other)]
+    features = [model.compute_features(text[None, :-1], head.aux_layers)[0] for text in (BLOCK_TEXT, other)]
     proposer.observe([features[0][2:4], features[1]], [BLOCK_TEXT[2:5], other])
     proposer.begin(torch.tensor([int(BLOCK_TEXT[4]), 2]))
     proposer.observe([features[0][4:], features[1][:0]], [BLOCK_TEXT[4:], other[-1:]])
@@ -86,11 +86,11 @@ def test_levels_equal_the_head_run_over_all_tokens_without_a_cache(name, monkeyp
     for row, text in enumerate((BLOCK_TEXT, other)):
         expected = plain(head, model, text)
         assert len(expected) == head.max_depth
-        close(proposer.levels(row), expected, 2e-4, 1e-4)
+        close(proposer.compute_all_levels(row), expected, 2e-4, 1e-4)
         close(firsts[row], expected[:1], 2e-4, 1e-4)
     below = proposer.extend([Frontier(torch.tensor([3, 4]), torch.tensor([0, 0])), None])
-    assert torch.equal(below[0], proposer.levels(0)[1].expand(2, -1))
-    rolled = list(rollout(head, model, BLOCK_TEXT, features[0], 2))
+    assert torch.equal(below[0], proposer.compute_all_levels(0)[1].expand(2, -1))
+    rolled = list(roll_out_drafts(head, model, BLOCK_TEXT, features[0], 2))
     for row in range(len(BLOCK_TEXT) - 3):
         expected = plain(head, model, BLOCK_TEXT[: row + 2])[:2]
         close(torch.stack([step[row] for step in rolled]), expected, 2e-4, 1e-4)
@@ -113,16 +113,16 @@ def test_the_most_likely_tree_has_the_largest_products_of_probabilities():
     head = build_dflash()
     model = target("llama")
     drafter = Spec(model, head, "ddtree:nodes=20", "topk").decoder.drafter
-    follow(drafter, model.features(BLOCK_TEXT[None, :-1], head.aux_layers)[0], BLOCK_TEXT[1:])
+    follow(drafter, model.compute_features(BLOCK_TEXT[None, :-1], head.aux_layers)[0], BLOCK_TEXT[1:])
     tree = draft_tree(drafter, BLOCK_TEXT[-1:], SamplingParams(), torch.Generator())
-    best = drafter.proposer.levels(0).double().softmax(-1).topk(19)
+    best = drafter.proposer.compute_all_levels(0).double().softmax(-1).topk(19)
     levels = [dict(zip(*row, strict=True)) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
     worth = {
         path: prod(distribution[token] for distribution, token in zip(levels, path, strict=False))
         for length in range(1, 5)
         for path in product(*levels[:length])
     }
-    assert set(node_paths(tree)[1:]) == set(sorted(worth, key=lambda path: -worth[path])[:19])
+    assert set(list_node_paths(tree)[1:]) == set(sorted(worth, key=lambda path: -worth[path])[:19])
 
 
 def test_sampled_trees_depend_only_on_the_distributions_of_the_levels():
@@ -131,7 +131,7 @@ def test_sampled_trees_depend_only_on_the_distributions_of_the_levels():
     model = target("llama")
     spec = Spec(model, head, "ddtree:nodes=12", "rrs")
     drafter = spec.decoder.drafter
-    follow(drafter, model.features(BLOCK_TEXT[None, :-1], head.aux_layers)[0], BLOCK_TEXT[1:])
+    follow(drafter, model.compute_features(BLOCK_TEXT[None, :-1], head.aux_layers)[0], BLOCK_TEXT[1:])
     params = SamplingParams(temperature=1.0)
     shapes = set()
     tokens = set()
@@ -141,7 +141,7 @@ def test_sampled_trees_depend_only_on_the_distributions_of_the_levels():
         tokens.add(tuple(tree.tokens.tolist()))
         follow(drafter, torch.empty(0, head.feature_size), torch.empty(0, dtype=torch.int64))
         drafter.rewind([7])
-        follow(drafter, model.features(BLOCK_TEXT[None, :-1], head.aux_layers)[0][7:], BLOCK_TEXT[8:])
+        follow(drafter, model.compute_features(BLOCK_TEXT[None, :-1], head.aux_layers)[0][7:], BLOCK_TEXT[8:])
     assert len(shapes) == 1
     assert len(tokens) > 1
     with complains("needs a head that drafts all levels at once"):

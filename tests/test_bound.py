@@ -20,10 +20,10 @@ from torch.nn.functional import pad
 from treespec.eval.acceptance.acceptance_shares import Nodes
 from treespec.eval.acceptance.config import TauConfig
 from treespec.eval.acceptance.drafted import DRAW_FINDERS, DraftedTexts, count_fewest_cycles
-from treespec.eval.acceptance.path_probability import followed
-from treespec.eval.acceptance.tau import ends
-from treespec.trees.policy import policy
-from treespec.verify.rates import optimal_iid
+from treespec.eval.acceptance.path_probability import follow_pairs
+from treespec.eval.acceptance.tau import count_cycle_starts
+from treespec.trees.policy import parse_policy
+from treespec.verify.rates import compute_optimal_iid
 
 DRAWN = ("rrs", "rrs-wo", "greedy", "spechub", "topk")  # one verifier of each kind of draws
 TAILS = ("optimal", "optimal:threshold=1,extra=0", "optimal:threshold=0,extra=0", "optimal:threshold=0.5,extra=1")
@@ -38,7 +38,7 @@ def draws_at(verifier, q, k):
     if scheme.name != "optimal":
         name = "rrs-wo" if verifier == "gumbel" else scheme.name
         return dict(list_draws(name, q, k))
-    tops, number, rest = scheme.allot(q[None], torch.tensor([[k]]), k)
+    tops, number, rest = scheme.split_certain_and_random(q[None], torch.tensor([[k]]), k)
     sure = [top for top in tops[0].tolist() if top >= 0]
     rest = (rest[0] / rest[0].sum()).tolist()
     found = {}
@@ -54,7 +54,7 @@ def drafted_below(verifier, tree, q, path, text):
     if not inner:
         return {frozenset([text]): 1.0}
     found = {}
-    for tokens, chance in draws_at(verifier, q[text], tree.draws(path)).items():
+    for tokens, chance in draws_at(verifier, q[text], tree.count_draws(path)).items():
         below = {frozenset([text]): chance}
         for child in inner:
             if tokens[child[-1]] < 0:
@@ -74,7 +74,7 @@ class Tables:
 
     def __init__(self, shape, size, seed, make):
         generator = seeded(seed)
-        self.shape, self.tree, self.size = shape, policy(shape), size
+        self.shape, self.tree, self.size = shape, parse_policy(shape), size
         depth = self.tree.max_depth
         prefixes = [y for n in range(depth + 1) for y in product(range(size), repeat=n)]
         self.p, self.q = ({y: make(size, generator) for y in prefixes} for _ in "pq")
@@ -119,7 +119,7 @@ def kept_along(verifier, shape, steps):
     drafted = DraftedTexts([pair], False)
     for level in levels:
         drafted.add_level(*level)
-    (kept,) = followed([pair], levels, False)
+    (kept,) = follow_pairs([pair], levels, False)
     return float(kept[0, 1:].sum()), float(drafted.limit_kept(pair)[0, 1:].sum())
 
 
@@ -271,7 +271,7 @@ def test_at_a_node_the_bound_may_be_above_the_optimum():
     p = torch.where(torch.arange(1000) < 500, 2e-3, 0.0).double()
     limit = sum(float(p[y]) * kept_along("rrs", "2x1", [(p, q, y)])[1] for y in range(500))
     assert limit == pytest.approx(1, abs=1e-3)
-    assert optimal_iid(p[None], q[None], 2).item() == pytest.approx(0.75)
+    assert compute_optimal_iid(p[None], q[None], 2).item() == pytest.approx(0.75)
 
 
 def test_the_fewest_cycles_are_those_of_the_best_way_to_keep_fewer():
@@ -286,9 +286,9 @@ def test_the_fewest_cycles_are_those_of_the_best_way_to_keep_fewer():
         for place, way in enumerate(ways):
             for i, j in enumerate(way):
                 w[place, j] += shares[place, i]
-        found.append(ends(w).sum())
+        found.append(count_cycle_starts(w).sum())
     assert count_fewest_cycles(limits) == pytest.approx(min(found))
-    assert min(found) < ends(shares).sum()
+    assert min(found) < count_cycle_starts(shares).sum()
 
 
 @pytest.mark.parametrize("name, beside", [("bound", "rrs"), ("bound-wo", "rrs-wo")])

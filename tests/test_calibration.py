@@ -10,15 +10,15 @@ from models import TableConfig, TableModel, close, random_head, seeded
 from reference import to_probs
 from training import change_json
 
-from treespec.api.calibrate import FACTORS, calibrate, logistic, own_rates, sharpest
+from treespec.api.calibrate import SHARPNESS_FACTORS, calibrate, fit_logistic, fit_sharpness, measure_draw_rates
 from treespec.api.spec import Spec
 from treespec.draft.calibration import (
-    FILE,
+    CALIBRATION_FILE,
     Calibration,
     load_calibration,
     save_calibration,
 )
-from treespec.draft.heads.loading import rollout
+from treespec.draft.heads.loading import roll_out_drafts
 from treespec.draft.heads.proposers import EagleProposer
 from treespec.draft.models.model import ModelProposer
 from treespec.model.target import Target
@@ -36,7 +36,7 @@ def test_a_calibration_is_read_as_it_was_saved(tmp_path):
     assert load_calibration(tmp_path) is None
     save_calibration(calibration, tmp_path)
     assert load_calibration(tmp_path) == calibration
-    assert [file.name for file in tmp_path.iterdir()] == [FILE]
+    assert [file.name for file in tmp_path.iterdir()] == [CALIBRATION_FILE]
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_a_calibration_is_read_as_it_was_saved(tmp_path):
 def test_a_damaged_calibration_is_refused_with_a_remedy(tmp_path, damage):
     """Files that hold no JSON: test_damage.py."""
     save_calibration(USUAL_CALIBRATION, tmp_path)
-    change_json(tmp_path, FILE, checksum=None, **damage)
+    change_json(tmp_path, CALIBRATION_FILE, checksum=None, **damage)
     with complains("treespec calibrate"):
         load_calibration(tmp_path)
 
@@ -63,17 +63,20 @@ def test_a_logistic_regression_recovers_its_weights():
     wanted = to_probs([-1.0, 2.0, 0.5])
     weight = torch.rand(8000, generator=generator)
     shares = torch.sigmoid(x @ wanted)
-    close(logistic(x, shares, weight), wanted, 1e-4)
+    close(fit_logistic(x, shares, weight), wanted, 1e-4)
     coins = torch.rand(8000, generator=generator) < shares
     information = (x.T * (shares * (1 - shares))) @ x
     error = information.inverse().diagonal().sqrt()
-    assert ((logistic(x, coins, torch.ones(8000)) - wanted).abs() < 4 * error).all()
+    assert ((fit_logistic(x, coins, torch.ones(8000)) - wanted).abs() < 4 * error).all()
 
 
 def rows_of(model, lengths, counted=True):
     generator = seeded(8)
     texts = [torch.randint(4, (length,), generator=generator) for length in lengths]
-    return [(text, torch.full_like(text, counted, dtype=torch.bool), model.features(text[None])[0]) for text in texts]
+    return [
+        (text, torch.full_like(text, counted, dtype=torch.bool), model.compute_features(text[None])[0])
+        for text in texts
+    ]
 
 
 def test_calibrating_gives_finite_weights_and_rates_at_each_temperature(table):
@@ -90,12 +93,12 @@ def test_each_draft_step_gets_the_factor_with_most_acceptances(table):
     """Against the acceptance rates along every text, position by position."""
     model, head = table
     rows = rows_of(model, [60, 40])
-    found = sharpest(head, model, rows, 2, 1000)
+    found = fit_sharpness(head, model, rows, 2, 1000)
     for step, chosen in enumerate(found):
-        rates = dict.fromkeys(FACTORS, 0.0)
+        rates = dict.fromkeys(SHARPNESS_FACTORS, 0.0)
         for tokens, _, features in rows:
-            own = model.output_logits(features)
-            drafted = [*rollout(head, model, tokens, features, 2)][step]
+            own = model.compute_output_logits(features)
+            drafted = [*roll_out_drafts(head, model, tokens, features, 2)][step]
             for at in range(0, len(drafted), 3):  # one in three counts, as for the two models
                 for factor in rates:
                     for t in (0.3, 0.6, 1.0):
@@ -116,9 +119,9 @@ def test_drafts_are_drawn_from_the_sharpened_distributions(table):
     list(spec.decoder.run([request]))
     tree = seen[0].tree
     text = torch.tensor([1, 2, 3, *tree.tokens[1:].tolist()])
-    features = model.features(text[None])[0]
+    features = model.compute_features(text[None])[0]
     for step, factor in enumerate((1.5, 0.7)):
-        plain, sharp = ([*rollout(head, model, text, features, 2, s)][step] for s in ((), (1.5, 0.7)))
+        plain, sharp = ([*roll_out_drafts(head, model, text, features, 2, s)][step] for s in ((), (1.5, 0.7)))
         close(sharp, plain * factor, 1e-6)
         close(tree.drafts.q[step], (sharp[1] / 0.5).softmax(-1), 1e-5)
 
@@ -126,14 +129,14 @@ def test_drafts_are_drawn_from_the_sharpened_distributions(table):
 def test_drafts_of_the_target_itself_are_always_accepted():
     model = Target(TableModel(TableConfig(6, seed=1)))
     for temperature in (0.0, 1.0):
-        rates = own_rates(model, ModelProposer(model, model), [[1, 2], [3]], temperature, tokens=30)
+        rates = measure_draw_rates(model, ModelProposer(model, model), [[1, 2], [3]], temperature, tokens=30)
         assert rates == (1.0,)  # no other draw is ever judged
 
 
 def test_rates_are_counted_by_draw_and_never_sum_to_more_than_one(table):
     model, head = table
     for temperature in (0.0, 0.6, 1.0):
-        rates = own_rates(model, EagleProposer(head, model), [[1, 2], [3]], temperature, tokens=60)
+        rates = measure_draw_rates(model, EagleProposer(head, model), [[1, 2], [3]], temperature, tokens=60)
         assert 0 < rates[0] < 1
         assert len(rates) > 1
         assert sum(rates) <= 1 + 1e-9

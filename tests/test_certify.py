@@ -19,11 +19,19 @@ from typer.testing import CliRunner
 from treespec.api.spec import Spec
 from treespec.cli import app
 from treespec.draft.models.model import ModelProposer
-from treespec.eval.certify.draws import DRAWS, POWER, REPEATS
-from treespec.eval.certify.ranks import BY_P, BY_RATIO, CYCLES, FIRST, RANK, TOKENS, places
+from treespec.eval.certify.draws import DRAWS_QUESTION, POWER_QUESTION, REPEATS_QUESTION
+from treespec.eval.certify.ranks import (
+    BY_P,
+    BY_RATIO,
+    CYCLES_QUESTION,
+    FIRST_TOKENS_QUESTION,
+    RANK_QUESTION,
+    TOKENS_QUESTION,
+    iterate_sequence_ranks,
+)
 from treespec.eval.certify.run import Examination, certify
-from treespec.eval.certify.samples import Sample, greedy_output, own_settings, plain_outputs
-from treespec.eval.certify.statistics import least_gap
+from treespec.eval.certify.samples import Sample, compare_greedy_output, generate_plain_outputs, list_ignored_settings
+from treespec.eval.certify.statistics import find_least_gap
 from treespec.eval.config import CertifyConfig
 from treespec.kernels import ops as kernels
 from treespec.model.target import Target
@@ -61,7 +69,7 @@ def headed():
 
 @pytest.mark.parametrize("tree, verifier", [("3x2", "rrs-wo"), ("chain:3", "block"), ("3x2", "topk")])
 def test_exact_verifiers_are_certified(headed, tree, verifier):
-    found = Examination(headed.configured(tree, verifier), PROMPTS, SHORT).verdict()
+    found = Examination(headed.configured(tree, verifier), PROMPTS, SHORT).decide_verdict()
     assert found["passed"], found["tests"]
     assert not found["equal_bits"]  # torch multiplies by the weights of a model object
     assert [test["samples"] > 0 for test in found["tests"][1:]] == [True] * (5 if verifier == "topk" else 9)
@@ -69,9 +77,9 @@ def test_exact_verifiers_are_certified(headed, tree, verifier):
 
 
 def test_a_wrong_greedy_answer_is_found(headed, monkeypatch):
-    assert greedy_output(headed, PROMPTS[0], 12)["explained"]
+    assert compare_greedy_output(headed, PROMPTS[0], 12)["explained"]
     monkeypatch.setattr(headed.target.model, "generate", lambda prompt, **_: torch.cat([prompt, prompt], dim=1))
-    found = greedy_output(headed, PROMPTS[0], 4)
+    found = compare_greedy_output(headed, PROMPTS[0], 4)
     assert found["different_at"] == 0
     assert not found["explained"]  # in float32 rounding explains nothing
 
@@ -84,12 +92,12 @@ def test_what_the_models_own_config_adds_is_left_out_and_said(headed, monkeypatc
     model = headed.target.model
     prompt = torch.tensor([PROMPTS[0]])
     assert model.generate(prompt, max_new_tokens=1, pad_token_id=0)[0, -1].item() not in first
-    assert all(greedy_output(headed, prompt, 12)["different_at"] is None for prompt in PROMPTS)
+    assert all(compare_greedy_output(headed, prompt, 12)["different_at"] is None for prompt in PROMPTS)
     assert model.generation_config is own
     names = ["no_repeat_ngram_size", "num_beams", "repetition_penalty", "suppress_tokens"]
-    assert sorted(own_settings(model)) == names
+    assert sorted(list_ignored_settings(model)) == names
     monkeypatch.setattr(model, "generation_config", GenerationConfig(eos_token_id=2, temperature=0.6, do_sample=True))
-    assert own_settings(model) == {}
+    assert list_ignored_settings(model) == {}
 
 
 def test_both_sides_end_at_a_templates_stops(tmp_path, monkeypatch):
@@ -97,25 +105,25 @@ def test_both_sides_end_at_a_templates_stops(tmp_path, monkeypatch):
     target = Target.load(str(save_model(tmp_path / "model")))
     spec = Spec(target, random_head(target, seed=1), "2x2", "rrs-wo")
     prompt = spec.encode("the user asks")
-    whole = plain_outputs(spec, prompt, 12, SamplingParams())[0]
+    whole = generate_plain_outputs(spec, prompt, 12, SamplingParams())[0]
     spec.template = "vicuna_v1.1"  # stops at </s>
     stop = target.tokenizer.decode(whole[3:4])
     ended = Spec(target, random_head(target, seed=1), "2x2", "rrs-wo", template="vicuna_v1.1")
     stops = Stops(strings=(stop,), token_ids=(whole[8],))
-    monkeypatch.setattr("treespec.text.templates.stops", lambda template: stops)
-    [theirs] = plain_outputs(ended, prompt, 12, SamplingParams())
+    monkeypatch.setattr("treespec.text.templates.get_stops", lambda template: stops)
+    [theirs] = generate_plain_outputs(ended, prompt, 12, SamplingParams())
     assert len(theirs) < 12
-    assert greedy_output(ended, prompt, 12)["different_at"] is None
+    assert compare_greedy_output(ended, prompt, 12)["different_at"] is None
 
 
 def test_the_ranks_are_those_of_the_text(headed):
     """The number of each token lies in its own interval of p, in the order of p, whatever stands after it."""
     params = SamplingParams(0.7)
     for prompt, output in ((PROMPTS[0], [3, 8, 1]), ([5], [3, 8, 1]), ([5], [7])):
-        [found] = places(headed, [Sample(params, prompt, output)])
+        [found] = iterate_sequence_ranks(headed, [Sample(params, prompt, output)])
         distributions = (headed.target.model(torch.tensor([prompt + output])).logits[0].double() / 0.7).softmax(-1)
-        assert [len(found[name]) for name in (BY_RATIO, BY_P, RANK)] == [len(output)] * 3
-        by_number = torch.cat([found[TOKENS][:1, 0], found[TOKENS][:, 1]])
+        assert [len(found[name]) for name in (BY_RATIO, BY_P, RANK_QUESTION)] == [len(output)] * 3
+        by_number = torch.cat([found[TOKENS_QUESTION][:1, 0], found[TOKENS_QUESTION][:, 1]])
         for i, token in enumerate(output):
             distribution = distributions[len(prompt) - 1 + i]
             below = distribution[distribution < distribution[token]].sum()
@@ -135,7 +143,7 @@ def test_the_command_gives_a_report_and_exit_code_0(home, tmp_path):
     hidden = f"faults that shift less than {report['tests'][1]['finds']:.1%} of the probability may stay hidden"
     assert f"At {report['tests'][1]['samples']} tokens {hidden}" in done.output
     assert report["equal_bits"] == ("a node of a tree has the same bits as one token at a time" in done.output)
-    assert report["equal_bits"] == bool(kernels.library())
+    assert report["equal_bits"] == bool(kernels.load_kernels())
 
 
 def test_a_file_that_cannot_be_written_is_said_before_anything_is_loaded(tmp_path):
@@ -149,19 +157,19 @@ SHAPED = replace(CONFIG, tokens=120, length=12, repetition_penalty=1.3, frequenc
 
 def test_answers_by_penalties_and_biases_are_certified():
     biased = replace(SHAPED, logit_bias={3: 1.5, 4: float("-inf")})
-    found = Examination(tiny("3x2", "rrs-wo"), PROMPTS, biased).verdict()
+    found = Examination(tiny("3x2", "rrs-wo"), PROMPTS, biased).decide_verdict()
     assert found["passed"], found["tests"]
 
 
 def test_greedy_answers_that_leave_out_a_path_are_found(monkeypatch):
     """Penalties that count the committed answer alone, not the node's own path, give other answers."""
-    exact = Penalties.shape
+    exact = Penalties.process_logits
 
     def of_the_answer(self, answer, paths, logits):
         return exact(self, answer, [()] * len(paths) if answer else paths, logits)
 
-    monkeypatch.setattr(Penalties, "shape", of_the_answer)
-    found = Examination(tiny("3x2", "rrs-wo"), PROMPTS, SHAPED).verdict()
+    monkeypatch.setattr(Penalties, "process_logits", of_the_answer)
+    found = Examination(tiny("3x2", "rrs-wo"), PROMPTS, SHAPED).decide_verdict()
     assert not found["passed"]
 
 
@@ -177,12 +185,18 @@ def p_values(spec, tokens, seed=0):
 @pytest.mark.parametrize(
     "tree, verifier, tokens, plant, question",
     [
-        ("64x1", "rrs", 400, faults.draws_from_a_hotter_distribution, POWER),
-        ("4x2", "optimal", 96, faults.drops_draws_without_nodes, REPEATS),
-        ("chain:1", "single", 1600, faults.reuses_uniform_numbers, FIRST),
-        ("chain:3", "single", 200, faults.seeds_every_cycle_alike, CYCLES),
-        ("chain:1", "single", 600, lambda spec: faults.plant_scheme(spec, planning=plan_with_wrong_residual), FIRST),
-        ("8x1", "rrs-wo", 100, lambda spec: faults.plant_scheme(spec, drawing=draw_before_truncation), DRAWS),
+        ("64x1", "rrs", 400, faults.draws_from_a_hotter_distribution, POWER_QUESTION),
+        ("4x2", "optimal", 96, faults.drops_draws_without_nodes, REPEATS_QUESTION),
+        ("chain:1", "single", 1600, faults.reuses_uniform_numbers, FIRST_TOKENS_QUESTION),
+        ("chain:3", "single", 200, faults.seeds_every_cycle_alike, CYCLES_QUESTION),
+        (
+            "chain:1",
+            "single",
+            600,
+            lambda spec: faults.plant_scheme(spec, planning=plan_with_wrong_residual),
+            FIRST_TOKENS_QUESTION,
+        ),
+        ("8x1", "rrs-wo", 100, lambda spec: faults.plant_scheme(spec, drawing=draw_before_truncation), DRAWS_QUESTION),
         ("chain:1", "single", 600, lambda spec: faults.plant_scheme(spec, planning=plan_at_low_temperature), BY_RATIO),
     ],
     ids=["hotter draws", "lost draws", "uniforms reused", "seeded again", "residual", "before top-p", "temperature"],
@@ -205,9 +219,9 @@ def test_a_fault_of_the_named_size_is_found_and_a_fifth_not():
         spec = tiny("chain:1", "single")
         faults.plant_scheme(spec, planning=plan)
         texts = Examination(spec, PROMPTS, replace(CONFIG, tokens=tokens)).sample()
-        return torch.cat([place[BY_P] for place in places(spec, texts)]).numpy()
+        return torch.cat([place[BY_P] for place in iterate_sequence_ranks(spec, texts)]).numpy()
 
-    size = least_gap(500, CONFIG.error / TESTS) / kstest(tested(1.0, 1000), "uniform").statistic
+    size = find_least_gap(500, CONFIG.error / TESTS) / kstest(tested(1.0, 1000), "uniform").statistic
     assert size < 1
     assert kstest(tested(size, 500), "uniform").pvalue < CONFIG.error / TESTS
     assert kstest(tested(size / 5, 500), "uniform").pvalue > CONFIG.error / TESTS

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from treespec.api.spec import Spec
 from treespec.cli import app
-from treespec.eval.certify.ranks import ALIKE, BY_P, BY_RATIO, TOKENS
-from treespec.eval.certify.run import Examination, certify, examined_server
-from treespec.eval.certify.served import Asked, Served
+from treespec.eval.certify.ranks import ALIKE_QUESTION, BY_P, BY_RATIO, TOKENS_QUESTION
+from treespec.eval.certify.run import Examination, certify, examine_server
+from treespec.eval.certify.served import ServedEndpoint, ServedQuestion
 from treespec.eval.config import CertifyConfig
 from treespec.model.target import Target
 from treespec.sampling.probs import SamplingParams
@@ -33,7 +33,7 @@ def verdict(served, tokens=900, length=16, plain=None, **changes):
         config = CertifyConfig(
             target="t", endpoint=address, plain=plain and address, tokens=tokens, length=length, **changes
         )
-        return examined_server(Examination(spec, [[*prompt] for prompt in prompts], config), prompts)
+        return examine_server(Examination(spec, [[*prompt] for prompt in prompts], config), prompts)
 
 
 def p_values(found):
@@ -45,7 +45,7 @@ def test_an_exact_server_is_certified_by_the_ids_of_its_tokens(plain):
     """Beside the target itself, and beside another server."""
     found = verdict(tiny_spec("2x2", "rrs-wo"), tokens=640, plain=plain)
     assert found["passed"], found["tests"]
-    assert [*p_values(found)] == [BY_RATIO, BY_P, TOKENS, ALIKE]
+    assert [*p_values(found)] == [BY_RATIO, BY_P, TOKENS_QUESTION, ALIKE_QUESTION]
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -59,19 +59,19 @@ def test_so_is_one_whose_answers_have_a_schema(exact):
 
 
 def test_without_ids_both_sides_are_compared_by_their_words(monkeypatch):
-    whole = Served.reply
+    whole = ServedEndpoint.reply
 
     def wordy(server, asked):
         server.way = 2
         return whole(server, asked)
 
-    monkeypatch.setattr(Served, "reply", wordy)
+    monkeypatch.setattr(ServedEndpoint, "reply", wordy)
     found = verdict(tiny_spec("2x2", "rrs-wo"), tokens=640)
     assert found["passed"], found["tests"]
-    assert [*p_values(found)] == [ALIKE]
+    assert [*p_values(found)] == [ALIKE_QUESTION]
     sure = tiny_spec("chain:1", "single")
     faults.plant_scheme(sure, planning=argmax)
-    assert p_values(verdict(sure))[ALIKE] < 1e-3
+    assert p_values(verdict(sure))[ALIKE_QUESTION] < 1e-3
 
 
 def test_ids_are_read_as_each_server_tells_them():
@@ -82,8 +82,8 @@ def test_ids_are_read_as_each_server_tells_them():
     server = FakeServer()
     threading.Thread(target=server.serve_forever).start()
     try:
-        side = Served("endpoint", server.url, 4, {})
-        asked = Asked("hi", SamplingParams(1.0), 0)
+        side = ServedEndpoint("endpoint", server.url, 4, {})
+        asked = ServedQuestion("hi", SamplingParams(1.0), 0)
         server.troubles = {1: in_logprobs, 2: in_logprobs, 3: in_part}
         assert [side.reply(asked).token_ids for _ in range(2)] == [[5, 7], [5, 7]]
         assert side.reply(asked).text == "HI"
@@ -113,7 +113,7 @@ def test_planted_faults_are_found(name):
     assert not found["passed"]
     for test in found["tests"][1:]:
         shown = test.get("shown_by")
-        assert (shown is None) == (test["passed"] or test["test"] == ALIKE)
+        assert (shown is None) == (test["passed"] or test["test"] == ALIKE_QUESTION)
         assert shown is None or any(asked in shown["prompt"] for asked in QUESTIONS)
 
 
@@ -135,7 +135,7 @@ def test_uniform_numbers_that_every_cycle_repeats_are_found():
     spec = tiny_spec("chain:1", "single")
     spec.verifier = spec.decoder.verifier = Repeating(spec.verifier)
     found = p_values(verdict(spec))
-    assert found[TOKENS] < 1e-3 / 4, found
+    assert found[TOKENS_QUESTION] < 1e-3 / 4, found
 
 
 def test_draws_from_before_the_truncation_are_found():
@@ -170,7 +170,9 @@ def test_what_cannot_be_asked_is_said(home):
 def test_a_server_without_top_k_can_be_asked_without_it():
     """As transformers serve."""
     told = HTTPError("", 422, "", {}, io.BytesIO(b"Unexpected fields in the request: {'top_k'}"))
-    assert str(Served("endpoint", "http://x/v1,m", 8, {}).refused(told)).endswith("; --top-k 0 leaves it out")
+    assert str(ServedEndpoint("endpoint", "http://x/v1,m", 8, {}).explain_refusal(told)).endswith(
+        "; --top-k 0 leaves it out"
+    )
 
 
 def test_a_server_of_another_model_is_refused(home):

@@ -5,18 +5,18 @@ import torch
 from models import seeded
 from scipy.stats import binom
 
-from treespec.eval.certify.draws import drawn, placed, repeats_among
-from treespec.eval.certify.ranks import successive
+from treespec.eval.certify.draws import find_repeats, gather_random_draws, place_tokens
+from treespec.eval.certify.ranks import match_successive
 from treespec.eval.certify.statistics import (
-    ODDS,
-    POWERS,
-    exchangeable,
-    independent,
-    least_correlation,
-    lost,
-    on_odds,
-    on_powers,
-    uniform,
+    BET_ODDS,
+    BET_POWERS,
+    compute_bet_p_value,
+    compute_exchangeable_p_value,
+    compute_independence_p_value,
+    compute_odds_stakes,
+    compute_power_stakes,
+    compute_uniform_p_value,
+    find_least_correlation,
 )
 from treespec.trees.tree import Drafts
 from treespec.verify.registry import SCHEMES
@@ -36,7 +36,7 @@ def texts(generator, number, length=20, vocabulary=4, sharp=2.0):
         token = p.multinomial(1, generator=generator)
         order = torch.arange(vocabulary).expand_as(p)
         ranked = token[:, 0] / vocabulary + 0.1
-        columns.append(torch.stack([*(placed(p, by, token[:, 0], generator) for by in (p, order)), ranked]))
+        columns.append(torch.stack([*(place_tokens(p, by, token[:, 0], generator) for by in (p, order)), ranked]))
         last = token[:, 0]
     return torch.stack(columns, dim=2)  # [3, number, length]
 
@@ -47,9 +47,9 @@ def test_exact_texts_fail_as_often_as_stated():
     failures = torch.zeros(3)
     for _ in range(ROUNDS):
         by_p, by_number, ranks = texts(generator, 24)
-        failures[0] += uniform(by_p.flatten()) < ERROR
-        failures[1] += independent(torch.cat([successive(row) for row in by_number])) < ERROR
-        failures[2] += exchangeable(ranks.split(12), ERROR)[0] < ERROR
+        failures[0] += compute_uniform_p_value(by_p.flatten()) < ERROR
+        failures[1] += compute_independence_p_value(torch.cat([match_successive(row) for row in by_number])) < ERROR
+        failures[2] += compute_exchangeable_p_value(ranks.split(12), ERROR)[0] < ERROR
     low, high = binom.ppf([1e-4, 1 - 1e-4], ROUNDS, ERROR)
     assert ((failures >= low) & (failures <= high)).all(), failures
 
@@ -58,12 +58,12 @@ def test_the_stated_correlation_is_found():
     """Pairs of which a share is twice the same number have that share as their correlation."""
     n = 400
     error = 1e-3
-    share = least_correlation(n, error)
+    share = find_least_correlation(n, error)
     generator = seeded(1)
     pairs = torch.rand(300, n, 2, generator=generator)
     same = torch.rand(300, n, generator=generator) < share
     pairs[..., 1] = torch.where(same, pairs[..., 0], pairs[..., 1])
-    assert sum(independent(row) < error for row in pairs) >= 290
+    assert sum(compute_independence_p_value(row) < error for row in pairs) >= 290
 
 
 def bets(generator, odds=1.0, power=1.0, runs=2000, n=60):
@@ -82,9 +82,9 @@ def bets(generator, odds=1.0, power=1.0, runs=2000, n=60):
             told = float(chance[happened[-1]])
             happened.append(int(number < odds * told / (1 - told + odds * told)))
         events = torch.tensor(happened)
-        by_odds.append(lost(on_odds(events[1:] > 0, chance[events[:-1]])))
+        by_odds.append(compute_bet_p_value(compute_odds_stakes(events[1:] > 0, chance[events[:-1]])))
         tokens = (distribution**power).multinomial(n, replacement=True, generator=generator)
-        by_power.append(lost(on_powers(distribution.expand(n, -1), tokens)))
+        by_power.append(compute_bet_p_value(compute_power_stakes(distribution.expand(n, -1), tokens)))
     return torch.tensor([by_odds, by_power])
 
 
@@ -97,11 +97,13 @@ def test_bets_against_a_distribution_that_holds_are_lost():
 
 def test_a_token_of_probability_0_is_a_bet_won():
     distribution = torch.tensor([[0.5, 0.5, 0.0]])
-    assert lost(on_powers(distribution, torch.tensor([2]))) == 0
-    assert on_powers(distribution[:0], torch.tensor([], dtype=torch.int64)).shape == (0, len(POWERS))
-    assert lost(on_odds(torch.zeros(0, dtype=torch.bool), torch.zeros(0))) == 1
-    assert lost(torch.full((1000, 2), -1.0)) == 1  # a stake of e^-1000
-    assert on_odds(torch.tensor([True]), torch.tensor([1.0])).exp().tolist() == [pytest.approx([1.0] * len(ODDS))]
+    assert compute_bet_p_value(compute_power_stakes(distribution, torch.tensor([2]))) == 0
+    assert compute_power_stakes(distribution[:0], torch.tensor([], dtype=torch.int64)).shape == (0, len(BET_POWERS))
+    assert compute_bet_p_value(compute_odds_stakes(torch.zeros(0, dtype=torch.bool), torch.zeros(0))) == 1
+    assert compute_bet_p_value(torch.full((1000, 2), -1.0)) == 1  # a stake of e^-1000
+    assert compute_odds_stakes(torch.tensor([True]), torch.tensor([1.0])).exp().tolist() == [
+        pytest.approx([1.0] * len(BET_ODDS))
+    ]
 
 
 @pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if not scheme.deterministic])
@@ -111,9 +113,9 @@ def test_the_draws_of_every_scheme_follow_their_documented_distribution(name):
     q = (1.5 * torch.randn(1500, 6, generator=generator)).softmax(-1)
     draws = SCHEMES[name].draw(q, min(3, SCHEMES[name].max_draws or 3), generator)
     drafts = Drafts(torch.arange(len(q)), q, draws)
-    distributions, tokens, is_first = drawn(SCHEMES[name].random_draws, drafts)
+    distributions, tokens, is_first = gather_random_draws(SCHEMES[name].random_draws, drafts)
     assert is_first.sum() == len(q)
-    assert uniform(placed(distributions, distributions, tokens, generator)) > 1e-4
+    assert compute_uniform_p_value(place_tokens(distributions, distributions, tokens, generator)) > 1e-4
     if name in ("rrs", "kseq", "optimal"):
-        assert lost(on_odds(*repeats_among(drafts, generator))) > 1e-4
-    assert lost(on_powers(distributions, tokens)) > 1e-4
+        assert compute_bet_p_value(compute_odds_stakes(*find_repeats(drafts, generator))) > 1e-4
+    assert compute_bet_p_value(compute_power_stakes(distributions, tokens)) > 1e-4

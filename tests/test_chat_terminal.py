@@ -17,9 +17,9 @@ from commands import CHAT_CONTEXT, COMMAND, answer_next, to_stdin
 
 from treespec.cli import run
 from treespec.cli.answer import load_spec
-from treespec.cli.chat import COMMANDS, ChatConfig, Conversation
-from treespec.files.printable import printable
-from treespec.options import command_line
+from treespec.cli.chat import CHAT_COMMANDS, ChatConfig, ChatSession
+from treespec.files.printable import to_printable
+from treespec.options import format_command_line
 
 PROMPT = "\x1b[?2004h"  # bracketed paste is switched on when a prompt is ready, and off when it is answered
 ANSWERED = "\x1b[?2004l"
@@ -82,11 +82,11 @@ SURE = "/temperature 0"
 
 @pytest.fixture
 def conversation(chats):
-    return Conversation(load_spec(chats), chats)
+    return ChatSession(load_spec(chats), chats)
 
 
 def arguments(config):
-    return shlex.split(command_line("chat", ChatConfig, vars(config)))[2:]
+    return shlex.split(format_command_line("chat", ChatConfig, vars(config)))[2:]
 
 
 def environment(folder):
@@ -119,7 +119,7 @@ def test_a_conversation_in_a_terminal(tmp_path, chats, conversation):
         assert int(prompt) > 0
         assert (int(reused) > 0) == (turn > 0)
         assert not rest.strip()
-        coloured = "".join(printable(piece.text) for piece in pieces if piece.drafted)
+        coloured = "".join(to_printable(piece.text) for piece in pieces if piece.drafted)
         assert "".join(re.findall(re.escape(GREEN) + "(.*?)\x1b\\[0m", shown, re.DOTALL)) == coloured
         green += coloured
     assert green
@@ -171,7 +171,7 @@ def test_a_conversation_in_a_terminal(tmp_path, chats, conversation):
         terminal.say(line)
     conversation.messages = []
     assert answer_next(conversation, "Hello there")[0] in say("Hello there")
-    assert all(name in say("/help") for name in COMMANDS)
+    assert all(name in say("/help") for name in CHAT_COMMANDS)
 
     terminal.write("\x04")
     assert terminal.exit_code() == 0

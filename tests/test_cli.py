@@ -9,11 +9,11 @@ from commands import treespec
 from rich.console import Console
 
 from treespec import load
-from treespec.cli.side_by_side import compare, race
+from treespec.cli.side_by_side import interleave_streams, show_side_by_side
 from treespec.draft.calibration import load_calibration
 from treespec.engine.output import Stream
 from treespec.engine.request import Piece
-from treespec.engine.stats import TAU, Stats
+from treespec.engine.stats import TAU_MEANING, Stats
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def test_generate_answers_one_prompt_or_several_together_as_the_api_does(pair, c
         printed = capsys.readouterr()
         assert printed.out == "\n\n".join(one.text for one in wanted) + "\n"
         assert f"{sum(one.stats.new_tokens for one in wanted)} tokens · τ " in printed.err
-        assert TAU in printed.err
+        assert TAU_MEANING in printed.err
     assert treespec(f"{line} --prompt a --prompt '{'long ' * 600}'") == 2
     assert "the target's context holds 256" in capsys.readouterr().err.splitlines()[-1]
 
@@ -130,7 +130,7 @@ def test_each_side_of_a_race_shows_what_it_would_show_alone():
 
         return Stream(pieces(), stats)
 
-    turns = list(race([stream(5), stream(1)]))
+    turns = list(interleave_streams([stream(5), stream(1)]))
     assert [side for side, _ in turns] == [0, 1, 1, 1, 1, 0, 0, 0]
     assert ["".join(piece.text for side, piece in turns if side == own) for own in (0, 1)] == ["0123"] * 2
 
@@ -138,7 +138,7 @@ def test_each_side_of_a_race_shows_what_it_would_show_alone():
 @pytest.mark.parametrize("terminal", [True, False])
 def test_columns_grow_on_a_terminal_alone(home, terminal, capsys):
     spec = load(f"{home}/target", f"{home}/head", dtype="float32")
-    compare(spec, 2, Console(force_terminal=terminal, width=80))
+    show_side_by_side(spec, 2, Console(force_terminal=terminal, width=80))
     said = capsys.readouterr().out
     assert "> Why is the sky blue?" in said
     assert ("treespec; what it drafted" in said) == terminal

@@ -14,14 +14,14 @@ import typer
 from commands import TerminalText, complains, interrupt_call, to_stdin, treespec
 
 from treespec.cli import run
-from treespec.cli.make import ENGINES
-from treespec.cli.options import takes
+from treespec.cli.make import ENGINE_HELP
+from treespec.cli.options import build_command
 from treespec.errors import InputError
-from treespec.files.printable import printable
-from treespec.heads.registry import HEADS
+from treespec.files.printable import to_printable
+from treespec.heads.registry import HEAD_KINDS
 from treespec.model.target import Target
 from treespec.options import CommandOptions, option
-from treespec.text.strings import readable
+from treespec.text.strings import decode_command_line
 
 OSC = "\x1b]0;owned\x07"
 
@@ -112,9 +112,9 @@ def test_what_the_parser_says_is_one_line(line, code, words, capsys):
 
 def test_nothing_reaches_a_terminal_that_moves_its_cursor_or_turns_its_text():
     controls = [*range(32), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F, 0xE0041]
-    shown = printable("".join(map(chr, [*controls, 0x2028, 0x2029, 0xDC80, 0xFEFF])))
+    shown = to_printable("".join(map(chr, [*controls, 0x2028, 0x2029, 0xDC80, 0xFEFF])))
     assert not {ord(c) for c in shown if c not in "\n\t"} & {*controls, 0x2028, 0x2029, 0xDC80, 0xFEFF}
-    assert printable("naïve 日本 👩\u200d🚀 می\u200cخواهم עברית") == "naïve 日本 👩\u200d🚀 می\u200cخواهم עברית"
+    assert to_printable("naïve 日本 👩\u200d🚀 می\u200cخواهم עברית") == "naïve 日本 👩\u200d🚀 می\u200cخواهم עברית"
     shown.encode()
 
 
@@ -154,7 +154,7 @@ def test_ctrl_c_prints_a_line_and_the_same_command_resumes(home, tmp_path, monke
 
 
 def test_a_prompt_is_utf_8_whatever_the_locale(folders, capsys):
-    assert readable("caf\udcc3\udca9", "--prompt") == readable("café", "--prompt") == "café"
+    assert decode_command_line("caf\udcc3\udca9", "--prompt") == decode_command_line("café", "--prompt") == "café"
     for bad in ("caf\udce9", "\ud800"):
         assert treespec(f"generate --target {folders['target']} --prompt {bad}") == 2
         assert capsys.readouterr().err == f"treespec: --prompt is not UTF-8 text: {ascii(bad)[1:-1]}\n"
@@ -165,8 +165,8 @@ def test_the_page_says_which_heads_which_engine_takes():
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith(("| head | `--to", "| `"))]
     head, *rows = next(rows[i:] for i, row in enumerate(rows) if row[0] == "head")
     for column, title in enumerate(head[1:], start=1):
-        engine = next(name for name in ENGINES if f"`--to {name}`" in title)
-        taken = {f"`{kind}`" for kind in HEADS if engine in HEADS[kind].engines}
+        engine = next(name for name in ENGINE_HELP if f"`--to {name}`" in title)
+        taken = {f"`{kind}`" for kind in HEAD_KINDS if engine in HEAD_KINDS[kind].engines}
         assert taken == {kind for row in rows[:5] if row[column].startswith("yes") for kind in row[0].split(", ")}
 
 
@@ -192,7 +192,7 @@ class Given(CommandOptions):
 def test_a_files_options_stand_behind_those_of_the_line(tmp_path):
     received = []
     app = typer.Typer()
-    app.command("go")(takes(Given)(received.append))
+    app.command("go")(build_command(Given)(received.append))
     app.command("other")(print)
     lines = "out: here\nsteps: 3\nrate: 1e-1\ncalibrate: false\nclip:\nprecision: 'no'\nstop: [--odd text, b]\n"
     file = written(tmp_path, lines)

@@ -9,15 +9,15 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.utils import _speculative_sampling
 
 from treespec.trees.tree import Drafts, Draws, TokenTree
-from treespec.verify.conformance import FAULTS, check, recursive_rejection
-from treespec.verify.registry import verifier_by_name
+from treespec.verify.conformance import PLANTED_FAULTS, build_recursive_rejection, check
+from treespec.verify.registry import load_verifier
 
 CYCLES = {"runs": 700}
 
 
 def ours(name):
     """A verifier of treespec, on the kit's trees."""
-    verifier = verifier_by_name(name)
+    verifier = load_verifier(name)
     generator = torch.Generator().manual_seed(0)
 
     def judge(p, q, tokens, parents):
@@ -48,11 +48,11 @@ def test_treespecs_own_verifiers_pass(draws, name, widths):
 
 @pytest.mark.parametrize("widths", [(1, 1), (2, 1)])
 def test_each_planted_fault_is_found_and_the_same_without_it_passes(widths):
-    exact = check(recursive_rejection(np.random.default_rng(0)), widths, array=np.asarray, **CYCLES)
+    exact = check(build_recursive_rejection(np.random.default_rng(0)), widths, array=np.asarray, **CYCLES)
     assert exact.passed, str(exact)
     assert exact.missed == []
-    for fault in FAULTS:
-        found = check(recursive_rejection(np.random.default_rng(0), fault), widths, array=np.asarray, **CYCLES)
+    for fault in PLANTED_FAULTS:
+        found = check(build_recursive_rejection(np.random.default_rng(0), fault), widths, array=np.asarray, **CYCLES)
         assert not found.passed, fault
         wrong = found.counterexample
         assert sum(wrong.should.values()) == pytest.approx(1)
@@ -63,8 +63,10 @@ def test_each_planted_fault_is_found_and_the_same_without_it_passes(widths):
 def test_the_counterexample_is_the_smallest():
     """Two tokens and one level show a plain mistake; a uniform that is used twice needs two drafts."""
     sizes = {}
-    for fault in FAULTS:
-        wrong = check(recursive_rejection(np.random.default_rng(0), fault), array=np.asarray, **CYCLES).counterexample
+    for fault in PLANTED_FAULTS:
+        wrong = check(
+            build_recursive_rejection(np.random.default_rng(0), fault), array=np.asarray, **CYCLES
+        ).counterexample
         sizes[fault] = len(wrong.q[()]), max(map(len, wrong.q))
     assert sizes["a refused draft answered by p"] == (2, 1)
     assert sizes["the last token by p squared"] == (2, 1)

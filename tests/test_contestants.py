@@ -6,8 +6,8 @@ from commands import complains, config_in, read_completions, tokens_of, write_qu
 
 from treespec import load
 from treespec.eval.benchmark import evaluate
-from treespec.eval.config import EvalConfig, drafters_of
-from treespec.eval.systems import contestants, pairs
+from treespec.eval.config import EvalConfig, parse_drafters
+from treespec.eval.systems import list_drafter_pairs, list_systems
 
 
 def config_of(**options):
@@ -15,7 +15,7 @@ def config_of(**options):
 
 
 def rows_of(**options):
-    return [(one.drafter, one.method, one.tree) for one in contestants(config_of(**options))]
+    return [(one.drafter, one.method, one.tree) for one in list_systems(config_of(**options))]
 
 
 def test_lists_name_who_is_asked():
@@ -27,7 +27,7 @@ def test_lists_name_who_is_asked():
     config = config_of(
         target="org/T-7B", head="h", verifier="optimal:extra=0,exact=1, rrs", tree="chain:3", baseline=True
     )
-    assert [one.name for one in contestants(config)] == [
+    assert [one.name for one in list_systems(config)] == [
         "T-7B-baseline-t0",
         "T-7B-baseline-t0-again",
         "T-7B-optimal-extra=0-exact=1-chain-3-t0",
@@ -38,7 +38,7 @@ def test_lists_name_who_is_asked():
 def test_peers_are_asked_too_transformers_one_prompt_at_a_time():
     peers = "http://localhost:8000/v1,org/M-7B,transformers,https://other/v1"
     config = config_of(head="h", verifier="topk", peers=peers, assistant="small", batch="1,2", temperature="0,1")
-    found = [one for one in contestants(config) if one.peer]
+    found = [one for one in list_systems(config) if one.peer]
     assert [(one.method, one.batch) for one in found if one.temperature == 1] == [
         ("org/M-7B", 1),
         ("generate", 1),
@@ -59,7 +59,7 @@ def test_drafters_may_have_commas_and_an_at_sign_names_a_tree(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "k@2").mkdir()
     listed = "suffix:nodes=9, growth=3+eagle:h@chain:3, suffix:store,nodes=4, eagle:h@2x4, eagle:k@2,suffix"
-    assert [(spec.written, spec.tree) for spec in drafters_of(config_of(drafter=listed))] == [
+    assert [(spec.written, spec.tree) for spec in parse_drafters(config_of(drafter=listed))] == [
         ("suffix:nodes=9,growth=3+eagle:h", "chain:3"),
         ("suffix:store,nodes=4", None),
         ("eagle:h", "2x4"),
@@ -86,9 +86,9 @@ def test_every_drafter_gets_what_it_goes_with():
         ("medusa:m", "topk", "3x2"),
         ("medusa:m", "rrs-wo", "3x2"),
     ]
-    (left_out,) = pairs(config_of(**options))[1]
+    (left_out,) = list_drafter_pairs(config_of(**options))[1]
     assert "suffix:tokens=5,nodes=2 with rrs-wo" in left_out
-    names = [one.name for one in contestants(config_of(**options))]
+    names = [one.name for one in list_systems(config_of(**options))]
     assert (names[0], names[2]) == ("T-eagle-h-topk-t0", "T-suffix-tokens=5-nodes=2-topk-t0")
     assert rows_of(drafter="eagle:h,suffix", verifier="rrs-wo", tree="2x2") == [
         ("eagle:h", "rrs-wo", "2x2"),

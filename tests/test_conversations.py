@@ -222,7 +222,7 @@ def test_the_mask_covers_answers_with_their_ends_and_ids_are_served_ones(name, c
         else:
             assert decoded_answers(tokenizer, example) == [text for text, answer in parts if answer]
     if not (conversation == "thoughts" and name == "opened thought"):
-        assert ids == templates.encode(tokenizer, messages, add_generation_prompt=False)
+        assert ids == templates.encode_messages(tokenizer, messages, add_generation_prompt=False)
         assert ids == tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
 
 
@@ -232,7 +232,7 @@ def test_an_answer_begins_right_after_the_prompt_that_is_served(name):
     messages = to_messages(CONVERSATIONS["system"])
     examples = encode_rows(tokenizer, messages)
     for i, example in ((2, examples[0]), (4, examples[-1])):
-        served = templates.encode(tokenizer, messages[:i])
+        served = templates.encode_messages(tokenizer, messages[:i])
         assert example.input_ids[: len(served)].tolist() == served
         assert example.loss_mask[len(served)]
         assert not example.loss_mask[len(served) - 1]
@@ -290,14 +290,14 @@ def test_a_fschat_template_trains_on_fastchats_own_text_with_one_start_token():
         tokenizer = byte_tokenizer(post=post)
         example = encode_conversation(tokenizer, messages, "vicuna_v1.1")
         ids = example.input_ids.tolist()
-        assert ids == templates.encode(tokenizer, messages, "vicuna_v1.1", add_generation_prompt=False)
+        assert ids == templates.encode_messages(tokenizer, messages, "vicuna_v1.1", add_generation_prompt=False)
         assert tokenizer.decode(ids) == "".join(start) + text
         assert decoded_answers(tokenizer, example) == [" Because 7.</s>", "  Yes\n</s>"]
-        served = templates.encode(tokenizer, messages[:1], "vicuna_v1.1")
+        served = templates.encode_messages(tokenizer, messages[:1], "vicuna_v1.1")
         assert ids[: len(served)] == served
         assert example.loss_mask.tolist().index(True) == len(served)
     tokenizer = byte_tokenizer(post="<s> $A </s>")  # a template whose text begins with the start token itself
-    assert tokenizer.decode(templates.encode(tokenizer, messages[:1], "llama2-chinese")).count("<s>") == 1
+    assert tokenizer.decode(templates.encode_messages(tokenizer, messages[:1], "llama2-chinese")).count("<s>") == 1
 
 
 def test_every_fschat_template_trains_on_the_answers_alone_or_reports():
@@ -313,7 +313,7 @@ def test_every_fschat_template_trains_on_the_answers_alone_or_reports():
             reported.append(name)
             continue
         ids = example.input_ids.tolist()
-        assert ids == templates.encode(tokenizer, messages, name, add_generation_prompt=False)
+        assert ids == templates.encode_messages(tokenizer, messages, name, add_generation_prompt=False)
         first, second = decoded_answers(tokenizer, example)
         assert first.strip().startswith("an answer"), name
         assert second.strip().startswith("one more"), name
@@ -338,15 +338,15 @@ def test_every_fschat_template_trains_on_the_answers_alone_or_reports():
 )
 def test_whatever_a_template_raises_is_one_line_that_says_what_to_do(own, template, message, told):
     with complains(told):
-        templates.encode(byte_tokenizer(own), [{"role": "user", "content": message}], template)
+        templates.encode_messages(byte_tokenizer(own), [{"role": "user", "content": message}], template)
     with complains("no place for role 'tool'"):
-        templates.encode(byte_tokenizer(), [{"role": "tool", "content": "x"}], "zephyr")
+        templates.encode_messages(byte_tokenizer(), [{"role": "tool", "content": "x"}], "zephyr")
 
 
 def test_stops_are_those_of_the_fschat_template():
     strings = {None: (), "alpaca": (), "oasst_llama": (), "Robin": ("###",), "llama2-chinese": ("</s>",)}
-    assert {name: templates.stops(name).strings for name in strings} == strings
-    assert templates.stops("mpt-7b-chat").token_ids == (50278, 0)
+    assert {name: templates.get_stops(name).strings for name in strings} == strings
+    assert templates.get_stops("mpt-7b-chat").token_ids == (50278, 0)
 
 
 def test_a_cut_conversation_is_a_prefix_and_reported_without_an_answer():

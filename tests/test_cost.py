@@ -12,14 +12,14 @@ from models import random_head, target
 
 from treespec.draft.auto import cost_model as running
 from treespec.draft.auto import measure
-from treespec.draft.auto.cost import FORMAT, Cost, cost_in
-from treespec.draft.auto.cost_model import Choice, Correction, CostModel, CostModels, Prediction, bounded
-from treespec.draft.auto.measure import cost_for, dependencies, measured_costs
+from treespec.draft.auto.cost import COST_FORMAT, CycleCost, read_cost
+from treespec.draft.auto.cost_model import CacheOrModel, Correction, CostModel, CostModels, Prediction, limit_sum
+from treespec.draft.auto.measure import list_dependencies, load_or_measure_cost, measure_costs
 from treespec.draft.heads.proposers import EagleProposer
 from treespec.files.atomic import write_json
-from treespec.kernels.processor import processor
-from treespec.trees.most_likely import expected_length
-from treespec.trees.sequoia import sequoia
+from treespec.kernels.processor import describe_processor
+from treespec.trees.most_likely import estimate_length
+from treespec.trees.sequoia import build_sequoia_tree
 
 
 @pytest.fixture
@@ -29,56 +29,58 @@ def llama_head():
 
 
 def test_the_line_goes_through_the_measured_sizes_never_falls_and_goes_on():
-    cost = Cost((1, 4, 8), (0.010, 0.016, 0.012))
-    assert cost.line(8).tolist() == pytest.approx([0.010, 0.012, 0.014, 0.016, 0.016, 0.016, 0.016, 0.016])
-    assert Cost((1, 2), (1.0, 1.5)).line(6)[-1] == pytest.approx(3.5)
+    cost = CycleCost((1, 4, 8), (0.010, 0.016, 0.012))
+    assert cost.predict_forward_seconds(8).tolist() == pytest.approx(
+        [0.010, 0.012, 0.014, 0.016, 0.016, 0.016, 0.016, 0.016]
+    )
+    assert CycleCost((1, 2), (1.0, 1.5)).predict_forward_seconds(6)[-1] == pytest.approx(3.5)
 
 
 def test_a_cycle_costs_its_forward_its_levels_and_an_overhead():
-    cost = Cost((1, 64), (1.0, 1.63), level=0.5, begin=0.25, overhead=0.1)
-    assert cost.row == pytest.approx(0.5 * 0.01)  # a level over n nodes grows as T(n) / T(1)
-    assert cost.seconds(11, 3) == pytest.approx(1.1 + 0.1 + 0.25 + 1.5)
-    assert cost.seconds(11, 3, inner=5) == pytest.approx(1.1 + 0.1 + 0.25 + 1.5 + 2 * cost.row)
-    assert cost.seconds(11, 0) == pytest.approx(1.1 + 0.1)  # without a draft model
-    assert cost.seconds(1, 0) == pytest.approx(1 / cost.plain)
+    cost = CycleCost((1, 64), (1.0, 1.63), level=0.5, begin=0.25, overhead=0.1)
+    assert cost.seconds_per_extra_row == pytest.approx(0.5 * 0.01)  # a level over n nodes grows as T(n) / T(1)
+    assert cost.predict_cycle(11, 3) == pytest.approx(1.1 + 0.1 + 0.25 + 1.5)
+    assert cost.predict_cycle(11, 3, inner=5) == pytest.approx(1.1 + 0.1 + 0.25 + 1.5 + 2 * cost.seconds_per_extra_row)
+    assert cost.predict_cycle(11, 0) == pytest.approx(1.1 + 0.1)  # without a draft model
+    assert cost.predict_cycle(1, 0) == pytest.approx(1 / cost.baseline_speed)
 
 
 @pytest.mark.parametrize("step", [0.0, 0.1, 1.0])
 def test_the_best_tree_is_the_fastest_of_all_sizes_and_depths(step):
     rates = np.array([[0.6, 0.2, 0.1], [0.5, 0.2, 0.1]])
-    cost = Cost((1, 8, 16), (1.0, 1.3, 2.0), step, 0.2, 0.1)
-    tree, speed = cost.best(rates, 16, 6)
+    cost = CycleCost((1, 8, 16), (1.0, 1.3, 2.0), step, 0.2, 0.1)
+    tree, speed = cost.find_best_tree(rates, 16, 6)
     table = [rates[0], *[rates[1]] * 5]
 
     def speed_of(other):
         levels = other.max_depth
         inner = max(other.size / 2, levels)
-        return expected_length(other, table) / cost.seconds(other.size, levels, inner)
+        return estimate_length(other, table) / cost.predict_cycle(other.size, levels, inner)
 
     assert speed == pytest.approx(speed_of(tree), rel=0.02)
-    others = [sequoia(rates[1], n, d) for n in range(2, 17) for d in range(1, 7)]
+    others = [build_sequoia_tree(rates[1], n, d) for n in range(2, 17) for d in range(1, 7)]
     assert speed >= max(map(speed_of, others)) * (1 - 1e-9)
 
 
 def test_a_cost_is_kept_in_a_file_while_it_holds(tmp_path, monkeypatch, llama_head):
-    monkeypatch.setattr(measure, "DRIFT", math.inf)
-    first = cost_for(*llama_head, tmp_path / "new")
+    monkeypatch.setattr(measure, "MAX_COST_DRIFT", math.inf)
+    first = load_or_measure_cost(*llama_head, tmp_path / "new")
     (file,) = (tmp_path / "new").iterdir()
     assert len(first.nodes) > 2
     assert min(*first.forward, first.level + first.begin) > 0
-    kept = {"format": FORMAT, "cost": asdict(first) | {"begin": 12.5}}
+    kept = {"format": COST_FORMAT, "cost": asdict(first) | {"begin": 12.5}}
     write_json(file, kept)
-    assert cost_for(*llama_head, tmp_path / "new").begin == 12.5
+    assert load_or_measure_cost(*llama_head, tmp_path / "new").begin == 12.5
     for damaged in ("{", json.dumps(kept | {"format": 0})):
         file.write_text(damaged)
-        assert cost_for(*llama_head, tmp_path / "new").begin < 12.5
+        assert load_or_measure_cost(*llama_head, tmp_path / "new").begin < 12.5
         assert json.loads(file.read_text())["cost"]["begin"] < 12.5
-    assert dependencies(*llama_head) != dependencies(llama_head[0], None)
+    assert list_dependencies(*llama_head) != list_dependencies(llama_head[0], None)
     write_json(file, kept)
-    monkeypatch.setattr(measure, "DRIFT", 1.0)  # any change counts, once a process
-    assert cost_for(*llama_head, tmp_path / "new").begin == 12.5
-    measure.TRUSTED.clear()
-    assert cost_for(*llama_head, tmp_path / "new").begin < 12.5
+    monkeypatch.setattr(measure, "MAX_COST_DRIFT", 1.0)  # any change counts, once a process
+    assert load_or_measure_cost(*llama_head, tmp_path / "new").begin == 12.5
+    measure.CHECKED_FILES.clear()
+    assert load_or_measure_cost(*llama_head, tmp_path / "new").begin < 12.5
 
 
 @pytest.mark.parametrize(
@@ -87,22 +89,22 @@ def test_a_cost_is_kept_in_a_file_while_it_holds(tmp_path, monkeypatch, llama_he
 )
 def test_kept_numbers_that_cannot_be_right_are_not_used(tmp_path, damage):
     for fields, wanted in ((asdict(linear_cost()), linear_cost()), (asdict(linear_cost()) | damage, None)):
-        write_json(tmp_path / "times.json", {"format": FORMAT, "cost": fields})
-        assert cost_in(tmp_path / "times.json") == wanted
+        write_json(tmp_path / "times.json", {"format": COST_FORMAT, "cost": fields})
+        assert read_cost(tmp_path / "times.json") == wanted
 
 
 def test_a_cache_that_cannot_be_written_is_measured_again(tmp_path, llama_head):
     (tmp_path / "file").write_text("")
-    assert cost_for(*llama_head, tmp_path / "file" / "below").forward[0] > 0
+    assert load_or_measure_cost(*llama_head, tmp_path / "file" / "below").forward[0] > 0
 
 
 def test_a_batch_computes_the_nodes_of_all_in_one_forward():
-    cost = Cost((1, 4, 8), (1.0, 2.5, 4.5), level=0.3, begin=0.1, overhead=0.01)
-    of_two = cost.among(2)
+    cost = CycleCost((1, 4, 8), (1.0, 2.5, 4.5), level=0.3, begin=0.1, overhead=0.01)
+    of_two = cost.select_batch_size(2)
     assert of_two.forward == pytest.approx((1.5, 4.5, 8.5))
     assert (of_two.level, of_two.begin, of_two.overhead) == pytest.approx((0.45, 0.15, 0.02))
-    assert cost.among(1) == cost
-    assert measured_costs(target("llama"), None, linear_cost())(7) == linear_cost()
+    assert cost.select_batch_size(1) == cost
+    assert measure_costs(target("llama"), None, linear_cost())(7) == linear_cost()
 
 
 def test_the_drawing_of_predicted_and_actual_acceptance():
@@ -120,16 +122,16 @@ def test_the_drawing_of_bounded_probabilities():
         ([0.5, 0.2], [0.5, 0.2]),
         ([1.0], [0.98]),
     ):
-        assert bounded(np.array([given])) == pytest.approx(np.array([wanted]))
+        assert limit_sum(np.array([given])) == pytest.approx(np.array([wanted]))
 
 
 def test_a_sequence_whose_drafts_fail_tries_again_ever_more_rarely():
     model = CostModel(linear_cost())
-    pauses = [model.pauses(speed=model.plain) for _ in range(1000)]
+    pauses = [model.should_skip_cycle(speed=model.plain) for _ in range(1000)]
     assert [cycle for cycle, pause in enumerate(pauses) if not pause] == [8, 25, 58, 123, 252, 509]
     hopeless = CostModel(linear_cost())
-    assert all(hopeless.pauses(speed=0.5 * hopeless.plain) for _ in range(500))
-    assert not model.pauses(speed=1.1 * model.plain)
+    assert all(hopeless.should_skip_cycle(speed=0.5 * hopeless.plain) for _ in range(500))
+    assert not model.should_skip_cycle(speed=1.1 * model.plain)
 
 
 def brought(choice, accepted, cycles, seconds=None):
@@ -140,26 +142,26 @@ def brought(choice, accepted, cycles, seconds=None):
 
 def test_a_choice_follows_what_the_draft_model_brings_now():
     """Hundreds of cycles that accepted six tokens weigh nothing after forty that accepted none, and the other way."""
-    choice = Choice()
+    choice = CacheOrModel()
     brought(choice, 6, 300)
-    assert not choice.prefers_cache(5.0, 6, None)
+    assert not choice.should_use_cache(5.0, 6, None)
     brought(choice, 0, 40)
-    assert choice.prefers_cache(0.3, 6, None)
+    assert choice.should_use_cache(0.3, 6, None)
     brought(choice, 6, 40)
-    assert not choice.prefers_cache(5.0, 6, None)
+    assert not choice.should_use_cache(5.0, 6, None)
 
 
 def test_a_choice_follows_what_the_draft_models_cycles_cost_now():
     """As a batch empties: with the same tokens a cycle, the speed of the last cycles counts."""
-    choice = Choice()
+    choice = CacheOrModel()
     cost = linear_cost()
-    cycle = cost.seconds(6, 0)  # of the cache's tree, which predicts two tokens
+    cycle = cost.predict_cycle(6, 0)  # of the cache's tree, which predicts two tokens
     brought(choice, 2, 300, 2 * cycle)
-    assert choice.prefers_cache(2.0, 6, cost)
+    assert choice.should_use_cache(2.0, 6, cost)
     brought(choice, 2, 40, cycle / 2)
-    assert not choice.prefers_cache(2.0, 6, cost)
+    assert not choice.should_use_cache(2.0, 6, cost)
     brought(choice, 2, 40, 2 * cycle)
-    assert choice.prefers_cache(2.0, 6, cost)
+    assert choice.should_use_cache(2.0, 6, cost)
 
 
 @pytest.mark.parametrize(
@@ -171,13 +173,13 @@ def test_a_choice_follows_what_the_draft_models_cycles_cost_now():
     ],
 )
 def test_a_choice_that_never_forgets_one_number_is_found(monkeypatch, fault, find):
-    faults.plant(monkeypatch, Choice, Choice.update, fault)
+    faults.plant(monkeypatch, CacheOrModel, CacheOrModel.update, fault)
     with pytest.raises(AssertionError):
         find()
 
 
 def test_a_choice_that_never_forgets_is_found(monkeypatch):
-    monkeypatch.setattr(running, "WINDOW", 1.0)
+    monkeypatch.setattr(running, "CHOICE_DECAY", 1.0)
     with pytest.raises(AssertionError):
         test_a_choice_follows_what_the_draft_model_brings_now()
     with pytest.raises(AssertionError):
@@ -187,27 +189,27 @@ def test_a_choice_that_never_forgets_is_found(monkeypatch):
 def test_batch_sizes_have_their_own_speed_and_pauses_but_share_corrections():
     by_batch = {batch: linear_cost(node=1e-3 * batch) for batch in (1, 8)}
     models = CostModels(lambda batch: by_batch[batch], (0.5, 0.2))
-    alone = models.among(1)
-    among = models.among(8)
+    alone = models.select_for_batch(1)
+    among = models.select_for_batch(8)
     assert (alone.cost, among.cost) == (by_batch[1], by_batch[8])
-    assert among is models.present is not alone
-    assert among.by_law is alone.by_law
-    assert among.pauses(among.plain)
+    assert among is models.current is not alone
+    assert among.logit_correction is alone.logit_correction
+    assert among.should_skip_cycle(among.plain)
     assert (among.idle, alone.idle) == (1, 0)
     assert among.gap == 8 * alone.gap
-    assert models.among(1) is alone
-    assert models.among(8) is among
+    assert models.select_for_batch(1) is alone
+    assert models.select_for_batch(8) is among
     same = CostModels(lambda batch: by_batch[1])
-    assert same.among(8) is same.among(1)  # costs that know nothing of the batch
+    assert same.select_for_batch(8) is same.select_for_batch(1)  # costs that know nothing of the batch
 
 
 def test_a_processor_is_its_name_and_its_instruction_sets(tmp_path):
     text = "processor : 0\nmodel name\t: AMD EPYC\nflags\t\t: fpu avx2 fma sse\n\nmodel name\t: AMD EPYC\n"
     (tmp_path / "old").write_text(text)
     (tmp_path / "new").write_text(text.replace("avx2", "avx2 avx512_bf16"))
-    old = processor(tmp_path / "old")
-    new = processor(tmp_path / "new")
+    old = describe_processor(tmp_path / "old")
+    new = describe_processor(tmp_path / "new")
     assert old.startswith("AMD EPYC, ")
     assert old.endswith("avx2 fma")
     assert new.endswith("avx2 avx512_bf16 fma")
-    assert processor(tmp_path / "no such file").split(",")[0]
+    assert describe_processor(tmp_path / "no such file").split(",")[0]

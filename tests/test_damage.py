@@ -13,13 +13,13 @@ from drafters import USUAL_CALIBRATION, linear_cost
 from models import random_eagle3, random_head, target
 from training import tokenizer
 
-from treespec.draft.auto.cost import FORMAT, cost_in
+from treespec.draft.auto.cost import COST_FORMAT, read_cost
 from treespec.draft.calibration import load_calibration, save_calibration
 from treespec.draft.vocabulary import load_vocabulary, save_vocabulary
 from treespec.files.atomic import write_json, write_text
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.heads.formats.export import export
-from treespec.trees.static import eagle, from_file, text_of
+from treespec.trees.static import build_eagle_tree, format_tree, read_tree_file
 
 FLIPS = 40  # of a file
 SERVED = target("llama").model.config
@@ -56,12 +56,12 @@ FILES = {
         lambda folder: load_vocabulary(folder, 64).tolist(),
     ),
     "tree.json": (
-        lambda folder: write_text(folder / "tree.json", text_of(eagle())),
-        lambda folder: from_file(folder / "tree.json"),
+        lambda folder: write_text(folder / "tree.json", format_tree(build_eagle_tree())),
+        lambda folder: read_tree_file(folder / "tree.json"),
     ),
     "times.json": (
-        lambda folder: write_json(folder / "times.json", {"format": FORMAT, "cost": asdict(linear_cost())}),
-        lambda folder: cost_in(folder / "times.json") or linear_cost(),  # measured again
+        lambda folder: write_json(folder / "times.json", {"format": COST_FORMAT, "cost": asdict(linear_cost())}),
+        lambda folder: read_cost(folder / "times.json") or linear_cost(),  # measured again
     ),
 }
 

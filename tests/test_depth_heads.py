@@ -8,10 +8,10 @@ from models import as_undrafted, close, follow, prompt, random_head, random_mode
 
 from treespec.api.spec import Spec
 from treespec.draft.drafter import Frontier
-from treespec.draft.heads.loading import fit, new_head, proposer_of, rollout
+from treespec.draft.heads.loading import attach_to_target, build_new_head, build_proposer, roll_out_drafts
 from treespec.draft.heads.proposers import HydraProposer
 from treespec.draft.vocabulary import restrict
-from treespec.eval.acceptance.sources import logits_of
+from treespec.eval.acceptance.sources import gather_step_logits
 from treespec.eval.texts import Passage
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
@@ -79,20 +79,20 @@ def test_heads_of_another_width_or_vocabulary_are_refused(kind):
     for name in ("feature_size", "vocab_size"):
         setattr(head, name, getattr(head, name) + 1)
         with complains("the target's"):
-            fit(head, target("llama"), "h")
+            attach_to_target(head, target("llama"), "h")
 
 
 def test_new_heads_draft_by_the_targets_output_embedding():
     model = target("llama")
     tokens = torch.randint(3, 64, (9,), generator=seeded(5))
-    features = model.features(tokens[None])[0]
+    features = model.compute_features(tokens[None])[0]
     for kind in ("medusa", "hydra"):  # Hydra's first block adds SiLU of a random bias, as Medusa's does
-        head = new_head(kind, model, heads=2)
+        head = build_new_head(kind, model, heads=2)
         for name, value in head.named_parameters():
             if name.endswith("linear.bias"):
                 value.data.zero_()
-        for logits in rollout(head, model, tokens, features, 2):
-            close(logits, model.output_logits(features[: len(logits)]), 1e-5)
+        for logits in roll_out_drafts(head, model, tokens, features, 2):
+            close(logits, model.compute_output_logits(features[: len(logits)]), 1e-5)
 
 
 @pytest.mark.parametrize("kind", ["eagle", *DEPTH_HEADS])
@@ -102,17 +102,17 @@ def test_tree_drafting_equals_each_path_alone(kind):
     head = head_of(model, kind)
     text = torch.randint(3, 64, (7,))
     features = torch.randn(7, 32)
-    state = head.states(features[None], torch.arange(7))[0, -1] if kind == "hydra++" else features[-1]
+    state = head.prepare_states(features[None], torch.arange(7))[0, -1] if kind == "hydra++" else features[-1]
 
     def alone(tokens):
         if kind == "eagle":
-            return model.output_logits(extrapolate(head, text, features, tokens))[0]
+            return model.compute_output_logits(extrapolate(head, text, features, tokens))[0]
         if kind == "medusa":
-            return head.step(len(tokens), features[-1])
+            return head.compute_step_logits(len(tokens), features[-1])
         embedded = model.model.get_input_embeddings()(torch.tensor([int(text[-1]), *tokens]))  # Gemma scales its own
-        return head.step(len(tokens), torch.cat([state, *embedded]))
+        return head.compute_step_logits(len(tokens), torch.cat([state, *embedded]))
 
-    logits = draft_paths(proposer_of(head, model), model, text, features)
+    logits = draft_paths(build_proposer(head, model), model, text, features)
     close(logits, torch.stack([alone(path) for path in DRAFT_PATHS]), 1e-4)
 
 
@@ -122,15 +122,15 @@ def test_a_prefix_in_pieces_equals_the_prefix_at_once(monkeypatch):
     head = build_head(model, "hydra++")
     root = torch.tensor([9])
     features = torch.randn(60, 32)
-    monkeypatch.setattr(model, "rows_beside", lambda columns: 8)
+    monkeypatch.setattr(model, "choose_chunk_beside", lambda columns: 8)
     proposer = HydraProposer(head, model)
     end = 0
     for size in (45, 2, 1, 12):
         follow(proposer, features[end : end + size], torch.zeros(size, dtype=torch.int64))
         end += size
-        (logits,) = proposer.begin(root, model.new_cache())
-        state = head.states(features[None, :end], torch.arange(end))[0, -1]
-        close(logits[0], head.step(0, torch.cat([state, model.embeddings(root)[0]])), 1e-4)
+        (logits,) = proposer.begin(root, model.build_cache())
+        state = head.prepare_states(features[None, :end], torch.arange(end))[0, -1]
+        close(logits[0], head.compute_step_logits(0, torch.cat([state, model.embed_tokens(root)[0]])), 1e-4)
 
 
 @pytest.mark.parametrize("kind", ["eagle", *DEPTH_HEADS])
@@ -141,19 +141,19 @@ def test_rewinding_equals_never_having_seen_the_rest(kind, length):
     root = torch.tensor([7])
     text = torch.randint(3, 64, (9,))
     features = torch.randn(9, 32)
-    used, fresh = (proposer_of(head, model) for _ in range(2))
+    used, fresh = (build_proposer(head, model) for _ in range(2))
     follow(used, features[:5], text[:5])
-    used.begin(root, model.new_cache())
+    used.begin(root, model.build_cache())
     used.extend([Frontier(torch.tensor([3, 4]), torch.tensor([0, 0]))])
     follow(used, features[5:], text[5:])
     used.rewind([length])
     if length:
         follow(fresh, features[:length], text[:length])
     if length in (0, 2, 5) and kind != "eagle":  # its state is gone, and nothing is drafted before there is another
-        assert used.begin(root, model.new_cache()) == [None]
+        assert used.begin(root, model.build_cache()) == [None]
     for proposer in (used, fresh):
         follow(proposer, features[:3], text[:3])
-    close(*(one.begin(root, model.new_cache())[0] for one in (used, fresh)), 1e-5)
+    close(*(one.begin(root, model.build_cache())[0] for one in (used, fresh)), 1e-5)
 
 
 @pytest.mark.parametrize("kind", DEPTH_HEADS)
@@ -171,9 +171,9 @@ def test_a_tree_deeper_than_the_heads_is_refused(kind):
 def test_a_draft_step_beyond_the_heads_is_refused_by_the_acceptance_lab():
     spec = Spec(target("llama"), build_head(target("llama"), "hydra", 2))
     text = Passage(torch.arange(3, 30), torch.ones(27, dtype=torch.bool), 0)
-    assert len(logits_of(spec, [text], 2).p) == len(logits_of(spec, [text], 2).q) > 0
+    assert len(gather_step_logits(spec, [text], 2).p) == len(gather_step_logits(spec, [text], 2).q) > 0
     with complains("--step is 3: 2 is the most with"):
-        logits_of(spec, [text], 3)
+        gather_step_logits(spec, [text], 3)
 
 
 @pytest.mark.parametrize("kind", DEPTH_HEADS)
@@ -182,10 +182,10 @@ def test_a_draft_vocabulary_is_all_that_the_heads_draft(kind):
     head = build_head(model, kind)
     text = torch.tensor(prompt(40))
     vocabulary = torch.arange(1, 64, 2)
-    features = model.features(text[None])[0]
-    whole = list(rollout(head, model, text, features, 3))
+    features = model.compute_features(text[None])[0]
+    whole = list(roll_out_drafts(head, model, text, features, 3))
     restrict(head, model, vocabulary)
-    for all_of_them, logits in zip(whole, rollout(head, model, text, features, 3), strict=True):
+    for all_of_them, logits in zip(whole, roll_out_drafts(head, model, text, features, 3), strict=True):
         close(logits[:, vocabulary], all_of_them[:, vocabulary], 1e-5)
         assert logits[:, ::2].isneginf().all()
     as_undrafted(Spec(model, head, "2x3"), [prompt(), prompt(40), prompt(1)], 16)

@@ -12,12 +12,12 @@ from torch.nn.functional import cross_entropy
 from training import tokenizer
 
 from treespec.api.spec import Spec
-from treespec.draft.heads.loading import fit, new_head, remade
+from treespec.draft.heads.loading import attach_to_target, build_new_head, rebuild_head
 from treespec.eval.config import DoctorConfig
-from treespec.eval.doctor import diagnosed
+from treespec.eval.doctor import diagnose_head
 from treespec.eval.texts import Passage
-from treespec.eval.training_text import told
-from treespec.heads.registry import HEADS
+from treespec.eval.training_text import diagnose_training_text
+from treespec.heads.registry import HEAD_KINDS
 from treespec.model.target import Target
 
 
@@ -41,19 +41,19 @@ def learnt():
     model = Target(own)
 
     # 2. A head that reads layers 1 to 3, and learns four steps.
-    head = new_head("eagle3", model, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
-    fit(head, model, "it")
+    head = build_new_head("eagle3", model, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+    attach_to_target(head, model, "it")
     texts = torch.stack([passage.tokens for passage in completions(model, 600, 24, temperature=0)])
-    features = model.features(texts, head.aux_layers)
-    wanted = model.output_logits(model.features(texts)).argmax(-1)
+    features = model.compute_features(texts, head.aux_layers)
+    wanted = model.compute_output_logits(model.compute_features(texts)).argmax(-1)
     optimizer = torch.optim.AdamW(head.parameters(), 3e-3)
     for step in range(250):
         if step == 80:
             young = copy.deepcopy(head)
         rows = torch.randint(len(texts), (32,), generator=seeded(step))
         losses = [
-            cross_entropy(head.logits(x).flatten(0, 1), wanted[rows, d : d + x.shape[1]].flatten())
-            for d, x in enumerate(head.unrolled(texts[rows], head.fuse(features[rows]), 4), 1)
+            cross_entropy(head.compute_logits(x).flatten(0, 1), wanted[rows, d : d + x.shape[1]].flatten())
+            for d, x in enumerate(head.unroll_steps(texts[rows], head.fuse(features[rows]), 4), 1)
         ]
         optimizer.zero_grad()
         sum(losses).backward()
@@ -81,12 +81,14 @@ def test_training_on_other_texts_than_the_targets_answers_is_diagnosed(tmp_path,
     ending = [8, 7] if said == "Chat template" else [7, 8]
     here = [Passage(torch.tensor([first, *ending, 3]), torch.arange(4) > 2, 0) for first in (3, 4)]
     options = DoctorConfig(target="own", head="head", data=str(file), max_new_tokens=30)
-    assert [line.partition(":")[0] for line in told(options, own, here)[1]] == ([said] if said else [])
+    assert [line.partition(":")[0] for line in diagnose_training_text(options, own, here)[1]] == (
+        [said] if said else []
+    )
 
     # 3. Of one answer it says nothing.
     file.write_text(lines[0])
     with complains("needs two answers"):
-        told(options, own, here)
+        diagnose_training_text(options, own, here)
 
 
 def other_target(head):
@@ -112,28 +114,28 @@ PLANTED = {
 def test_a_planted_fault_is_named(learnt, fault):
     spec, texts, _ = learnt
     planted = PLANTED[fault]
-    faulty = remade(copy.deepcopy(spec.head), spec.target, **planted if isinstance(planted, dict) else {})
+    faulty = rebuild_head(copy.deepcopy(spec.head), spec.target, **planted if isinstance(planted, dict) else {})
     if callable(planted):
         planted(faulty)
-    assert [line for line in diagnosed(Spec(spec.target, faulty), texts)[1] if line.startswith(fault)]
+    assert [line for line in diagnose_head(Spec(spec.target, faulty), texts)[1] if line.startswith(fault)]
 
 
 def test_a_head_trained_for_a_third_of_the_time_is_diagnosed(learnt):
     spec, texts, young = learnt
-    assert [line for line in diagnosed(Spec(spec.target, young), texts)[1] if line.startswith("Little trained")]
+    assert [line for line in diagnose_head(Spec(spec.target, young), texts)[1] if line.startswith("Little trained")]
 
 
 def test_a_sound_head_is_diagnosed_with_little_training_at_most(learnt):
     spec, texts, _ = learnt
-    tables, verdict = diagnosed(spec, texts)
+    tables, verdict = diagnose_head(spec, texts)
     assert all(line.startswith("Little trained") for line in verdict)
     assert float(tables[0].rows[0]["step 1"].rstrip("%")) > 50
 
 
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("kind", HEAD_KINDS)
 def test_an_untrained_head_of_any_kind_is_told_to_be_one(kind):
     model = target("llama")
     torch.manual_seed(0)
-    head = build_head(model, kind) if kind.startswith(("medusa", "hydra")) else new_head(kind, model)
+    head = build_head(model, kind) if kind.startswith(("medusa", "hydra")) else build_new_head(kind, model)
     spec = Spec(model, head.eval())
-    assert diagnosed(spec, completions(model, 4, 20, temperature=0))[1][0].startswith("Another target's weights")
+    assert diagnose_head(spec, completions(model, 4, 20, temperature=0))[1][0].startswith("Another target's weights")

@@ -11,16 +11,16 @@ from training import save_model, sentence_piece, tokenizer
 
 from treespec import load
 from treespec.api.spec import Spec
-from treespec.draft.auto.measure import measure
+from treespec.draft.auto.measure import measure_model_costs
 from treespec.draft.drafter import Frontier
 from treespec.draft.models.model import ModelProposer, OtherVocabulary
 from treespec.draft.models.other_vocabulary import (
-    SPECIAL,
+    SPECIAL_PREFIX,
     SharedVocabulary,
-    bytes_of,
-    shared_vocabulary,
-    start_of,
-    tokens_differ,
+    build_shared_vocabulary,
+    decode_all_tokens,
+    find_start_tokens,
+    find_token_difference,
 )
 from treespec.model.target import Target
 
@@ -35,22 +35,22 @@ def pair():
     """A byte-level target, and a draft model of SentencePiece's form."""
     target = model_of(tokenizer(), seed=0)
     draft = model_of(sentence_piece())
-    words = shared_vocabulary(target.tokenizer, draft.tokenizer, target.vocab_size, draft.vocab_size)
+    words = build_shared_vocabulary(target.tokenizer, draft.tokenizer, target.vocab_size, draft.vocab_size)
     return target, OtherVocabulary(draft, target, words)
 
 
 def test_both_forms_give_the_bytes_of_their_text():
     text = "the user's\n\tanswer: zürich \N{SNOWMAN} 12"
     for words in (tokenizer(), sentence_piece()):
-        table = bytes_of(words)
+        table = decode_all_tokens(words)
         ids = words.encode(text, add_special_tokens=False)
         assert b"".join(table[number] for number in ids).decode() == text
 
 
 def test_shared_tokens_stand_for_the_same_text(pair):
     target, draft = pair
-    ours = bytes_of(target.tokenizer)
-    theirs = bytes_of(draft.model.tokenizer)
+    ours = decode_all_tokens(target.tokenizer)
+    theirs = decode_all_tokens(draft.model.tokenizer)
     words = draft.words
     assert words.target.tolist() == sorted(words.target.tolist())
     assert [ours[n] for n in words.target.tolist()] == [theirs[n] for n in words.draft.tolist()]
@@ -64,24 +64,25 @@ def test_special_tokens_are_shared_by_name_alone(pair):
     shared = set(draft.words.target.tolist())
     assert target.tokenizer.convert_tokens_to_ids("<pad>") in shared
     assert target.tokenizer.convert_tokens_to_ids("</s>") not in shared  # the other's is <eos>
-    text = shared_vocabulary(tokenizer(), sentence_piece(specials=("</s", "<bos>", "<eos>", "<pad>")), 999, 999)
+    text = build_shared_vocabulary(tokenizer(), sentence_piece(specials=("</s", "<bos>", "<eos>", "<pad>")), 999, 999)
     assert all(
-        not value.startswith(SPECIAL + b"</s") for value in (bytes_of(tokenizer())[n] for n in text.target.tolist())
+        not value.startswith(SPECIAL_PREFIX + b"</s")
+        for value in (decode_all_tokens(tokenizer())[n] for n in text.target.tolist())
     )
 
 
 @pytest.mark.parametrize("text", ["the unhappy question", "zürich \N{SNOWMAN}\n", "<s>user: 12</s>"])
 def test_other_tokens_are_spelled_by_their_bytes(pair, text):
     target, draft = pair
-    table = bytes_of(draft.model.tokenizer)
+    table = decode_all_tokens(draft.model.tokenizer)
     ids = target.tokenizer.encode(text)
-    spelled = [number for token in ids for number in draft.words.spelled(token)]
+    spelled = [number for token in ids for number in draft.words.encode_bytes_of(token)]
     assert b"".join(table[number] for number in spelled).decode() == text
 
 
 def test_of_equal_bytes_the_token_that_is_no_byte_counts():
     draft = sentence_piece()
-    words = shared_vocabulary(tokenizer(), draft, 999, 999)
+    words = build_shared_vocabulary(tokenizer(), draft, 999, 999)
     by_token = dict(zip(words.target.tolist(), words.draft.tolist(), strict=True))
     a = tokenizer().convert_tokens_to_ids("a")
     assert draft.convert_ids_to_tokens(by_token[a]) == "a"
@@ -91,12 +92,12 @@ def test_so_it_does_in_the_target():
     """A target that says the token `a` must not be drafted the byte <0x61>."""
     vocab = {"<0x61>": 0, "<0x62>": 1, "a": 2}  # bytes first, as Llama 2 has them
     target = hf.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE(vocab, [], byte_fallback=True)))
-    assert shared_vocabulary(target, tokenizer(), 999, 999).target.tolist() == [1, 2]
+    assert build_shared_vocabulary(target, tokenizer(), 999, 999).target.tolist() == [1, 2]
 
 
 def test_no_shared_token_is_one_line(tmp_path):
     with complains("share no token"):
-        shared_vocabulary(tokenizer(), without_shared_tokens(), 999, 999)
+        build_shared_vocabulary(tokenizer(), without_shared_tokens(), 999, 999)
     target = save_model(tmp_path / "target")
     draft = save_model(tmp_path / "draft")
     without_shared_tokens().save_pretrained(draft)
@@ -110,8 +111,8 @@ def test_logits_are_the_models_own_after_the_same_text(pair):
     before = read_contents(cache)
     for _ in range(2):
         for text, path, logits in draft_level_logits(together, cache):
-            tokens = [*start_of(draft.model.tokenizer)]
-            tokens += [n for token in text for n in draft.words.spelled(token)]
+            tokens = [*find_start_tokens(draft.model.tokenizer)]
+            tokens += [n for token in text for n in draft.words.encode_bytes_of(token)]
             tokens += draft.words.draft[list(path)].tolist()
             alone = draft.model.model(torch.tensor([tokens])).logits[0, -1][draft.words.draft]
             close(logits, alone, 2e-4, 2e-4)
@@ -137,10 +138,10 @@ def test_a_model_with_the_targets_weights_is_accepted_where_it_can_be(pair):
         for weight in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):
             weight.copy_(weight[order])
     place = {int(old): new for new, old in enumerate(order)}
-    by_bytes = {text: place[number] for number, text in bytes_of(target.tokenizer).items()}
+    by_bytes = {text: place[number] for number, text in decode_all_tokens(target.tokenizer).items()}
     every = torch.arange(target.vocab_size)
     draft = torch.tensor([place[number] for number in every.tolist()])
-    words = SharedVocabulary(every, draft, bytes_of(target.tokenizer), by_bytes)
+    words = SharedVocabulary(every, draft, decode_all_tokens(target.tokenizer), by_bytes)
     spec = Spec(target, OtherVocabulary(Target(model, target.tokenizer), target, words), "chain:4", "single")
     for temperature in (0.0, 1.0):
         stats = spec.generate("the user", max_new_tokens=20, temperature=temperature, seed=1).stats
@@ -167,7 +168,7 @@ def join_texts(target, proposer, texts=TEXTS):
     caches = []
     proposers = []
     for text in texts:
-        cache = target.new_cache(capacity=8)
+        cache = target.build_cache(capacity=8)
         one = proposer.new()
         if len(text) > 1:
             features = target.prefill(cache, torch.tensor([text[:-1]]))
@@ -254,7 +255,7 @@ def test_a_model_that_is_the_target_is_accepted_whole(temperature):
 
 def test_draft_models_can_be_timed_for_trees_chosen_by_cost():
     model = target("llama")
-    cost = measure(model, ModelProposer(small(), model))
+    cost = measure_model_costs(model, ModelProposer(small(), model))
     assert cost.level + cost.begin > 0
     spec = Spec(model, ModelProposer(small(), model), "auto:nodes=12,depth=4", times=cost)
     as_undrafted(spec, [prompt()], 16)
@@ -292,9 +293,11 @@ def test_another_tokenizer_is_noticed_by_the_first_token_that_differs(tmp_path):
     (others / "tokenizer.json").write_text(text.replace(f'"{a}":40', f'"{a}":42').replace(f'"{b}":42', f'"{b}":40'))
     target = Target.load(str(words))
     model = Target.load(str(others))
-    assert tokens_differ(target.tokenizer, model.tokenizer, 400, 400) == f"token 40 is '{b}', the target's '{a}'"
+    assert (
+        find_token_difference(target.tokenizer, model.tokenizer, 400, 400) == f"token 40 is '{b}', the target's '{a}'"
+    )
 
 
 def test_without_tokenizers_the_vocabularies_must_be_of_one_size():
-    assert tokens_differ(None, None, 64, 64) is None
-    assert "56 and 64" in tokens_differ(None, None, 64, 56)
+    assert find_token_difference(None, None, 64, 64) is None
+    assert "56 and 64" in find_token_difference(None, None, 64, 56)

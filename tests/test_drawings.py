@@ -3,30 +3,30 @@
 import pytest
 import torch
 
-from treespec.model.attention import whole
+from treespec.model.attention import expand_mask
 from treespec.model.cache import TreeCache
 from treespec.model.cache_layer import ColumnMove, flatten_moves
-from treespec.model.cpu.experts import by_expert
-from treespec.model.masks import additive_masks, batched, causal_chunks
+from treespec.model.cpu.experts import multiply_by_expert
+from treespec.model.masks import build_additive_masks, pad_trees, split_causal_chunks
 from treespec.model.recurrent.model import find_last_steps
-from treespec.model.recurrent.rows import path_rows
-from treespec.trees.layout import layout
-from treespec.trees.mask import ancestor_mask, committed
-from treespec.trees.most_likely import expected_length, most_likely
-from treespec.trees.sequoia import best_trees
+from treespec.model.recurrent.rows import build_path_rows
+from treespec.trees.layout import get_layout
+from treespec.trees.mask import build_ancestor_mask, build_committed_mask
+from treespec.trees.most_likely import build_most_likely_tree, estimate_length
+from treespec.trees.sequoia import solve_trees
 from treespec.trees.static import StaticTree
-from treespec.trees.tree import Drafts, Draws, TokenTree, cut_below, hung_below
-from treespec.verify.conformance import Trial, draft_trial_tree, list_text_probabilities
+from treespec.trees.tree import Drafts, Draws, TokenTree, cut_below, prepend_chain
+from treespec.verify.conformance import ConformanceTrial, draft_trial_tree, list_text_probabilities
 from treespec.verify.optimal import Optimal
 from treespec.verify.registry import SCHEMES
-from treespec.verify.rrs import laws_in_turn
-from treespec.verify.traversal import order_judgement, places_of_draws
-from treespec.verify.walk import children_by_token, children_of, path_along
+from treespec.verify.rrs import iterate_remaining_q
+from treespec.verify.traversal import list_weight_slots, order_judgement
+from treespec.verify.walk import build_child_table, index_children, walk_chosen_path
 
 CPU = torch.device("cpu")
 PARENTS = torch.tensor([-1, 0, 0, 1, 2])
 DEPTH = torch.tensor([0, 1, 1, 2, 2])
-FIVE = TokenTree(torch.tensor([50, 51, 52, 53, 54]), PARENTS, DEPTH, ancestor_mask(PARENTS))  # r a b c d
+FIVE = TokenTree(torch.tensor([50, 51, 52, 53, 54]), PARENTS, DEPTH, build_ancestor_mask(PARENTS))  # r a b c d
 P = torch.tensor([[0.4, 0.3, 0.2, 0.1, 0.0]], dtype=torch.float64)
 Q = torch.tensor([[0.1, 0.2, 0.3, 0.2, 0.2]], dtype=torch.float64)
 
@@ -40,7 +40,7 @@ def test_a_window_of_two_hides_what_lies_two_positions_back():
     parents = torch.tensor([-1, 0, 0])
     places = torch.tensor([[0, 1, 2, 3, 3]])
     windows = {"full_attention": None, "sliding_attention": 2}
-    masks = additive_masks(windows, lambda _: places, ancestor_mask(parents)[None], torch.float32, CPU)
+    masks = build_additive_masks(windows, lambda _: places, build_ancestor_mask(parents)[None], torch.float32, CPU)
     assert masks_of(masks, windows) == {
         "full_attention": ["000--", "0000-", "000-0"],
         "sliding_attention": ["-00--", "--00-", "--0-0"],
@@ -49,7 +49,7 @@ def test_a_window_of_two_hides_what_lies_two_positions_back():
 
 def test_a_smaller_tree_is_padded_with_nodes_that_see_themselves():
     three = TokenTree(FIVE.tokens[:3], PARENTS[:3], DEPTH[:3], FIVE.ancestors[:3, :3])
-    nodes = batched([FIVE, three])
+    nodes = pad_trees([FIVE, three])
     assert nodes.tokens.tolist() == [[50, 51, 52, 53, 54], [50, 51, 52, 0, 0]]
     assert nodes.ancestors[1].int().tolist()[3:] == [[0, 0, 0, 1, 0], [0, 0, 0, 0, 1]]
     assert torch.equal(nodes.ancestors[0], FIVE.ancestors)
@@ -58,7 +58,7 @@ def test_a_smaller_tree_is_padded_with_nodes_that_see_themselves():
 def test_a_chunk_stands_behind_the_longest_text():
     cache = TreeCache(1)
     cache.rewind([2, 4])
-    (chunk,) = causal_chunks(cache, [3, 1], lambda columns: 8, CPU)
+    (chunk,) = split_causal_chunks(cache, [3, 1], lambda columns: 8, CPU)
     assert chunk.positions[0].tolist() == [2, 3, 4]
     assert chunk.positions[1, 0] == 4
     assert chunk.seen[0, 1].nonzero().flatten().tolist() == [0, 1, 4, 5]
@@ -88,20 +88,20 @@ def test_a_move_of_a_row_reads_and_writes_a_column_of_each_head():
 
 def test_a_mask_of_the_last_columns_is_widened_by_zeros():
     mask = torch.full((1, 1, 1, 3), -1.0)
-    assert whole(mask, 5).flatten().tolist() == [0, 0, -1, -1, -1]
+    assert expand_mask(mask, 5).flatten().tolist() == [0, 0, -1, -1, -1]
 
 
 def test_rows_go_to_their_experts_in_order():
     experts = torch.nn.ModuleList(torch.nn.Threshold(1e9, float(number)) for number in range(3))
-    assert by_expert(experts, torch.zeros(5, 1), [2, 0, 3]).flatten().tolist() == [0, 0, 2, 2, 2]
+    assert multiply_by_expert(experts, torch.zeros(5, 1), [2, 0, 3]).flatten().tolist() == [0, 0, 2, 2, 2]
 
 
 def test_committed_columns_end_with_each_text():
-    assert committed([3, 1], CPU).int().tolist() == [[[1, 1, 1]], [[1, 0, 0]]]
+    assert build_committed_mask([3, 1], CPU).int().tolist() == [[[1, 1, 1]], [[1, 0, 0]]]
 
 
 def test_levels_of_a_static_tree_hold_its_frontiers():
-    root, below = layout(StaticTree(((0,), (2,), (0, 0), (2, 1))), CPU).levels
+    root, below = get_layout(StaticTree(((0,), (2,), (0, 0), (2, 1))), CPU).levels
     assert (root.nodes.tolist(), root.draws.tolist(), root.first) == ([0], [3], 1)
     assert (root.rows.tolist(), root.columns.tolist()) == ([0, 0], [0, 2])
     assert (below.nodes.tolist(), below.draws.tolist(), below.first) == ([1, 2], [1, 2], 3)
@@ -113,10 +113,10 @@ def test_a_tree_below_a_chain_and_a_tree_cut_at_a_depth():
     three = TokenTree(
         torch.tensor([7, 8, 9]), torch.tensor([-1, 0, 0]), torch.tensor([0, 1, 1]), FIVE.ancestors[:3, :3]
     )
-    hung = hung_below(torch.tensor([5]), [6, 7], three)
+    hung = prepend_chain(torch.tensor([5]), [6, 7], three)
     assert hung.tokens.tolist() == [5, 6, 7, 8, 9]
     assert hung.parents.tolist() == [-1, 0, 1, 2, 2]
-    assert torch.equal(hung.ancestors, ancestor_mask(hung.parents))
+    assert torch.equal(hung.ancestors, build_ancestor_mask(hung.parents))
 
     draws = Drafts(torch.tensor([0, 1, 2]), Q.expand(3, -1), Draws(torch.zeros(3, 2, dtype=torch.int64)))
     cut, kept = cut_below(TokenTree(FIVE.tokens, PARENTS, DEPTH, FIVE.ancestors, draws), 1)
@@ -126,18 +126,18 @@ def test_a_tree_below_a_chain_and_a_tree_cut_at_a_depth():
 
 
 def test_sequoias_table_and_the_most_likely_nodes():
-    best = best_trees([0.6, 0.3], 3, 2)
+    best = solve_trees([0.6, 0.3], 3, 2)
     assert best.tokens[1, 2:].tolist() == pytest.approx([1.6, 1.9])
     assert best.tokens[2, 3] == pytest.approx(1.96)
-    assert best_trees([0.6, 0.3], 3, 2, [0.5, 0.4]).tokens[1:, 3].tolist() == pytest.approx([1.9, 1.9])
+    assert solve_trees([0.6, 0.3], 3, 2, [0.5, 0.4]).tokens[1:, 3].tolist() == pytest.approx([1.9, 1.9])
     table = [[0.6, 0.2], [0.5, 0.2]]
-    tree = most_likely(table, 5)
+    tree = build_most_likely_tree(table, 5)
     assert tree.paths == ((), (0,), (1,), (0, 0), (0, 1))
-    assert expected_length(tree, table) == pytest.approx(1 + 0.6 + 0.2 + 0.3 + 0.12)
+    assert estimate_length(tree, table) == pytest.approx(1 + 0.6 + 0.2 + 0.3 + 0.12)
 
 
 def test_each_leaf_of_a_tree_is_a_row_of_a_recurrent_layer():
-    rows = path_rows(FIVE.ancestors[None], DEPTH[None])
+    rows = build_path_rows(FIVE.ancestors[None], DEPTH[None])
     assert rows.columns.tolist() == [[0, 1, 3], [0, 2, 4]]
     assert rows.outputs.tolist() == [[0, 1, 4, 2, 5]]
     assert find_last_steps(rows, [[0, 2, 4]]) == {0: (1, 2)}
@@ -147,10 +147,10 @@ def test_each_leaf_of_a_tree_is_a_row_of_a_recurrent_layer():
 def test_a_walk_goes_on_while_a_child_carries_the_output():
     a, b, c, d = 51, 52, 53, 54
     outputs = {0: b, 2: d, 4: 99}
-    verdict = path_along(children_by_token(FIVE), outputs.__getitem__)
+    verdict = walk_chosen_path(index_children(FIVE), outputs.__getitem__)
     assert (verdict.path, verdict.tokens) == ([2, 4], [b, d, 99])
     none = -1
-    assert children_of(FIVE).tolist() == [
+    assert build_child_table(FIVE).tolist() == [
         [none, a, b, none, none],
         [none, none, none, c, none],
         [none, none, none, none, d],
@@ -160,13 +160,13 @@ def test_a_walk_goes_on_while_a_child_carries_the_output():
 
 
 def test_leaves_are_judged_first():
-    """Tokens a to e, as `places_of_draws` draws them."""
+    """Tokens a to e, as `list_weight_slots` draws them."""
     parents = torch.tensor([-1, 0, 0, 1, 2])
     tokens = torch.tensor([9, 0, 1, 2, 4])
     draws = Draws(torch.tensor([[0, 1], [2, 3], [4, 4]]))
     drafts = Drafts(torch.tensor([0, 1, 2]), Q.expand(3, -1), draws)
-    tree = TokenTree(tokens, parents, DEPTH, ancestor_mask(parents), drafts)
-    places = places_of_draws(tree, drafts)
+    tree = TokenTree(tokens, parents, DEPTH, build_ancestor_mask(parents), drafts)
+    places = list_weight_slots(tree, drafts)
     assert places.tolist() == [[1, 2], [3, 8], [4, 4]]
     nodes = drafts.nodes[:, None].expand_as(places)
     order = order_judgement(torch.stack([nodes, draws.tokens, places], -1).tolist())
@@ -181,13 +181,13 @@ def test_a_refused_draw_leaves_the_residual():
     assert SCHEMES["single"].acceptance_rate(P, Q, 1) == pytest.approx(0.6)
     plan = SCHEMES["rrs"].plan(P, Q, Draws(torch.tensor([[2, 1]])))
     assert plan[0].tolist() == pytest.approx([0, 1 / 3, 2 / 3, 0, 0])
-    first, second = laws_in_turn(Q, torch.tensor([[2, 1]]))
+    first, second = iterate_remaining_q(Q, torch.tensor([[2, 1]]))
     assert (first[0].tolist(), second[0].tolist()) == ([0.1, 0.2, 0.3, 0.2, 0.2], [0.1, 0.2, 0, 0.2, 0.2])
 
 
 def test_the_likeliest_tokens_are_certain_while_their_share_is_large():
     q = torch.tensor([[0.5, 0.3, 0.1, 0.06, 0.04]])
-    allotment = Optimal(extra=0).allot(q, torch.tensor([[3]]), 3)
+    allotment = Optimal(extra=0).split_certain_and_random(q, torch.tensor([[3]]), 3)
     assert allotment.certain.tolist() == [[0, 1, -1]]
     assert allotment.number.tolist() == [[1]]
     assert allotment.rest[0].tolist() == pytest.approx([0, 0, 0.1, 0.06, 0.04])
@@ -199,7 +199,7 @@ def test_texts_of_a_trial_and_their_probabilities():
     assert shares == {(0, 0): pytest.approx(0.36), (0, 1): 0.24, (1, 0): 0.24, (1, 1): pytest.approx(0.16)}
     rows = {(): [0.4, 0.6], (0,): [0.9, 0.1], (1,): [0.9, 0.1]}
     q = {text: torch.tensor(row).numpy() for text, row in rows.items()}
-    tree = draft_trial_tree(q, 2, Trial((2, 1), "greedy", 1, 0.1, None))
+    tree = draft_trial_tree(q, 2, ConformanceTrial((2, 1), "greedy", 1, 0.1, None))
     assert tree.texts == [(), (1,), (0,), (1, 0), (0, 0)]
     assert tree.parents == [-1, 0, 0, 1, 2]
     assert tree.tokens == [-1, 1, 0, 0, 0]

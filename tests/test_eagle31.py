@@ -12,15 +12,15 @@ from torch.nn.functional import softmax
 from training import batch_of, config_without_files, train_to_end
 from transformers import LlamaConfig
 
-from treespec.draft.heads.loading import rollout
+from treespec.draft.heads.loading import roll_out_drafts
 from treespec.draft.heads.proposers import EagleProposer
-from treespec.draft.vocabulary import whole
+from treespec.draft.vocabulary import expand_logits
 from treespec.heads.checkpoint import load_head
-from treespec.heads.formats.eagle3_fields import parts_of
+from treespec.heads.formats.eagle3_fields import list_head_parts
 from treespec.heads.layers import Attention, Rotary
 from treespec.heads.unrolled import UnrolledAttention
 from treespec.model.target import Target
-from treespec.train.losses.objectives import STEP_DECAY, own_output_objective
+from treespec.train.losses.objectives import STEP_DECAY, build_own_output_objective
 from treespec.train.run import train
 
 
@@ -40,9 +40,9 @@ def test_the_norms_stand_where_their_names_say():
     after.load_state_dict(plain.state_dict())
     tokens = torch.randint(3, 64, (2, 5))
     fused = plain.fuse(features)
-    raw, normed = (head.step(tokens, fused, torch.arange(5)) for head in (plain, after))
+    raw, normed = (head.forward_step(tokens, fused, torch.arange(5)) for head in (plain, after))
     torch.testing.assert_close(normed, plain.norm(raw))
-    torch.testing.assert_close(after.logits(normed), plain.logits(raw))
+    torch.testing.assert_close(after.compute_logits(normed), plain.compute_logits(raw))
     with pytest.raises(ValueError, match="norm_before_fc and fc_norm are both true, and exclude each other"):
         build_eagle31({"norm_before_fc": True, "fc_norm": True})
 
@@ -73,7 +73,7 @@ def test_training_drafting_and_rollouts_are_one_head(name):
     steps = 3
     head = build_eagle31(EAGLE31_VARIANTS[name] if name else {}, model)
     tokens = text(9, seed=2)
-    features = model.features(tokens, head.aux_layers)
+    features = model.compute_features(tokens, head.aux_layers)
     weights = {name: p for name, p in head.named_parameters() if p.requires_grad}
     for counts in (torch.rand(2, 7, generator=seeded(3)) < 0.7, torch.ones(2, 7, dtype=torch.bool)):
         found = [forward(head, tokens, features[:, :-2], counts, steps) for forward in (logits_of, one_by_one)]
@@ -84,14 +84,14 @@ def test_training_drafting_and_rollouts_are_one_head(name):
             assert alone.abs().max() > 0, part
             assert (ours - alone).abs().max() < 1e-3 * alone.abs().max(), part
     with torch.no_grad():
-        for rolled, rows in zip(rollout(head, model, tokens[0], features[0], steps), found[1], strict=True):
-            close(rolled, whole(rows, head, model)[: len(rolled)], 1e-4)
+        for rolled, rows in zip(roll_out_drafts(head, model, tokens[0], features[0], steps), found[1], strict=True):
+            close(rolled, expand_logits(rows, head, model)[: len(rolled)], 1e-4)
         tree = draft_paths(EagleProposer(head, model), model, tokens[0], features[0])
         known = head.fuse(features[0])
         paths = torch.cat(
             [extrapolate(head, tokens[0], known, DRAFT_VOCAB[list(path)].tolist()) for path in DRAFT_PATHS]
         )
-        close(tree, head.logits(paths), 1e-4)
+        close(tree, head.compute_logits(paths), 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,9 @@ def test_training_drafting_and_rollouts_are_one_head(name):
 def test_a_run_trains_the_parts_that_its_options_name(config, options):
     config = replace(config, head="eagle3", **options, max_steps=2, checkpoint_every=1)
     assert len(train(config).agreement) == 5
-    assert parts_of(load_head(config.out)) == parts_of(build_eagle31(config.parts(), target("llama"), None))
+    assert list_head_parts(load_head(config.out)) == list_head_parts(
+        build_eagle31(config.to_head_config(), target("llama"), None)
+    )
 
 
 SOME = torch.arange(8, 40)  # holds most of the tokens that the target finds most likely, not all
@@ -151,9 +153,9 @@ def one_by_one(head, tokens, features, counts, steps):
             n = len(known)
             if start + step >= counts.shape[1]:
                 break
-            hidden = head.step(tokens[row, None, 1 : n + 1], known[None], torch.arange(n))[0, -1:]
+            hidden = head.forward_step(tokens[row, None, 1 : n + 1], known[None], torch.arange(n))[0, -1:]
             if counts[row, start + step]:
-                logits[step].append(head.logits(hidden[0]))
+                logits[step].append(head.compute_logits(hidden[0]))
             known = torch.cat([known, hidden])
     return [torch.stack(rows) for rows in logits]
 
@@ -163,10 +165,10 @@ def test_the_loss_is_a_weighted_sum_over_steps_of_counted_positions():
     model = target("llama")
     head = random_eagle3(model, drafted=SOME)
     tokens, mask, features, *_ = batch = batch_of(model, head, steps=3)
-    found = own_output_objective(config_without_files(head="eagle3"), model, head, batch)
+    found = build_own_output_objective(config_without_files(head="eagle3"), model, head, batch)
 
-    logits = model.output_logits(model.features(tokens))
-    given, _ = model.parted(features, head.aux_layers)
+    logits = model.compute_output_logits(model.compute_features(tokens))
+    given, _ = model.split_features(features, head.aux_layers)
     counts = torch.tensor(
         [[bool(mask[b, t + 2]) and int(logits[b, t + 1].argmax()) in SOME.tolist() for t in range(7)] for b in (0, 1)]
     )

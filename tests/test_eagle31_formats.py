@@ -22,8 +22,8 @@ from head_files import (
 from safetensors.torch import load_file
 
 from treespec.heads.checkpoint import load_head
-from treespec.heads.formats.eagle3_fields import PARTS, parts_of
-from treespec.heads.formats.export import export, outputs
+from treespec.heads.formats.eagle3_fields import PARTS_BY_ENGINE, list_head_parts
+from treespec.heads.formats.export import compute_outputs, export
 
 QWEN3 = {"model_type": "qwen3", "head_dim": 8}
 
@@ -63,8 +63,8 @@ def test_a_directory_of_each_layout_gives_the_logits_of_its_head(name, layout, t
     head = build_eagle31(EAGLE31_VARIANTS[name])
     (config, told) = layout(EAGLE31_VARIANTS[name])
     loaded = load_head(write_head(tmp_path, config, told(head.state_dict())))
-    assert torch.equal(outputs(loaded), outputs(head))
-    assert parts_of(loaded) == parts_of(head)
+    assert torch.equal(compute_outputs(loaded), compute_outputs(head))
+    assert list_head_parts(loaded) == list_head_parts(head)
 
 
 def test_the_older_names_of_sglangs_norms_are_read(tmp_path):
@@ -74,7 +74,7 @@ def test_the_older_names_of_sglangs_norms_are_read(tmp_path):
     for i, name in enumerate(names):
         tensors[f"{name}.weight"] = tensors.pop(f"fc_norm.{i}.weight")
     folder = write_head(tmp_path, EAGLE3_CONFIG | {LAYER_IDS_KEY: [2, 4, 5], "use_aux_norm": True}, tensors)
-    assert torch.equal(outputs(load_head(folder)), outputs(head))
+    assert torch.equal(compute_outputs(load_head(folder)), compute_outputs(head))
 
 
 @pytest.mark.parametrize("to", ["sglang", "vllm", "speculators", "eagle"])
@@ -82,14 +82,14 @@ def test_the_older_names_of_sglangs_norms_are_read(tmp_path):
 def test_a_head_is_exported_only_to_formats_that_have_its_parts(name, to, tmp_path):
     head = build_eagle31(EAGLE31_VARIANTS[name])
     folder = save_with(head, tmp_path / "head")
-    missing = sorted(part for part in parts_of(head) if to not in PARTS[part])
-    assert parts_of(head)
+    missing = sorted(part for part in list_head_parts(head) if to not in PARTS_BY_ENGINE[part])
+    assert list_head_parts(head)
     if missing:
         with complains(rf"has {missing[0]}, which only .* know"):
             export(folder, to, tmp_path / "out", SERVED_CONFIG)
         return
     export(folder, to, tmp_path / "out", SERVED_CONFIG)
-    assert torch.equal(outputs(load_head(tmp_path / "out")), outputs(head))
+    assert torch.equal(compute_outputs(load_head(tmp_path / "out")), compute_outputs(head))
 
 
 def test_the_engines_find_the_newer_parts_where_they_look(tmp_path):

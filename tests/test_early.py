@@ -14,11 +14,11 @@ from models import random_eagle3, random_head, target
 from safetensors.torch import load_file, save_file
 from training import save_model
 
-from treespec.draft.heads.loading import new_head
-from treespec.draft.pairing import model_of
+from treespec.draft.heads.loading import build_new_head
+from treespec.draft.pairing import describe_draft_model
 from treespec.draft.spec import DrafterSpec
 from treespec.heads.checkpoint import load_head, save_head
-from treespec.heads.registry import levels_in
+from treespec.heads.registry import count_folder_levels
 
 
 def hollow_model(folder):
@@ -105,7 +105,7 @@ def wrong(tmp_path_factory):
     loaded = target("llama")
     heads = {"eagle": random_head(loaded), "eagle3": random_eagle3(loaded)}
     depths = {"medusa": 4, "hydra": 3, "hydra++": 3}
-    heads |= {kind: new_head(kind, loaded, heads=heads) for kind, heads in depths.items()}
+    heads |= {kind: build_new_head(kind, loaded, heads=heads) for kind, heads in depths.items()}
     for name, head in heads.items():
         save_head(head, folder / name)
     for name, file, content in [
@@ -195,16 +195,16 @@ def test_what_goes_together_is_loaded(wrong, capsys, options):
 def test_levels_by_names_are_those_of_the_loaded_head(wrong, tmp_path):
     """Published configurations of Medusa say fewer heads than their files hold."""
     for name in ("eagle", "eagle3", "medusa", "hydra"):
-        assert levels_in(wrong / name) == load_head(wrong / name).max_depth
+        assert count_folder_levels(wrong / name) == load_head(wrong / name).max_depth
     for config in ('{"medusa_num_heads": 2}', "{}", '{"medusa_num_heads": 2, "checksum_": null}'):
         tensors = load_file(wrong / "medusa" / "model.safetensors")
         save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
         (tmp_path / "config.json").write_text(config)
-        assert levels_in(tmp_path) == load_head(tmp_path).max_depth == 4
+        assert count_folder_levels(tmp_path) == load_head(tmp_path).max_depth == 4
 
 
 def test_what_only_reading_tells_is_left_to_the_loading(wrong, tmp_path):
     torch.save(load_file(wrong / "medusa" / "model.safetensors"), tmp_path / "medusa_lm_head.pt")
     (tmp_path / "config.json").write_text('{"medusa_num_heads": 2}')
-    assert levels_in(tmp_path) is None
-    assert model_of(DrafterSpec.parse("head:someone/on-the-hub")).at_once
+    assert count_folder_levels(tmp_path) is None
+    assert describe_draft_model(DrafterSpec.parse("head:someone/on-the-hub")).at_once

@@ -9,7 +9,7 @@ from training import sentence_piece, tokenizer
 
 from treespec.errors import TooLong
 from treespec.text.ending import Ending
-from treespec.text.strings import INCOMPLETE, fitting
+from treespec.text.strings import INCOMPLETE_CHARACTER, check_fits_context
 
 NEVER = frozenset[int]()
 TEXTS = [
@@ -58,7 +58,7 @@ def by_definition(words, ids, stop, least):
     before = 0
     for n in range(1, len(ids) + 1):
         text = decode(words, ids[:n])
-        certain = text if n == len(ids) else text.rstrip(INCOMPLETE)
+        certain = text if n == len(ids) else text.rstrip(INCOMPLETE_CHARACTER)
         ends = range(before + 1, len(certain) + 1)
         starts = [end - len(s) for s in stop for end in ends if certain[:end].endswith(s)]
         if starts and n >= least:
@@ -78,7 +78,7 @@ def test_pieces_add_up_to_the_decoded_text(name, text):
         mixed = list(ids)
         for _ in range(rng.randint(0, 4)):
             mixed.insert(rng.randint(0, len(mixed)), words.bos_token_id)
-        if decode(words, mixed).count(INCOMPLETE):
+        if decode(words, mixed).count(INCOMPLETE_CHARACTER):
             continue  # one of them split a character
         kept, pieces = streamed(words, mixed, rng)
         assert kept == mixed
@@ -91,9 +91,9 @@ def test_a_text_is_too_long_only_where_its_tokens_are_too_many(name):
     rng = random.Random(4)
     for text in [*TEXTS, *("".join(rng.choices("the user我 \n", k=99)) for _ in range(20))]:
         tokens = len(words.encode(text, add_special_tokens=False))
-        assert fitting(text, words, tokens) == text
+        assert check_fits_context(text, words, tokens) == text
     with pytest.raises(TooLong, match="has 90000 characters"):
-        fitting("the user " * 10_000, words, 100)
+        check_fits_context("the user " * 10_000, words, 100)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -104,14 +104,14 @@ def test_an_incomplete_character_is_held_back(name):
         assert len(ids) > len(text)  # characters of several tokens
         ending = Ending(words, NEVER, (), 100)
         pieces = [ending.take([token])[1] for token in ids]
-        assert not any(INCOMPLETE in piece for piece in pieces)
+        assert not any(INCOMPLETE_CHARACTER in piece for piece in pieces)
         assert "".join(pieces) == text
 
 
 def test_what_stays_incomplete_is_shown_at_the_end():
     words = tokenizer()
     ids = words.encode("a我")[:-1]
-    assert streamed(words, ids, random.Random(0))[1][-1].endswith(INCOMPLETE)
+    assert streamed(words, ids, random.Random(0))[1][-1].endswith(INCOMPLETE_CHARACTER)
     half = Ending(words, frozenset([2]), (), 100)
     assert half.take([*ids, 2, 5]) == ([*ids, 2], decode(words, ids))
 
@@ -137,7 +137,7 @@ def test_stop_strings_among_random_bytes_cut_as_by_definition(name, least):
             kept = kept + new
             shown = shown + piece
             if not ending.finished:
-                said = decode(words, kept).rstrip(INCOMPLETE)
+                said = decode(words, kept).rstrip(INCOMPLETE_CHARACTER)
                 held = [n for s in stop for n in range(1, len(s)) if said.endswith(s[:n])]
                 assert shown == said[: len(said) - max(held, default=0)]
         assert (kept, shown) == by_definition(words, ids, stop, least)

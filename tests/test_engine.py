@@ -62,7 +62,7 @@ def test_between_two_chunks_of_long_prompts_the_batch_takes_a_step(spec):
     decoder.stretch = 7
     with torch.inference_mode():
         while entering or not all(text.ended for text in texts):
-            pieces = decoder.step(entering)
+            pieces = decoder.run_step(entering)
             assert texts[0].ended or any(text is texts[0] for text, _ in pieces)
             for text, piece in pieces:
                 answers[text].append(piece)
@@ -99,7 +99,7 @@ def test_a_prompt_finds_its_cached_prefix_though_others_asked_between(spec):
 @pytest.mark.parametrize("stretch", [None, 60])
 def test_new_prompts_go_through_a_gpu_together(monkeypatch, name, stretch):
     """Of eight prompts one continues an earlier text, and one is a single token. All have their texts alone."""
-    monkeypatch.setattr(kernels, "library", lambda: None)
+    monkeypatch.setattr(kernels, "load_kernels", lambda: None)
     target = Target(random_model(CONFIGS[name]()))
     target.eos = frozenset()
     new = 12
@@ -110,11 +110,11 @@ def test_new_prompts_go_through_a_gpu_together(monkeypatch, name, stretch):
     wanted = [spec.generate(one, max_new_tokens=new).token_ids for one in prompts]
 
     spec = spec.new()
-    spec.decoder.rows.keep = 2
+    spec.decoder.batch.keep = 2
     spec.decoder.stretch = stretch
     spec.generate(before, max_new_tokens=new)  # what the last one goes on from
     monkeypatch.setattr(graphs, "Recorder", lambda: None)
-    monkeypatch.setattr(graphs, "MET", 10_000)  # none is recorded
+    monkeypatch.setattr(graphs, "RECORD_AFTER_CALLS", 10_000)  # none is recorded
     target.graphs = graphs.Graphs(name)
     forwards = []
     prefill = target.prefill

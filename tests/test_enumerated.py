@@ -90,21 +90,21 @@ def test_faults_of_exactness_are_found(fault, tree, verifier):
 
 
 def unshaped_below_the_first_level(monkeypatch):
-    shape = tree_drafter.shape_drafts
+    shape = tree_drafter.process_draft_logits
 
     def first_level(distribution, paths, rows, *rest):
         return ShapedDrafts(rows, rows) if paths[0] else shape(distribution, paths, rows, *rest)
 
-    monkeypatch.setattr(tree_drafter, "shape_drafts", first_level)
+    monkeypatch.setattr(tree_drafter, "process_draft_logits", first_level)
 
 
 def draws_one_node_off(monkeypatch):
-    shape = tree_drafter.shape_drafts
+    shape = tree_drafter.process_draft_logits
 
     def rolled(distribution, paths, rows, *rest):
         return shape(distribution, [*paths[-1:], *paths[:-1]], rows, *rest)
 
-    monkeypatch.setattr(tree_drafter, "shape_drafts", rolled)
+    monkeypatch.setattr(tree_drafter, "process_draft_logits", rolled)
 
 
 def features_of_the_token_before(monkeypatch):

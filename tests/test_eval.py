@@ -22,9 +22,9 @@ from commands import (
 )
 
 from treespec.api.spec import Spec
-from treespec.engine.stats import TAU
+from treespec.engine.stats import TAU_MEANING
 from treespec.eval.benchmark import evaluate
-from treespec.eval.figures import summarise
+from treespec.eval.figures import summarize_ledger
 from treespec.eval.ledger import Ledger
 from treespec.eval.questions import Question
 from treespec.files.atomic import read_json
@@ -74,7 +74,7 @@ def test_the_second_turn_follows_the_contestants_own_first(home, finished):
 def test_the_figures_are_what_the_entries_say(finished):
     """Of all questions and of each category; test_figures.py has the figures themselves."""
     out, summary, _ = finished
-    assert read_json(out / "report.json", "") == summary == summarise(Ledger(out))
+    assert read_json(out / "report.json", "") == summary == summarize_ledger(Ledger(out))
 
     for row, (category, kept) in product(summary["rows"], {"overall": {1, "b", 3}, "math": {"b", 3}}.items()):
         mine = [one for one in read_completions(out)[row["name"]] if one["question_id"] in kept]
@@ -129,7 +129,7 @@ def test_one_row_of_steps_for_a_person_to_watch(finished):
     assert [step.done for step in steps][-9:] == list(range(1, 10))
     assert {step.total for step in steps} == {9}
     assert sum(text.startswith("warm-up") for text in texts) == 3
-    assert [f"τ ({TAU})" in re.sub(r"τ [\d.]+ ", "τ ", text) for text in texts[-9:]] == [True] + [False] * 8
+    assert [f"τ ({TAU_MEANING})" in re.sub(r"τ [\d.]+ ", "τ ", text) for text in texts[-9:]] == [True] + [False] * 8
 
 
 def test_the_baseline_is_asked_twice_for_the_noise_of_the_clock(home, tmp_path):
@@ -232,8 +232,8 @@ WRONG = ("", "eighteen", "-18", "1,8", "18 of 20", "180", "1.8", "18.5", "x = -1
 @pytest.mark.parametrize("said, right", [(said, True) for said in RIGHT] + [(said, False) for said in WRONG])
 def test_an_answer_is_right_if_its_last_number_is(said, right):
     number, text = ("18", said) if isinstance(said, str) else said
-    assert Question(1, "sums", ("?",), number=number).right(text) is right
-    assert Question(1, "sums", ("?",)).right(text) is None
+    assert Question(1, "sums", ("?",), number=number).is_right(text) is right
+    assert Question(1, "sums", ("?",)).is_right(text) is None
 
 
 def test_right_answers_are_counted_and_the_same_at_temperature_0(home, tmp_path):

@@ -9,17 +9,17 @@ from transformers import AutoModelForCausalLM
 
 from treespec import load
 from treespec.api.spec import trace
-from treespec.draft.heads.loading import new_head
+from treespec.draft.heads.loading import build_new_head
 from treespec.draft.registry import DRAFTERS as ROWS
 from treespec.draft.spec import DrafterSpec
 from treespec.heads.checkpoint import save_head
-from treespec.heads.registry import HEADS
+from treespec.heads.registry import HEAD_KINDS
 from treespec.model.target import Target
 
 TEXT = "the user asks and the assistant answers the question the user asks "
 DRAFTERS = {
     **{name: name for name in ROWS},
-    **{kind: f"{kind}:{{home}}/{kind}" for kind in HEADS},
+    **{kind: f"{kind}:{{home}}/{kind}" for kind in HEAD_KINDS},
     "head": "head:{home}/eagle3",
     "model": "model:{home}/small",
     "suffix": "suffix:{home}/memory",
@@ -42,9 +42,9 @@ def home(tmp_path_factory):
     add_tensors(folder, mtp_tensors(model, "mimo"))
     save_model(home / "small", num_hidden_layers=1)
     target = Target(AutoModelForCausalLM.from_pretrained(folder))
-    for kind in HEADS:
+    for kind in HEAD_KINDS:
         torch.manual_seed(0)
-        save_head(new_head(kind, target), home / kind)
+        save_head(build_new_head(kind, target), home / kind)
     return home
 
 

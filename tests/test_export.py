@@ -29,11 +29,11 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig
 
 from treespec.api.spec import Spec
-from treespec.cli.make import ENGINES
+from treespec.cli.make import ENGINE_HELP
 from treespec.draft.vocabulary import save_vocabulary
 from treespec.heads.checkpoint import load_head
-from treespec.heads.formats.export import command, compare, export, outputs
-from treespec.heads.registry import HEADS
+from treespec.heads.formats.export import build_serve_command, compare_exported, compute_outputs, export
+from treespec.heads.registry import HEAD_KINDS
 from treespec.model.target import Target
 
 ABSENT = object()
@@ -116,15 +116,15 @@ def test_exports_have_the_engines_fields_and_load_as_the_same_head(to, make, tmp
     out = tmp_path / "out"
     exported = export(save_with(head, tmp_path / "head"), to, out, SERVED_CONFIG)
     loaded = load_head(out)
-    kept = torch.arange(outputs(head).shape[1])
+    kept = torch.arange(compute_outputs(head).shape[1])
     assert exported.head.kind == loaded.kind == head.kind
     assert loaded.aux_layers == head.aux_layers
     if to == "speculators" and make is build_dflash_of_eight:
         assert exported.left_out == head.mask_token == 63
         kept = loaded.vocabulary
         assert kept.tolist() == list(range(63))
-    assert torch.equal(outputs(loaded), outputs(head)[:, kept])
-    assert exported.logits == outputs(loaded).numel()
+    assert torch.equal(compute_outputs(loaded), compute_outputs(head)[:, kept])
+    assert exported.logits == compute_outputs(loaded).numel()
     file = out / ("model.gguf" if to == "gguf" else "model.safetensors")
     assert sorted(out.iterdir()) == [out / "config.json", file]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["head", "out"]
@@ -146,9 +146,9 @@ def test_exports_have_the_engines_fields_and_load_as_the_same_head(to, make, tmp
 
 
 def test_every_writer_is_in_the_table():
-    written = {(to, name) for name, kind in HEADS.items() for to in kind.engines}
+    written = {(to, name) for name, kind in HEAD_KINDS.items() for to in kind.engines}
     assert {(to, make().kind) for to, make in WRITTEN} == written
-    assert {to for to, _ in written} == set(ENGINES)
+    assert {to for to, _ in written} == set(ENGINE_HELP)
 
 
 def test_rotary_settings_are_equal_in_their_three_spellings(tmp_path):
@@ -257,13 +257,13 @@ def test_an_out_that_is_there_or_cannot_be_written_is_left_alone(tmp_path):
 def test_one_number_that_differs_is_found():
     head = build_eagle3()
     other = build_eagle3()
-    assert compare(head, other) == (8 + 7) * 32
+    assert compare_exported(head, other) == (8 + 7) * 32
     other.midlayer.mlp.up_proj.weight[3, 5] += 0.01
     with pytest.raises(ValueError, match="read back its logits differ by up to"):
-        compare(head, other)
+        compare_exported(head, other)
     other = reading(1, 4, 5)()
     with pytest.raises(ValueError, match=r"read back it reads layers \(1, 4, 5\), the head \(2, 4, 5\)"):
-        compare(build_eagle3(), other)
+        compare_exported(build_eagle3(), other)
 
 
 COMMANDS = {
@@ -287,7 +287,9 @@ COMMANDS = {
 
 @pytest.mark.parametrize("to, make", COMMANDS)
 def test_the_command_names_the_target_and_the_folder(to, make, tmp_path):
-    assert command(to, make(), SERVED_CONFIG, tmp_path) == COMMANDS[to, make].format(t="some/target", d=tmp_path)
+    assert build_serve_command(to, make(), SERVED_CONFIG, tmp_path) == COMMANDS[to, make].format(
+        t="some/target", d=tmp_path
+    )
 
 
 def test_a_head_goes_out_and_comes_back_by_the_command_line(tmp_path, capsys):

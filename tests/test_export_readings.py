@@ -21,10 +21,10 @@ from head_files import (
 )
 from safetensors.torch import load_file, save_file
 
-from treespec.heads.formats.export import compare, ends_of, export
+from treespec.heads.formats.export import compare_exported, export, find_ends
 from treespec.heads.formats.rules import RULES
 from treespec.heads.formats.upstream import read_as
-from treespec.heads.registry import HEADS
+from treespec.heads.registry import HEAD_KINDS
 
 RESIDUAL = partial(build_eagle31, {"norm_before_residual": True})
 NORMED = partial(build_eagle31, {"norm_before_fc": True})
@@ -101,18 +101,18 @@ WRONG = [  # a project, a head, what is written otherwise, and what its rule the
 def test_what_is_written_otherwise_than_a_project_reads_it_is_found(to, make, wrong, found, tmp_path):
     folder = tmp_path / "out"
     head = export(save_with(make(), tmp_path / "head"), to, folder, SERVED_CONFIG).head
-    ends = ends_of(head)
-    assert compare(head, read_as(to, head.kind, folder, ends, 8), ends) > 0
+    ends = find_ends(head)
+    assert compare_exported(head, read_as(to, head.kind, folder, ends, 8), ends) > 0
     if callable(wrong):
         retensor(folder, wrong)
     else:
         edit(folder, **wrong)
     with pytest.raises(ValueError, match=found):
-        compare(head, read_as(to, head.kind, folder, ends, 8), ends)
+        compare_exported(head, read_as(to, head.kind, folder, ends, 8), ends)
 
 
 def test_there_is_a_rule_for_each_project_and_kind_that_is_exported():
-    assert RULES.keys() == {(to, name) for name, kind in HEADS.items() for to in kind.engines}
+    assert RULES.keys() == {(to, name) for name, kind in HEAD_KINDS.items() for to in kind.engines}
 
 
 def test_speculators_takes_the_targets_output_in_place_of_one_of_all_tokens(tmp_path):
@@ -121,14 +121,14 @@ def test_speculators_takes_the_targets_output_in_place_of_one_of_all_tokens(tmp_
     folder = tmp_path / "out"
     exported = export(save_with(head, tmp_path / "head"), "speculators", folder, SERVED_CONFIG)
     assert exported.left_out == head.mask_token
-    ends = ends_of(head)
+    ends = find_ends(head)
     edit(folder, draft_vocab_size=64)
     retensor(folder, lambda tensors: tensors.update({"lm_head.weight": head.lm_head.weight.detach().clone()}))
     retensor(folder, lambda tensors: [tensors.pop(name) for name in ("d2t", "t2d")])
     theirs = read_as("speculators", "dflash", folder, ends, 8)
     assert torch.equal(theirs.lm_head.weight, ends.output)
     with pytest.raises(ValueError, match="logits differ"):
-        compare(head, theirs, ends)
+        compare_exported(head, theirs, ends)
 
 
 def test_a_causality_that_a_project_does_not_compute_is_refused(tmp_path):

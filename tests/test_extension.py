@@ -11,7 +11,7 @@ import pytest
 from commands import to_command
 from training import save_model
 
-from treespec.draft.heads.loading import new_head
+from treespec.draft.heads.loading import build_new_head
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 
@@ -25,9 +25,9 @@ ENTRIES = {  # groups of entry points, and in each the name and module of an ent
 }
 MODULES = {
     "careful": """
-from treespec.verify.facts import SCHEMES, Known
+from treespec.verify.facts import SCHEME_INFOS, VerifierInfo
 
-ROW = Known("careful", SCHEMES["topk"], loads="careful_walk:CAREFUL")
+ROW = VerifierInfo("careful", SCHEME_INFOS["topk"], loads="careful_walk:CAREFUL")
 """,
     "careful_walk": """
 from treespec.verify.topk import TopK
@@ -58,14 +58,14 @@ class ROW(MedusaProposer):
     "mine_training": """
 from treespec.heads.training import Recipe, Training
 
-LOSS = "treespec.train.losses.objectives:depth_objective"
+LOSS = "treespec.train.losses.objectives:compute_depth_loss"
 ROW = Training(objective=LOSS, recipe=Recipe(epochs=1, learning_rate=1e-3, weight_decay=0.0, warm_up=None))
 """,
     "bush": """
-from treespec.trees.policy import Form
+from treespec.trees.policy import TreeSyntax
 from treespec.trees.static import balanced
 
-ROW = Form("bush", lambda text: None if text else balanced(2, 2))
+ROW = TreeSyntax("bush", lambda text: None if text else balanced(2, 2))
 """,
 }
 
@@ -119,7 +119,7 @@ registry.HEADS["mine"] = HeadKind(
     read="treespec.heads.formats.depths:read_medusa",
     marks="model_type=mine",
     training=Training(
-        objective="treespec.train.losses.objectives:depth_objective",
+        objective="treespec.train.losses.objectives:compute_depth_loss",
         recipe=Recipe(epochs=1, learning_rate=1e-3, weight_decay=0.0, warm_up=None),
     ),
 )
@@ -136,7 +136,7 @@ def test_a_package_may_say_in_one_row_how_its_head_drafts_and_is_trained():
 
 def test_every_command_knows_its_names(site, tmp_path):
     model = str(save_model(tmp_path / "target"))
-    head = new_head("medusa", Target.load(model))
+    head = build_new_head("medusa", Target.load(model))
     head.config |= {"model_type": "mine"}
     save_head(head, tmp_path / "head")
     options = ["generate", "--target", model, "--dtype", "float32", "--max-new-tokens", "24", "--prompt", "the user"]

@@ -296,11 +296,11 @@ def measure():
     from models import CONFIGS, random_model
 
     from treespec.api.spec import Spec
-    from treespec.draft.auto.cost import Cost
-    from treespec.draft.heads.loading import new_head
+    from treespec.draft.auto.cost import CycleCost
+    from treespec.draft.heads.loading import build_new_head
     from treespec.draft.heads.proposers import EagleProposer
     from treespec.draft.tree_drafter import TreeDrafter
-    from treespec.heads.registry import HEADS
+    from treespec.heads.registry import HEAD_KINDS
     from treespec.model import cuda_graphs as graphs
     from treespec.model.target import Target
     from treespec.model.tree_check import has_equal_bits
@@ -309,12 +309,12 @@ def measure():
     torch.set_num_threads(1)  # the tensors are small
     plain_model = Target(random_model(CONFIGS["llama"](), spread=0))  # a moved weight is no plain matrix
     heads = {}
-    for name in {setup[0] for setup in SETUPS} & {*HEADS}:
+    for name in {setup[0] for setup in SETUPS} & {*HEAD_KINDS}:
         torch.manual_seed(0)
-        heads[name] = new_head(name, plain_model).eval()
+        heads[name] = build_new_head(name, plain_model).eval()
     _library = install()
     graphs.Recorder = lambda: record_as_graph
-    graphs.MET = 2
+    graphs.RECORD_AFTER_CALLS = 2
     count_outside(TreeDrafter, "draft_trees", 1)
     count_outside(EagleProposer, "extend", -1)
     count_outside(EagleProposer, "pairs", -1)
@@ -323,7 +323,7 @@ def measure():
     assert not has_equal_bits(target)
 
     def source(name):
-        if name in HEADS:
+        if name in HEAD_KINDS:
             return move_to_far(heads[name])
         return None if name == "none" else source_of(name, target)
 
@@ -334,9 +334,9 @@ def measure():
         with_graphs = ((1, WARM), (BATCH, WARM)) if setup in GRAPHED else ()
         for batch, first in ((1, 2), (BATCH, 2), *with_graphs):
             target.graphs = graphs.Graphs("Llama") if first == WARM else None
-            spec = Spec(target, source(drafter), tree, verifier, times=Cost((1, 8), (1.0, 1.1)))
+            spec = Spec(target, source(drafter), tree, verifier, times=CycleCost((1, 8), (1.0, 1.1)))
             cycles = 0
-            plain = spec.decoder._cycle
+            plain = spec.decoder._run_cycle
 
             def run_cycle(plain=plain, first=first):
                 nonlocal cycles
@@ -347,7 +347,7 @@ def measure():
                     outside.clear()
                 return plain()
 
-            spec.decoder._cycle = run_cycle
+            spec.decoder._run_cycle = run_cycle
             prompts = [[(7 * row + i) % 60 + 3 for i in range(20)] for row in range(batch)]
             length = 8 if first == 2 else 24
             try:

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 from commands import summary_row
 
-from treespec.eval.figures import figures
-from treespec.eval.intervals import interval, leave_one_out
+from treespec.eval.figures import compute_figures
+from treespec.eval.intervals import compute_interval, leave_one_out
 from treespec.eval.questions import Question
-from treespec.eval.systems import Contestant, planned
-from treespec.eval.verdict import noise_of, sentences
+from treespec.eval.systems import System, plan_questions
+from treespec.eval.verdict import estimate_noise, write_sentences
 
 
 @pytest.mark.parametrize("count", [1, 7, 23])
 def test_every_contestant_is_asked_every_question_once_and_batch_sizes_take_turns(count):
     questions = [Question(i, "c", ("?",)) for i in range(count)]
-    chosen = [Contestant("topk", batch=batch, name=f"{name}{batch}") for batch in (1, 2, 3) for name in "ab"]
-    plan = planned(questions, chosen, {("a1", 0)})
+    chosen = [System("topk", batch=batch, name=f"{name}{batch}") for batch in (1, 2, 3) for name in "ab"]
+    plan = plan_questions(questions, chosen, {("a1", 0)})
     asked = Counter((one.name, q.question_id) for group, one in plan for q in group)
     assert asked == Counter((one.name, i) for one in chosen for i in range(count) if (one.name, i) != ("a1", 0))
     assert max(len(group) for group, one in plan if one.batch == 1) == 1
@@ -44,7 +44,7 @@ def test_figures_of_given_times():
     stages = {"draft": 0.012, "head": 0.008, "target": 0.024, "verify": 0.002, "commit": 0.001}
     mine = answer(12, 4, 0.060, prefill=0.020, **stages)
     plain = answer(12, 12, 0.080, prefill=0.020, target=0.048)
-    got = figures([mine] * 2, [plain] * 2)
+    got = compute_figures([mine] * 2, [plain] * 2)
     ms = {"draft model": 2, "rest of drafting": 1, "target": 6, "verify": 0.5, "commit": 0.25, "rest": 0.25}
     assert got["cycle_ms"] == pytest.approx(ms)
     values = {"decoding_speedup": 1.5, "bound": 3 * 4 / (6 + 2), "speedup": 80 / 60, "acceptance_length": 3}
@@ -56,11 +56,11 @@ def test_ratio_of_totals_of_a_hand_example():
     # ours: 30 tokens in 3 s and 10 in 5 s, 40 in 8; the baseline: 20 in 4 s and 20 in 20 s, 40 in 24.
     mine = [answer(30, 10, 3.0), answer(10, 10, 5.0)]
     base = [answer(20, 20, 4.0), answer(20, 20, 20.0)]
-    got = figures(mine, base)
+    got = compute_figures(mine, base)
     assert got["tokens_per_second"]["value"] == pytest.approx(5)
     assert got["speedup"]["value"] == pytest.approx(5 / (40 / 24))  # 3
     assert got["acceptance_length"]["value"] == pytest.approx(2)
-    one = figures(mine[:1], base[:1])
+    one = compute_figures(mine[:1], base[:1])
     assert one["speedup"] == {"value": pytest.approx(2), "low": None, "high": None}
 
 
@@ -72,18 +72,18 @@ def test_the_interval_of_a_hand_example():
     tokens = np.array([12.0, 6.0, 2.0])
     cycles = np.array([4.0, 3.0, 1.0])
     weights = leave_one_out(3)
-    got = interval((weights @ tokens) / (weights @ cycles))
+    got = compute_interval((weights @ tokens) / (weights @ cycles))
     reach = 4.3027 * (2 / 3 * 0.33959) ** 0.5
     assert got == pytest.approx({"value": 2.5, "low": 2.5 - reach, "high": 2.5 + reach}, rel=1e-4)
-    assert interval((weights @ tokens) / (weights @ cycles), most=3.0)["high"] == 3.0
+    assert compute_interval((weights @ tokens) / (weights @ cycles), most=3.0)["high"] == 3.0
     rates = weights @ np.array([9.0, 0.1, 0.1]) / (weights @ cycles)
-    assert interval(rates)["low"] == 0.0
+    assert compute_interval(rates)["low"] == 0.0
 
 
 def test_nothing_varies_or_nothing_is_left_gives_no_interval():
-    assert interval(np.array([2.0, 2.0, 2.0])) == {"value": 2.0, "low": None, "high": None}
-    assert interval(np.array([2.0, np.nan])) == {"value": 2.0, "low": None, "high": None}
-    assert interval(np.array([np.inf, 1.0, 2.0])) == {"value": None, "low": None, "high": None}
+    assert compute_interval(np.array([2.0, 2.0, 2.0])) == {"value": 2.0, "low": None, "high": None}
+    assert compute_interval(np.array([2.0, np.nan])) == {"value": 2.0, "low": None, "high": None}
+    assert compute_interval(np.array([np.inf, 1.0, 2.0])) == {"value": None, "low": None, "high": None}
 
 
 RUN = json.loads(Path(__file__).with_name("questions.json").read_text())
@@ -117,7 +117,7 @@ def test_intervals_cover_the_truth_of_a_real_run(count, temperature):
     for chosen in rng.integers(80, size=(4000, count)):
         found = ratios({column: weights @ values[chosen] for column, values in questions.items()})
         for name, samples in found.items():
-            ends = interval(samples)
+            ends = compute_interval(samples)
             covered[name] += ends["low"] is not None and ends["low"] <= truth[name] <= ends["high"]
     assert all(0.93 <= number / 4000 <= 0.97 for number in covered.values()), covered
 
@@ -139,17 +139,17 @@ def measured(questions, rng, speedup=1.0):
     """The verdict on plain decoding, plain decoding again, and a pair that is `speedup` times as fast."""
     clock = BusyClock(rng)
     answers = {name: {} for name in ("plain", "again", "pair")}
-    chosen = [Contestant("topk", name=name, again=name == "again") for name in answers]
+    chosen = [System("topk", name=name, is_repeat=name == "again") for name in answers]
     tokens = rng.integers(5, 100, questions)
-    for [one], who in planned([Question(i, "c", ("?",)) for i in range(questions)], chosen, set()):
+    for [one], who in plan_questions([Question(i, "c", ("?",)) for i in range(questions)], chosen, set()):
         count = int(tokens[one.question_id])
         seconds = clock.seconds(count, speedup if who.name == "pair" else 1.0)
         answers[who.name][one.question_id] = answer(count, count, seconds)
     figure = {}
     for name in ("again", "pair"):
         base = [answers["plain"][number] for number in answers[name]]
-        figure[name] = figures(list(answers[name].values()), base)["speedup"]
-    return sentences([summary_row("pair", figure["pair"])], questions, noise_of(figure["again"]))
+        figure[name] = compute_figures(list(answers[name].values()), base)["speedup"]
+    return write_sentences([summary_row("pair", figure["pair"])], questions, estimate_noise(figure["again"]))
 
 
 def test_a_busy_machine_makes_no_winner_and_hides_no_large_one():

@@ -27,10 +27,10 @@ from head_files import (
 from models import close, same_weights, target
 from torch.nn.functional import pad, rms_norm, silu, softmax
 
-from treespec.draft.heads.loading import fit
-from treespec.draft.vocabulary import whole
+from treespec.draft.heads.loading import attach_to_target
+from treespec.draft.vocabulary import expand_logits
 from treespec.heads.checkpoint import load_head, save_head
-from treespec.heads.formats.export import outputs
+from treespec.heads.formats.export import compute_outputs
 from treespec.model.output import captured
 
 IDS_OF_TEXT = torch.tensor([3, 9, 12, 5, 40, 8])
@@ -87,9 +87,9 @@ def spread(logits, tokens, size=64):
 def drafted(folder, features, model=EIGHT_LAYERS):
     """[T, V] the first drafts after each token, by a head that is read and fitted to its target."""
     head = load_head(folder)
-    fit(head, model, "head")
-    hidden = head.step(IDS_OF_TEXT[None], head.fuse(features[None]), torch.arange(len(features)))
-    return whole(head.logits(hidden[0], model), head, model)
+    attach_to_target(head, model, "head")
+    hidden = head.forward_step(IDS_OF_TEXT[None], head.fuse(features[None]), torch.arange(len(features)))
+    return expand_logits(head.compute_logits(hidden[0], model), head, model)
 
 
 AUX = torch.randn(len(IDS_OF_TEXT), 96, generator=torch.Generator().manual_seed(1))
@@ -310,7 +310,7 @@ def test_a_file_that_was_read_and_saved_gives_the_same_head(name, tmp_path):
     again = load_head(tmp_path / "again")
     assert again.kind == head.kind
     assert same_weights(again.state_dict(), head.state_dict())
-    assert torch.equal(outputs(head), outputs(again))
+    assert torch.equal(compute_outputs(head), compute_outputs(again))
 
 
 def test_jetspecs_causal_head_drafts_causally_in_all_layers(tmp_path):
@@ -325,11 +325,11 @@ def test_jetspecs_causal_head_drafts_causally_in_all_layers(tmp_path):
 def test_aux_layer_l_is_what_the_last_layer_gives_before_the_norm():
     tokens = torch.arange(3, 9)[None]
     layers = EIGHT_LAYERS.layers
-    features = EIGHT_LAYERS.features(tokens, (2, 4, layers))
-    last = EIGHT_LAYERS.features(tokens)
+    features = EIGHT_LAYERS.compute_features(tokens, (2, 4, layers))
+    last = EIGHT_LAYERS.compute_features(tokens)
     norm = EIGHT_LAYERS.decoder.norm
     close(rms_norm(features[..., 64:], (32,), norm.weight, norm.variance_epsilon), last, 1e-5, 1e-4)
-    assert torch.equal(features[..., :64], EIGHT_LAYERS.features(tokens, (2, 4)))
+    assert torch.equal(features[..., :64], EIGHT_LAYERS.compute_features(tokens, (2, 4)))
     with captured(EIGHT_LAYERS.stack, (layers,)) as inputs:
         EIGHT_LAYERS.decoder(tokens)
     close(inputs[layers], features[..., 64:], 1e-5, 1e-4)
@@ -339,6 +339,6 @@ def test_aux_layer_l_is_what_the_last_layer_gives_before_the_norm():
 def test_a_head_that_reads_the_last_layers_output_fits_its_target(ids, tmp_path):
     nested = {} if ids else {"eagle_config": {LAYER_IDS_KEY: [1, 3, 7]}}
     head = load_head(write_head(tmp_path, EAGLE3_CONFIG | nested | {LAYER_IDS_KEY: ids}, EAGLE3_TENSORS))
-    fit(head, EIGHT_LAYERS, "head")
+    attach_to_target(head, EIGHT_LAYERS, "head")
     assert head.aux_layers == (2, 4, 8)
-    assert outputs(head).isfinite().all()
+    assert compute_outputs(head).isfinite().all()

@@ -21,9 +21,9 @@ from training import change_json
 
 from treespec.draft.heads.registry import PROPOSER_BY_KIND
 from treespec.heads.checkpoint import load_head
-from treespec.heads.formats.export import outputs
+from treespec.heads.formats.export import compute_outputs
 from treespec.heads.formats.sglang import from_sglang, to_sglang_ids
-from treespec.heads.registry import HEADS
+from treespec.heads.registry import HEAD_KINDS
 from treespec.train.recipes import TRAINING_BY_KIND
 
 
@@ -32,7 +32,7 @@ def test_a_directory_gives_the_logits_of_the_head_behind_it(name, tmp_path):
     folder, head = write_directory(tmp_path, name)
     loaded = load_head(folder)
     assert loaded.kind == head.kind
-    assert torch.equal(outputs(loaded), outputs(head))
+    assert torch.equal(compute_outputs(loaded), compute_outputs(head))
     if LAYER_IDS_KEY in str(DIRECTORIES[name][1]):
         assert loaded.aux_layers == head.aux_layers == (2, 4, 5)
 
@@ -63,7 +63,7 @@ def test_the_files_of_a_whole_model_are_read_where_they_hold_heads(tmp_path):
     (folder / "model.safetensors").unlink()
     index = {"weight_map": places | {"model.norm.weight": "absent.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert torch.equal(outputs(load_head(folder)), outputs(head))
+    assert torch.equal(compute_outputs(load_head(folder)), compute_outputs(head))
     (folder / "model.safetensors.index.json").write_text("[]")
     with complains(r"index\.json is damaged"):
         load_head(folder)
@@ -73,8 +73,8 @@ def test_speculators_heads_norm_their_residual_where_they_do_not_say(tmp_path):
     config = {name: value for name, value in SPECULATORS_CONFIG.items() if name != "norm_before_residual"}
     head = build_eagle3(residual=True)
     loaded = load_head(write_head(tmp_path, config, rename_midlayer(head.state_dict())))
-    assert torch.equal(outputs(loaded), outputs(head))
-    assert (outputs(loaded) - outputs(build_eagle3())).abs().max() > 0.1
+    assert torch.equal(compute_outputs(loaded), compute_outputs(head))
+    assert (compute_outputs(loaded) - compute_outputs(build_eagle3())).abs().max() > 0.1
 
 
 def test_our_aux_layer_is_entered_where_sglangs_layer_id_is_left():
@@ -85,7 +85,7 @@ def test_our_aux_layer_is_entered_where_sglangs_layer_id_is_left():
         return lambda _, __, out: left.update({k: out[0] if isinstance(out, tuple) else out})
 
     handles = [layer.register_forward_hook(keep(k)) for k, layer in enumerate(EIGHT_LAYERS.stack)]
-    features = EIGHT_LAYERS.features(torch.arange(3, 9)[None], (2, 4, 5))
+    features = EIGHT_LAYERS.compute_features(torch.arange(3, 9)[None], (2, 4, 5))
     for handle in handles:
         handle.remove()
     assert torch.equal(features, torch.cat([left[k] for k in to_sglang_ids((2, 4, 5))], dim=-1))
@@ -136,7 +136,7 @@ def test_hydra_heads_that_do_not_tell_their_attention_heads_ask_for_them(tmp_pat
 
 
 def test_every_table_of_heads_has_the_same_kinds_and_names_what_exists():
-    for name, kind in HEADS.items():
+    for name, kind in HEAD_KINDS.items():
         named = (kind.head, kind.read, kind.write, TRAINING_BY_KIND[name].objective)
         assert all(callable(resolve_name(name)) for name in named if name)
-    assert list(TRAINING_BY_KIND) == list(PROPOSER_BY_KIND) == list(HEADS)
+    assert list(TRAINING_BY_KIND) == list(PROPOSER_BY_KIND) == list(HEAD_KINDS)

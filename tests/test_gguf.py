@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 from treespec.api.load import load
 from treespec.cli import app
 from treespec.heads.checkpoint import save_head
-from treespec.model.identity import target_identity
+from treespec.model.identity import identify_target
 from treespec.model.placement import Placement
-from treespec.model.quantization.gguf import tell_of_rotary_factors
+from treespec.model.quantization.gguf import warn_of_rotary_factors
 from treespec.model.target import Target
 from treespec.model.tokenizers import load_tokenizer
 from treespec.train.run import train
@@ -76,13 +76,13 @@ def test_a_head_trains_on_a_file_and_on_features_that_it_stored(folder, tmp_path
 
 def print_identity() -> None:
     """In a process of its own, without a network."""
-    from treespec.model.identity import target_identity
+    from treespec.model.identity import identify_target
     from treespec.model.placement import Placement
     from treespec.model.weights import load_model
 
     variant = Placement("gguf:tiny.gguf")
     config = load_model("org/small-GGUF", how=variant).config
-    print(target_identity("org/small-GGUF", variant))
+    print(identify_target("org/small-GGUF", variant))
     print(config.model_type, config.num_hidden_layers, config.num_key_value_heads)
 
 
@@ -106,19 +106,19 @@ def test_rotary_factors_that_the_config_lacks_are_told(folder, caplog):
     assert "scaled.gguf scales its rotary positions, and the config read for it does not" in caplog.text
     caplog.clear()
     model.config.rope_parameters = {"rope_type": "linear", "factor": 8.0, "rope_theta": 10_000.0}
-    tell_of_rotary_factors(folder / "scaled.gguf", model.config)
+    warn_of_rotary_factors(folder / "scaled.gguf", model.config)
     assert not caplog.text
 
 
 def test_an_identity_follows_the_weights_of_the_file(folder, tmp_path):
     variant = Placement("gguf:tiny.gguf")
-    before = target_identity(str(folder), variant)
-    assert before != target_identity(str(folder))
-    assert before == target_identity(str(folder), Placement(f"gguf:{folder / 'tiny.gguf'}"))
+    before = identify_target(str(folder), variant)
+    assert before != identify_target(str(folder))
+    assert before == identify_target(str(folder), Placement(f"gguf:{folder / 'tiny.gguf'}"))
     content = bytearray((folder / "tiny.gguf").read_bytes())
     content[-1] ^= 1
     (tmp_path / "other.gguf").write_bytes(content)
-    assert before != target_identity(str(folder), Placement(f"gguf:{tmp_path / 'other.gguf'}"))
+    assert before != identify_target(str(folder), Placement(f"gguf:{tmp_path / 'other.gguf'}"))
 
 
 def test_what_is_no_gguf_file_is_told_in_a_line(folder):

@@ -10,7 +10,7 @@ from torch.nn.functional import rms_norm, silu
 
 from treespec.heads.checkpoint import load_head
 from treespec.heads.formats.export import export
-from treespec.heads.formats.gguf import turned
+from treespec.heads.formats.gguf import permute_rotary_rows
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 64}
@@ -72,16 +72,16 @@ def test_llama_cpps_arithmetic_gives_the_heads_logits(rope, before, tmp_path):
     head = load_head(folder)
     ids = torch.randint(64, (9,))
     aux = torch.randn(9, head.feature_size)
-    hidden = head.step(ids[None], head.fuse(aux)[None], torch.arange(9))[0]
+    hidden = head.forward_step(ids[None], head.fuse(aux)[None], torch.arange(9))[0]
     found, d2t = as_llama_cpp(tmp_path / "out" / "model.gguf", ids, aux)
     assert torch.equal(d2t, head.d2t + torch.arange(len(d2t)))
-    torch.testing.assert_close(found, head.lm_head(head.normed(hidden)), atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(found, head.lm_head(head.normalize_hidden(hidden)), atol=2e-5, rtol=1e-4)
 
 
 def test_rows_turn_as_drawn_and_back():
     rows = torch.arange(12.0)[:, None]
-    assert turned(rows, 2)[:, 0].tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
-    assert torch.equal(turned(turned(rows, 2), 2, back=True), rows)
+    assert permute_rotary_rows(rows, 2)[:, 0].tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
+    assert torch.equal(permute_rotary_rows(permute_rotary_rows(rows, 2), 2, back=True), rows)
 
 
 def test_a_damaged_file_is_refused_in_a_line(tmp_path):

@@ -9,8 +9,8 @@ from commands import complains
 from drafters import build_spec, list_token_paths
 from models import plain_generate, prompt, prompts_of_lengths, what
 
-from treespec.cli.chat import ChatConfig, Conversation, run
-from treespec.draft.lookup.matches import longest_match, tree_of
+from treespec.cli.chat import ChatConfig, ChatSession, run_chat
+from treespec.draft.lookup.matches import find_longest_match, merge_continuations
 from treespec.eval.certify.run import Examination
 from treespec.eval.config import CertifyConfig
 
@@ -22,7 +22,9 @@ def random_text(seed, length=40, vocab=4):
 
 
 def merged(root, continuations, nodes):
-    return tree_of(continuations, nodes - 1, 0, lambda length: 1.0, 0.0).tree(root, torch.device("cpu"))
+    return merge_continuations(continuations, nodes - 1, 0, lambda length: 1.0, 0.0).build_token_tree(
+        root, torch.device("cpu")
+    )
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -50,7 +52,7 @@ def test_it_finds_what_a_search_of_all_positions_finds(seed, ngram):
         ends = [end for end in range(size - 1, len(text) - 1) if text[end - size + 1 : end + 1] == text[-size:]]
         if ends:
             break
-    assert longest_match(np.array(text), np.array(text), ngram)[1].tolist() == [end + 1 for end in ends]
+    assert find_longest_match(np.array(text), np.array(text), ngram)[1].tolist() == [end + 1 for end in ends]
 
 
 def test_a_batch_equals_each_text_alone():
@@ -75,13 +77,13 @@ def test_a_later_turn_and_the_end_of_the_context_change_nothing():
 
 
 def test_chat_says_what_drafts_and_refuses_a_tree():
-    conversation = Conversation(build_spec("llama", DRAFTER), ChatConfig(target="target", drafter=DRAFTER))
-    assert run(conversation, "/verifier topk") == "suffix, verifier topk"
+    conversation = ChatSession(build_spec("llama", DRAFTER), ChatConfig(target="target", drafter=DRAFTER))
+    assert run_chat(conversation, "/verifier topk") == "suffix, verifier topk"
     with complains("makes its own tree"):
-        run(conversation, "/tree eagle")
+        run_chat(conversation, "/tree eagle")
 
 
 def test_a_drafter_without_a_head_is_certified():
     config = CertifyConfig(target="target", drafter=DRAFTER, tokens=80, length=4, batch=1)
-    found = Examination(build_spec("llama", DRAFTER), [prompt(), prompt(5)], config).verdict()
+    found = Examination(build_spec("llama", DRAFTER), [prompt(), prompt(5)], config).decide_verdict()
     assert (found["passed"], found["tree"]) == (True, DRAFTER)

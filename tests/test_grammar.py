@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerFast
 
 from treespec.api.spec import Spec
 from treespec.model.target import Target
-from treespec.sampling.compiled_grammar import compiled
-from treespec.sampling.grammar import GrammarShaper
-from treespec.sampling.probs import SamplingParams, probs
-from treespec.verify.facts import NAMES
+from treespec.sampling.compiled_grammar import compile_grammar
+from treespec.sampling.grammar import GrammarProcessor
+from treespec.sampling.probs import SamplingParams, compute_probs
+from treespec.verify.facts import VERIFIER_NAMES
 
 TOKENS = ["a", "b", "c", "ab", "</s>", "d"]
 END = 4
@@ -59,7 +59,7 @@ def law_of_answers(model, prompt, allowed, params):
         logits = model.model(torch.tensor([[*prompt, *answer]])).logits[0, -1].double()
         forbidden = [token for token in range(len(TOKENS)) if token not in allowed(answer)]
         logits[forbidden] = -math.inf
-        for token, p in enumerate(probs(logits, params).tolist()):
+        for token, p in enumerate(compute_probs(logits, params).tolist()):
             if p:
                 walk((*answer, token), chance * p)
 
@@ -83,12 +83,12 @@ def letters():
 
 def shaper_of(spec, regex):
     target = spec.target
-    return GrammarShaper(compiled("regex", regex, target.tokenizer, target.vocab_size, frozenset({END})))
+    return GrammarProcessor(compile_grammar("regex", regex, target.tokenizer, target.vocab_size, frozenset({END})))
 
 
 def allowed_by_matcher(spec, regex, answer):
     """By a matcher that goes straight to the end of the answer."""
-    rows = shaper_of(spec, regex).shape(answer, [()], torch.zeros(1, len(TOKENS)))
+    rows = shaper_of(spec, regex).process_logits(answer, [()], torch.zeros(1, len(TOKENS)))
     return set((rows[0] == 0).nonzero()[:, 0].tolist())
 
 
@@ -97,9 +97,9 @@ def test_masks_do_not_depend_on_the_way_to_a_node(letters):
     paths = [path for n in range(5) for path in itertools.product([0, 1, 2, 3], repeat=n)][::-1]
     walked = shaper_of(letters, FORCED)
     for answer in ([], [0, 2]):
-        rows = walked.shape(answer, paths, torch.zeros(len(paths), len(TOKENS)))
+        rows = walked.process_logits(answer, paths, torch.zeros(len(paths), len(TOKENS)))
         for path, row in zip(paths, rows, strict=True):
-            alone = shaper_of(letters, FORCED).shape([], [(*answer, *path)], torch.zeros(1, len(TOKENS)))
+            alone = shaper_of(letters, FORCED).process_logits([], [(*answer, *path)], torch.zeros(1, len(TOKENS)))
             assert torch.equal(row, alone[0])
 
 
@@ -116,7 +116,7 @@ def test_answers_have_the_targets_distribution_among_what_is_allowed(letters, ve
     assert mean == pytest.approx(cycles[verifier], abs=1e-4)
 
 
-@pytest.mark.parametrize("verifier", NAMES)
+@pytest.mark.parametrize("verifier", VERIFIER_NAMES)
 def test_at_temperature_0_every_verifier_gives_the_most_likely_allowed_tokens(letters, verifier):
     spec = letters.configured(verifier=verifier, allow_lossy=True)
     for regex in (REGEX, FORCED):
@@ -124,7 +124,7 @@ def test_at_temperature_0_every_verifier_gives_the_most_likely_allowed_tokens(le
         assert spec.generate(PROMPT, regex=regex).token_ids == wanted
 
 
-@pytest.mark.parametrize("verifier", NAMES)
+@pytest.mark.parametrize("verifier", VERIFIER_NAMES)
 def test_forced_tokens_are_accepted_by_every_verifier(letters, verifier):
     """After the first token four are forced: one cycle takes them, whatever the head drafts."""
     spec = letters.configured(verifier=verifier, allow_lossy=True)

@@ -55,8 +55,8 @@ def refused(run):
 def recorded(monkeypatch, name, kind, record):
     """Completions of three prompts, alone and together, without graphs and with them; and the graphs."""
     monkeypatch.setattr(graphs, "Recorder", lambda: record)
-    monkeypatch.setattr(graphs, "MET", 3)
-    monkeypatch.setattr(kernels, "library", lambda: None)  # torch does not see what they do
+    monkeypatch.setattr(graphs, "RECORD_AFTER_CALLS", 3)
+    monkeypatch.setattr(kernels, "load_kernels", lambda: None)  # torch does not see what they do
     target = Target(random_model(CONFIGS[name]()))
     target.eos = frozenset()
     found = []
@@ -100,7 +100,7 @@ def test_a_model_that_no_graph_repeats_goes_on_without(monkeypatch, caplog, reco
 def test_what_a_run_reads_and_did_not_make_is_kept():
     weight = torch.randn(3, 4)
     table = torch.arange(5)
-    with graphs.Reading() as reading:
+    with graphs.InputTracer() as reading:
         made = torch.randn(2, 3) @ weight
         (made + 1)[:, table[:2]].sum()
     assert {x.data_ptr() for x in reading.read.values()} == {weight.data_ptr(), table.data_ptr()}
@@ -112,8 +112,8 @@ def test_a_graph_serves_the_texts_that_are_left(monkeypatch, name, kind):
     recordings = []
     found = []
     monkeypatch.setattr(graphs, "Recorder", lambda: lambda run: recordings.append(run) or traced(run))
-    monkeypatch.setattr(graphs, "MET", 3)
-    monkeypatch.setattr(kernels, "library", lambda: None)
+    monkeypatch.setattr(graphs, "RECORD_AFTER_CALLS", 3)
+    monkeypatch.setattr(kernels, "load_kernels", lambda: None)
     target = Target(random_model(CONFIGS[name]()))
     target.eos, source = frozenset(), KINDS[kind][0](target) if kind else None
     for used in (None, graphs.Graphs("Llama")):
@@ -136,10 +136,10 @@ def test_a_graph_serves_the_texts_that_are_left(monkeypatch, name, kind):
 def test_a_rare_forward_takes_a_graph_of_more_rows_or_texts(monkeypatch):
     """After trees of nine nodes for two texts, one of four for one text does not run the model."""
     monkeypatch.setattr(graphs, "Recorder", lambda: traced)
-    monkeypatch.setattr(kernels, "library", lambda: None)
+    monkeypatch.setattr(kernels, "load_kernels", lambda: None)
     target = Target(random_model(CONFIGS["llama"]()))
     runs = []
-    target.graphs, cache = graphs.Graphs("Llama"), target.new_cache(60)
+    target.graphs, cache = graphs.Graphs("Llama"), target.build_cache(60)
     cache.rewind([0, 0])
     target.prefill(cache, torch.tensor([prompt(9, 0), prompt(9, 1)]))
     target.decoder.register_forward_hook(lambda *_: runs.append(1))
@@ -149,7 +149,7 @@ def test_a_rare_forward_takes_a_graph_of_more_rows_or_texts(monkeypatch):
         tree = TokenTree(chain, chain - 1, chain, torch.ones(n, n).tril().bool())
         return torch.stack([out.logits for out in target.forward_trees(cache, [tree] * texts)])
 
-    for _ in range(graphs.MET):
+    for _ in range(graphs.RECORD_AFTER_CALLS):
         logits(9, texts=2)
     cache.commit([[0], [0]])
     cache.select([1])

@@ -10,9 +10,9 @@ from treespec.draft.heads.proposers import EagleProposer
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.model.target import Target
 from treespec.sampling.probs import SamplingParams
-from treespec.trees.mask import ancestor_mask
-from treespec.trees.policy import policy
-from treespec.verify.registry import SCHEMES, verifier_by_name
+from treespec.trees.mask import build_ancestor_mask
+from treespec.trees.policy import parse_policy
+from treespec.verify.registry import SCHEMES, load_verifier
 
 TEXT = torch.tensor([1, 2, 0, 3, 1])
 FEATURES = torch.randn(5, 4, generator=seeded(0))
@@ -28,7 +28,7 @@ def grow(table, tree, verifier="topk", temperature=0.0, seed=0):
     model, head = table
     proposer = EagleProposer(head, model)
     follow(proposer, FEATURES, TEXT)
-    drafter = TreeDrafter(proposer, policy(tree), verifier_by_name(verifier).scheme)
+    drafter = TreeDrafter(proposer, parse_policy(tree), load_verifier(verifier).scheme)
     return draft_tree(drafter, TEXT[-1:], SamplingParams(temperature), seeded(seed))
 
 
@@ -39,10 +39,10 @@ def draft_logits(table, path):
     tokens = TEXT
     known = FEATURES
     for token in path:
-        hidden = head.step(tokens[None], known[None], torch.arange(len(known)))[0, -1:]
+        hidden = head.forward_step(tokens[None], known[None], torch.arange(len(known)))[0, -1:]
         tokens = torch.cat([tokens, torch.tensor([token])])
         known = torch.cat([known, hidden])
-    return model.output_logits(head.step(tokens[None], known[None], torch.arange(len(known)))[0, -1])
+    return model.compute_output_logits(head.forward_step(tokens[None], known[None], torch.arange(len(known)))[0, -1])
 
 
 def test_the_dynamic_tree_is_the_most_likely_part_of_all_drafts(table):
@@ -56,7 +56,7 @@ def test_the_dynamic_tree_is_the_most_likely_part_of_all_drafts(table):
     assert set(paths) == {(), *best}
     assert [paths[parent] for parent in tree.parents.tolist()[1:]] == [path[:-1] for path in paths[1:]]
     assert tree.depth.tolist() == [len(path) for path in paths]
-    assert torch.equal(tree.ancestors, ancestor_mask(tree.parents))
+    assert torch.equal(tree.ancestors, build_ancestor_mask(tree.parents))
     assert tree.parents[0] == -1
 
 
@@ -68,5 +68,5 @@ def test_at_temperature_0_children_are_the_most_likely_under_any_verifier(table)
 
 def test_nothing_is_drafted_before_anything_was_observed(table):
     model, head = table
-    fresh = TreeDrafter(EagleProposer(head, model), policy("eagle"), SCHEMES["topk"])
+    fresh = TreeDrafter(EagleProposer(head, model), parse_policy("eagle"), SCHEMES["topk"])
     assert draft_tree(fresh, torch.tensor([3]), SamplingParams(), torch.Generator()).tokens.tolist() == [3]

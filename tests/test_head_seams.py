@@ -5,7 +5,7 @@ import torch
 from models import close, random_head, seeded, target
 
 from treespec.api.spec import Spec
-from treespec.draft.heads.loading import new_head
+from treespec.draft.heads.loading import build_new_head
 from treespec.heads.head import Head
 
 LETTERS = "abcde"
@@ -27,7 +27,7 @@ FIGURE = figure_lines(Head.forward.__doc__)
 def random_weights(kind, model):
     """A head whose every weight is random: published ones begin with zeros and identities."""
     torch.manual_seed(0)
-    head = new_head(kind, model).eval()
+    head = build_new_head(kind, model).eval()
     for weight in head.parameters():
         if weight.requires_grad:
             weight.copy_(0.2 * torch.randn(weight.shape))
@@ -46,7 +46,7 @@ def test_a_row_reads_the_feature_and_the_next_token_that_the_figure_draws(kind):
     counts = torch.ones(1, 3, dtype=torch.bool)
 
     def run(tokens, features):
-        return head(tokens, features, counts, 1, model.embeddings)[0]
+        return head(tokens, features, counts, 1, model.embed_tokens)[0]
 
     plain = run(tokens, features)
     newest_token, newest_feature = [None] * 3, [None] * 3
@@ -76,8 +76,8 @@ def test_the_rows_of_each_step_are_for_the_tokens_that_the_figure_draws(kind):
     everything = torch.ones(1, 3, dtype=torch.bool)
     counts = torch.tensor([[mark == "1" for mark in FIGURE["counts"][:3]]])
     assert [LETTERS[i + 2] for i in range(3) if counts[0, i]] == ["d", "e"]
-    all_rows = head(tokens, features, everything, 3, model.embeddings)
-    wanted = head(tokens, features, counts, 3, model.embeddings)
+    all_rows = head(tokens, features, everything, 3, model.embed_tokens)
+    wanted = head(tokens, features, counts, 3, model.embed_tokens)
     for step in range(3):
         drawn = FIGURE[f"step {step}"][: 3 - step]
         assert drawn == list(LETTERS[step + 2 :])
@@ -91,17 +91,17 @@ def test_while_it_drafts_each_feature_meets_the_token_committed_after_it(monkeyp
     model = target("llama")
     head = random_head(model)
     asked = []
-    step = type(head).step
+    step = type(head).forward_step
 
     def spy(self, tokens, features, *more, **named):
         asked.append((tokens.clone(), features.clone()))
         return step(self, tokens, features, *more, **named)
 
-    monkeypatch.setattr(type(head), "step", spy)
+    monkeypatch.setattr(type(head), "forward_step", spy)
     prompt = [5, 9, 13, 21, 34]
     output = Spec(model, head, "chain:2").generate(prompt, max_new_tokens=4, temperature=0.0)
     letters = dict(zip([*prompt, output.token_ids[0]], "abcder", strict=True))
-    target_features = model.features(torch.tensor([prompt]))[0]
+    target_features = model.compute_features(torch.tensor([prompt]))[0]
     drawn = []
     for tokens, features in asked[:3]:
         pairs = []

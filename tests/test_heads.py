@@ -15,11 +15,11 @@ from training import change_json, save_model
 from transformers import LlamaConfig
 
 from treespec.api.load import load
-from treespec.draft.heads.loading import fit, new_head
+from treespec.draft.heads.loading import attach_to_target, build_new_head
 from treespec.draft.vocabulary import save_vocabulary
 from treespec.heads.checkpoint import load_head, save_head
-from treespec.heads.eagle3 import default_aux_layers
-from treespec.heads.formats.export import outputs
+from treespec.heads.eagle3 import list_default_aux_layers
+from treespec.heads.formats.export import compute_outputs
 from treespec.model.target import Target
 
 HALF = torch.randperm(64, generator=seeded(1))[:32].sort().values
@@ -160,16 +160,16 @@ def test_a_new_head_fits_its_target_and_is_saved_and_loaded(name, leave_out, mak
     head = make(model)
     save_head(head, tmp_path, leave_out=leave_out)
     loaded = load_head(tmp_path)
-    fit(loaded, model, "h")
+    attach_to_target(loaded, model, "h")
     assert loaded.embed_tokens.weight is model.model.get_input_embeddings().weight
     assert loaded.aux_layers == head.aux_layers
-    assert torch.equal(outputs(head), outputs(loaded))
+    assert torch.equal(compute_outputs(head), compute_outputs(loaded))
 
 
 def test_the_head_sees_embeddings_as_its_target_does():
     model = target("gemma3")
     tokens = torch.tensor([[3, 4, 5]])
-    head = new_head("eagle", model)
+    head = build_new_head("eagle", model)
     scaled = model.model.get_input_embeddings()(tokens)
     assert torch.allclose(head.embed_tokens(tokens) * head.embed_scale, scaled)
 
@@ -195,7 +195,7 @@ def test_a_head_without_embedding_and_aux_layers_takes_its_targets(third):
     model = target("llama")
     head = load_head(third, torch.float32)
     assert head.embed_tokens is None
-    fit(head, model, "h")
+    attach_to_target(head, model, "h")
     assert head.aux_layers == (0, 1, 2)
     assert torch.equal(head.embed_tokens.weight, model.model.get_input_embeddings().weight)
     assert head.vocabulary.tolist() == HALF.tolist()
@@ -203,7 +203,7 @@ def test_a_head_without_embedding_and_aux_layers_takes_its_targets(third):
     head.embed_tokens = None
     head.feature_size = 192
     with complains(r"lacks embed_tokens\.weight, and the target's embedding is 64 wide, not 32"):
-        fit(head, wide, "h")
+        attach_to_target(head, wide, "h")
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_a_head_without_embedding_and_aux_layers_takes_its_targets(third):
     [(80, (2, 40, 77)), (32, (2, 16, 29)), (7, (2, 3, 4)), (6, (3, 4, 5)), (1, (0, 0, 0))],
 )
 def test_the_published_aux_layers_and_three_of_a_small_target(layers, aux_layers):
-    assert default_aux_layers(layers) == aux_layers
+    assert list_default_aux_layers(layers) == aux_layers
     assert all(0 <= layer < layers for layer in aux_layers)
 
 

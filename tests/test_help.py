@@ -11,17 +11,17 @@ from typer.testing import CliRunner
 
 from treespec import options
 from treespec.cli import app
-from treespec.cli.make import ENGINES
+from treespec.cli.make import ENGINE_HELP
 from treespec.draft.registry import DRAFTERS as ROWS
-from treespec.eval.acceptance.config import DRAWN_BY, PRESETS
+from treespec.eval.acceptance.config import DRAWN_BY, PAPER_PRESETS
 from treespec.eval.suites import SUITES
-from treespec.heads.registry import HEADS
-from treespec.train.config import TRACKERS, TrainConfig
+from treespec.heads.registry import HEAD_KINDS
+from treespec.train.config import TRACKER_NAMES, TrainConfig
 from treespec.train.recipes import TRAINING_BY_KIND
 from treespec.trees import policy
 from treespec.verify import facts
-from treespec.verify.facts import NAMES
-from treespec.verify.registry import SCHEMES, verifier_by_name
+from treespec.verify.facts import VERIFIER_NAMES
+from treespec.verify.registry import SCHEMES, load_verifier
 
 
 def commands(group=None, name=""):
@@ -41,15 +41,15 @@ HELP = {
 }
 
 LOSSLESS = {name for name, scheme in SCHEMES.items() if scheme.lossless}
-MARKED = {name if name in LOSSLESS or name not in SCHEMES else f"{name} (lossy)" for name in NAMES}
+MARKED = {name if name in LOSSLESS or name not in SCHEMES else f"{name} (lossy)" for name in VERIFIER_NAMES}
 LISTS = {  # what the help of an option lists, wherever the option is
     "verifier": MARKED,
     "drafter": {row.forms[0] for row in ROWS.values()},
     "tree": {*options.TREE_FORMS.values(), options.TREE_FILE},
-    "dtype": set(options.DTYPES),
+    "dtype": set(options.DTYPE_NAMES),
     "questions": {"builtin", *SUITES, "a JSONL file in FastChat's format"},
-    "preset": set(PRESETS),
-    "to": {f"{name} ({project})" for name, project in ENGINES.items()},
+    "preset": set(PAPER_PRESETS),
+    "to": {f"{name} ({project})" for name, project in ENGINE_HELP.items()},
 }
 OTHERS = {  # options of one name and another meaning
     ("acceptance", "verifier"): {"all", *LOSSLESS},
@@ -93,30 +93,30 @@ def test_every_command_that_loads_a_target_may_trust_its_code():
 
 
 def test_the_names_that_help_lists_are_those_of_the_registries():
-    assert {name for name, row in ROWS.items() if row.is_head} == {"head", *HEADS}
-    assert ("builtin", *SUITES) == options.QUESTIONS
-    assert set(ENGINES) == {engine for kind in HEADS.values() for engine in kind.engines}
+    assert {name for name, row in ROWS.items() if row.is_head} == {"head", *HEAD_KINDS}
+    assert ("builtin", *SUITES) == options.QUESTION_SUITES
+    assert set(ENGINE_HELP) == {engine for kind in HEAD_KINDS.values() for engine in kind.engines}
 
 
 def test_what_is_known_without_torch_is_what_the_parts_say():
     """The pairing rules read the facts of a scheme from a table of their own."""
     for name, scheme in SCHEMES.items():
-        known_of = facts.SCHEMES[name]
-        named = [field.name for field in fields(facts.Facts) if field.name not in ("loads", "options")]
+        known_of = facts.SCHEME_INFOS[name]
+        named = [field.name for field in fields(facts.SchemeInfo) if field.name not in ("loads", "options")]
         assert {part: getattr(known_of, part) for part in named} == {part: getattr(scheme, part) for part in named}
         assert list(known_of.options) == [field.name.replace("_", "-") for field in fields(scheme)]
     for name, one in facts.BEYOND_THE_NODE.items():
-        verifier = verifier_by_name(name)
+        verifier = load_verifier(name)
         assert verifier.name == name
         assert (one.scheme.name, one.coupled) == (verifier.scheme.name, verifier.coupled)
-    assert set(TRACKERS) == set(map(str, LOGGER_TYPE_TO_CLASS))
+    assert set(TRACKER_NAMES) == set(map(str, LOGGER_TYPE_TO_CLASS))
     named = {name for training in TRAINING_BY_KIND.values() for name in training.options}
     assert named <= {field.name for field in fields(TrainConfig)}
 
 
 def test_every_tree_and_precision_that_help_names_is_one():
-    assert all(policy.policy(form) for form in options.TREE_FORMS.values())
-    assert all(isinstance(getattr(torch, name), torch.dtype) for name in options.DTYPES if name != "auto")
+    assert all(policy.parse_policy(form) for form in options.TREE_FORMS.values())
+    assert all(isinstance(getattr(torch, name), torch.dtype) for name in options.DTYPE_NAMES if name != "auto")
 
 
 def test_options_of_one_subject_stand_under_one_heading():

@@ -15,7 +15,7 @@ from treespec.api.spec import Spec
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.model import cache as module
 from treespec.model import cache_layer as tree_layer
-from treespec.model.cache import TreeCache, first_seen
+from treespec.model.cache import TreeCache, find_first_seen
 from treespec.model.cache_layer import TreeLayer
 from treespec.model.target import Target
 
@@ -68,8 +68,10 @@ def held(cache):
         assert keys.shape == values.shape
         assert keys.shape[2] == layer.capacity
         for states in (keys, -values):
-            ends = [*map(sub, cache.lengths, cache.starts(layer.window))]
-            rows = [row[0, first_seen(n, layer.window) : n, 0].tolist() for row, n in zip(states, ends, strict=True)]
+            ends = [*map(sub, cache.lengths, cache.list_first_positions(layer.window))]
+            rows = [
+                row[0, find_first_seen(n, layer.window) : n, 0].tolist() for row, n in zip(states, ends, strict=True)
+            ]
             found.append((layer.length == max(ends), rows))
     return found
 

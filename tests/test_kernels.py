@@ -12,18 +12,18 @@ from models import CONFIGS, MODELS, close, random_model, seeded, target, tiny
 from torch import nn
 
 from treespec.api.load import load
-from treespec.draft.heads.loading import new_head
+from treespec.draft.heads.loading import build_new_head
 from treespec.kernels import ops as kernels
-from treespec.kernels.huge_pages import LINE, SHARED, huge_pages
+from treespec.kernels.huge_pages import CACHE_LINE_BYTES, SHARED_MAPPING, allocate_huge_pages
 from treespec.model.attention import CAPS_OR_SINKS
 from treespec.model.cache import TreeCache
-from treespec.model.cpu.experts import BLOCK, GRAIN, blocked
+from treespec.model.cpu.experts import ACTIVATION_BLOCK, THREAD_GRAIN, round_up_to_blocks
 from treespec.model.cpu.fused_layers import fuse
-from treespec.model.cpu.packing import PackedNorm, pack, packed_layer
+from treespec.model.cpu.packing import PackedNorm, pack, pack_layer
 from treespec.model.target import Target
 from treespec.model.tree_check import has_equal_bits
-from treespec.trees.mask import ancestor_mask
-from treespec.trees.tree import TokenTree, root_only
+from treespec.trees.mask import build_ancestor_mask
+from treespec.trees.tree import TokenTree, build_root_tree
 
 COMPILER = os.environ.get("CC") or shutil.which("cc")
 pytestmark = pytest.mark.skipif(not COMPILER, reason="no C compiler")  # with one, they must compile
@@ -37,7 +37,7 @@ def test_a_product_is_exact_up_to_rounding_and_rows_are_independent(sizes, rows,
     torch.manual_seed(0)
     plain = nn.Linear(*sizes, dtype=weights)
     x = torch.randn(40, sizes[0]).to(rows)
-    packed = packed_layer(plain)
+    packed = pack_layer(plain)
     exact = F.linear(x.double(), plain.weight.double(), plain.bias.double())
     with torch.inference_mode():
         found = packed(x)
@@ -53,7 +53,7 @@ def test_a_product_is_exact_up_to_rounding_and_rows_are_independent(sizes, rows,
 def test_a_weight_that_is_not_finite_stays_so(weight):
     plain = nn.Linear(40, 20)
     plain.weight.data[3, 4] = weight
-    assert not packed_layer(plain)(torch.ones(2, 40))[:, 3].isfinite().any()
+    assert not pack_layer(plain)(torch.ones(2, 40))[:, 3].isfinite().any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -70,9 +70,9 @@ def test_attention_is_the_exact_one_up_to_rounding(nodes, columns, shape, dtype)
     mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(dtype).min).to(dtype)
     wide = [x.double().repeat_interleave(heads // kv, 1) for x in (k, v)]
     exact = F.scaled_dot_product_attention(q.double(), *wide, attn_mask=mask.double(), scale=0.3).transpose(1, 2)
-    found = kernels.attention(q, k, v, mask, 0.3)
+    found = kernels.attend_packed(q, k, v, mask, 0.3)
     assert (found - exact).abs().max() <= 2 * DTYPES[dtype] * exact.abs().max()
-    assert torch.equal(kernels.attention(q, k, v, mask[..., free:], 0.3), found)  # of the last columns alone
+    assert torch.equal(kernels.attend_packed(q, k, v, mask[..., free:], 0.3), found)  # of the last columns alone
 
 
 def test_hidden_columns_change_no_bit_of_attention():
@@ -81,14 +81,14 @@ def test_hidden_columns_change_no_bit_of_attention():
     q = torch.randn(1, 4, 1, 32)
     k = torch.randn(1, 2, 60, 32)
     v = torch.randn(1, 2, 60, 32)
-    alone = kernels.attention(q, k, v, torch.zeros(1, 1, 1, 60), 1.0)
+    alone = kernels.attend_packed(q, k, v, torch.zeros(1, 1, 1, 60), 1.0)
     where = torch.arange(300)[torch.randperm(300) < 60]
     spread = [torch.randn(1, 2, 300, 32) for _ in range(2)]
     mask = torch.full((1, 1, 1, 300), torch.finfo(torch.float32).min)
     for wide, x in zip(spread, (k, v), strict=True):
         wide[:, :, where] = x
     mask[..., where] = 0
-    assert torch.equal(kernels.attention(q, *spread, mask, 1.0), alone)
+    assert torch.equal(kernels.attend_packed(q, *spread, mask, 1.0), alone)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -97,18 +97,18 @@ def test_a_known_norm_is_equal_up_to_rounding_and_others_stay(dtype):
     norm = type(model.model.norm)(40).to(dtype)
     norm.weight.data = torch.rand(40).to(dtype) + 0.5
     x = torch.randn(7, 3, 40).to(dtype)
-    packed = packed_layer(norm)
+    packed = pack_layer(norm)
     assert isinstance(packed, PackedNorm)
     close(packed(x), norm(x), 0, max(2 * torch.finfo(dtype).eps, 1e-6))
     assert torch.equal(packed(x[2, 1]), packed(x)[2, 1])
     other = type(target("gemma3").model.model.norm)(40).to(dtype)
-    assert packed_layer(other) is other
+    assert pack_layer(other) is other
 
 
 def tree():
     """Three levels below a root."""
     parents = torch.tensor([-1, 0, 0, 1, 1, 2, 3, 3, 5])
-    ancestors = ancestor_mask(parents)
+    ancestors = build_ancestor_mask(parents)
     return TokenTree(torch.arange(20, 29), parents, ancestors.sum(1) - 1, ancestors)
 
 
@@ -133,8 +133,8 @@ def test_a_node_has_the_bits_of_one_token_decoding(name, dtype):
     decoded.slack = 9
 
     # 1. The tree, beside a text of 60 tokens.
-    cache = decoded.new_cache()
-    other = decoded.new_cache()
+    cache = decoded.build_cache()
+    other = decoded.build_cache()
     for part in prompt.split(16, 1):
         decoded.prefill(cache, part)
     decoded.prefill(other, torch.arange(60)[None] % 50)
@@ -144,10 +144,10 @@ def test_a_node_has_the_bits_of_one_token_decoding(name, dtype):
     # 2. Each path token by token, over all columns.
     decoded.slack = 100
     for node in (0, 4, 7, 8):
-        alone = decoded.new_cache()
+        alone = decoded.build_cache()
         decoded.prefill(alone, prompt)
         for step in tree().ancestors[node].nonzero().flatten():
-            logits = decoded.forward_tree(alone, root_only(tree().tokens[step][None])).logits
+            logits = decoded.forward_tree(alone, build_root_tree(tree().tokens[step][None])).logits
             alone.commit([[0]])
         assert torch.equal(logits[0], rows[node]), node
 
@@ -168,8 +168,8 @@ def test_a_fused_layer_has_the_output_of_its_modules(name, fused, dtype):
     pack(model)
 
     def outputs():
-        cache = decoded.new_cache(8)
-        other = decoded.new_cache(8)
+        cache = decoded.build_cache(8)
+        other = decoded.build_cache(8)
         decoded.prefill(cache, torch.arange(40)[None])
         decoded.prefill(other, torch.arange(9)[None])
         cache.join([other])
@@ -198,19 +198,19 @@ def test_a_model_whose_experts_torch_multiplies_is_not_promised_bits(name, dtype
 
 
 def test_pieces_of_huge_pages_are_zeros_that_do_not_meet():
-    sizes = [1, 100, 3 << 20, SHARED, SHARED - 64, 40 << 20, 0, 7]
-    pieces = [huge_pages(size) for size in sizes]
+    sizes = [1, 100, 3 << 20, SHARED_MAPPING, SHARED_MAPPING - 64, 40 << 20, 0, 7]
+    pieces = [allocate_huge_pages(size) for size in sizes]
     assert [len(piece) for piece in pieces] == sizes
     assert not any(piece.any() for piece in pieces)
     for number, piece in enumerate(pieces, 1):
         piece.fill_(number)
     assert all((piece == number).all() for number, piece in enumerate(pieces, 1))
-    assert all(piece.data_ptr() % LINE == 0 for piece in pieces)
+    assert all(piece.data_ptr() % CACHE_LINE_BYTES == 0 for piece in pieces)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_a_fused_layer_of_a_head_is_its_own_up_to_rounding(kind):
-    head = new_head(kind, target("llama"))
+    head = build_new_head(kind, target("llama"))
     outputs = []
     x = torch.randn(2, 8, head.hidden_size)
     places = torch.arange(8)
@@ -218,9 +218,11 @@ def test_a_fused_layer_of_a_head_is_its_own_up_to_rounding(kind):
     for change in (pack, fuse):
         change(head)
         layers = TreeCache(1).tree_layers
-        head.step(places[None, :5].expand(2, -1), x[:, :5], places[:5], seen[..., :5, :5], layers)
+        head.forward_step(places[None, :5].expand(2, -1), x[:, :5], places[:5], seen[..., :5, :5], layers)
         layers[0].length = 5
-        outputs.append(head.step(places[None, 5:].expand(2, -1), x[:, 5:], places[5:], seen[..., 5:, :], layers))
+        outputs.append(
+            head.forward_step(places[None, 5:].expand(2, -1), x[:, 5:], places[5:], seen[..., 5:, :], layers)
+        )
     assert "forward" in vars(head.decoder[0])
     close(*outputs, 1e-4)
 
@@ -228,7 +230,7 @@ def test_a_fused_layer_of_a_head_is_its_own_up_to_rounding(kind):
 def print_library() -> None:
     from treespec.kernels import ops as kernels
 
-    print(kernels.library())
+    print(kernels.load_kernels())
 
 
 def test_without_a_compiler_torch_computes_and_a_line_says_so():
@@ -270,9 +272,9 @@ def test_experts_of_a_real_width_give_a_row_its_bits_alone(dtype):
 @pytest.mark.parametrize("threads", [1, 2, 3, 7, 14, 64])
 @pytest.mark.parametrize("numbers", [0, 1, 48, 64, 4000, 23 * 1536, 14 * 4864, 60 * 18944])
 def test_every_thread_takes_whole_blocks_of_an_activation(numbers, threads):
-    size = blocked(numbers, threads)
-    assert numbers <= size <= numbers + BLOCK * threads * threads
-    assert size % (BLOCK * min(threads, -(-size // GRAIN))) == 0
+    size = round_up_to_blocks(numbers, threads)
+    assert numbers <= size <= numbers + ACTIVATION_BLOCK * threads * threads
+    assert size % (ACTIVATION_BLOCK * min(threads, -(-size // THREAD_GRAIN))) == 0
 
 
 def test_a_model_whose_nodes_may_round_otherwise_is_named_at_loading(caplog):
@@ -289,21 +291,21 @@ def test_a_model_whose_nodes_may_round_otherwise_is_named_at_loading(caplog):
 @pytest.mark.parametrize("shape", [(1, 1, 1, 9), (1, 2, 9, 9)])
 def test_a_mask_of_another_shape_and_training_are_left_to_torch(shape):
     x = torch.randn(1, 2, 9, 16)
-    assert kernels.attention(x, x, x, torch.zeros(shape), 1.0) is None
-    assert kernels.attention(x.requires_grad_(), x, x, torch.zeros(1, 1, 9, 9), 1.0) is None
+    assert kernels.attend_packed(x, x, x, torch.zeros(shape), 1.0) is None
+    assert kernels.attend_packed(x.requires_grad_(), x, x, torch.zeros(1, 1, 9, 9), 1.0) is None
 
 
 def test_keys_normed_by_the_weight_of_the_queries_are_found(monkeypatch, tmp_path):
     """A fault in layer.c."""
     old = "norm = key ? OF_KEYS : OF_QUERIES;"
     new = "norm = OF_QUERIES;"
-    assert sum(source.read_text().count(old) for source in kernels.SOURCES) == 1
-    for source in kernels.SOURCES:
+    assert sum(source.read_text().count(old) for source in kernels.SOURCE_FILES) == 1
+    for source in kernels.SOURCE_FILES:
         (tmp_path / source.name).write_text(source.read_text().replace(old, new))
-    monkeypatch.setattr(kernels, "SOURCES", [tmp_path / source.name for source in kernels.SOURCES])
-    kernels.library.cache_clear()
+    monkeypatch.setattr(kernels, "SOURCE_FILES", [tmp_path / source.name for source in kernels.SOURCE_FILES])
+    kernels.load_kernels.cache_clear()
     try:
         with pytest.raises(AssertionError):
             test_a_fused_layer_has_the_output_of_its_modules("qwen3", 3, torch.float32)
     finally:
-        kernels.library.cache_clear()
+        kernels.load_kernels.cache_clear()

@@ -41,7 +41,7 @@ def test_layers_of_a_vision_tower_are_not_those_of_the_text():
     """GIT's two stacks have equally many layers, and the vision tower's comes first."""
     model = random_model(tiny(MODELS["git"]))
     text = random_prefix()
-    found = Target(model).features(text, (0, 1, 2))
+    found = Target(model).compute_features(text, (0, 1, 2))
     with torch.inference_mode():
         states = model(input_ids=text, output_hidden_states=True).hidden_states
     close(found, torch.cat(states[:3], dim=-1), 1e-4)

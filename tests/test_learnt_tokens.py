@@ -214,7 +214,7 @@ def generated_conversation(family, tokenizer, kind):
         for calling in (True, False) if calls else (False,):
             shown = [as_template_takes_it(message) for message in messages]
             variables = {"enable_thinking": thinks, "thinking": thinks}
-            prompt = templates.encode(tokenizer, shown, chat_template_kwargs=variables)
+            prompt = templates.encode_messages(tokenizer, shown, chat_template_kwargs=variables)
             thought, content, argument = generated_words(prompt, 3, seed=len(answers))
             said = Said(thought * thinks, "" if calling else content, argument * calling)
             answer = tokenizer(family.written(said, tokenizer.decode(prompt)), add_special_tokens=False)["input_ids"]

@@ -6,9 +6,9 @@ import pytest
 from commands import says, tiny_spec
 from training import family_template, family_tokenizer, list_learnt_answers, read_examples
 
-from treespec.serve.messages import encoded
+from treespec.serve.messages import encode_request
 from treespec.text import templates
-from treespec.text.encoding import split
+from treespec.text.encoding import split_held_out
 
 QUESTION = {"role": "user", "content": "Why?"}
 ANSWER = {"role": "assistant", "content": "So."}
@@ -67,12 +67,12 @@ def test_training_and_server_take_a_developers_message_alike(tmp_path):
     knowing = "{% if messages[0]['role'] == 'developer' %}{{ 'knows ' }}{% endif %}" + template
     for own, first in ((template, "system:"), (knowing, "knows developer:")):
         spec = tiny_spec(chat_template=own)
-        served = encoded(spec, messages)
+        served = encode_request(spec, messages)
         tokenizer = spec.target.tokenizer
         assert tokenizer.decode(served).startswith(first)
         row = {"messages": [*messages, {"role": "assistant", "content": "the answer"}]}
         (example,), _ = read_examples(tmp_path, tokenizer, row)
-        assert example.input_ids[: len(served)].tolist() == served == templates.encode(tokenizer, messages)
+        assert example.input_ids[: len(served)].tolist() == served == templates.encode_messages(tokenizer, messages)
 
 
 def test_thoughts_under_any_name_reach_gpt_oss(tmp_path):
@@ -100,7 +100,7 @@ def test_an_answer_that_a_limit_cut_is_learnt_without_its_end(tmp_path):
 def test_the_rows_of_a_conversation_are_held_out_together(tmp_path):
     rows = [{"messages": [QUESTION, ANSWER, {"role": "user", "content": f"{i}?"}, ANSWER]} for i in range(9)]
     examples, report = read_examples(tmp_path, family_tokenizer(family_template("gpt-oss")), *rows)
-    train, held_out = split(examples, 0.3, 0)
+    train, held_out = split_held_out(examples, 0.3, 0)
     assert (report.used, len(examples), len(held_out)) == (9, 18, 6)
     assert not {one.key for one in train} & {one.key for one in held_out}
     assert {one.part for one in held_out} == {0, 1}

@@ -14,9 +14,9 @@ from training import Killed, files_of_at_most
 
 from treespec.cli.measure import evaluate as command
 from treespec.eval.benchmark import evaluate
-from treespec.eval.figures import summarise
-from treespec.eval.ledger import FORMAT, Ledger
-from treespec.files.atomic import locked, sealed, write_json
+from treespec.eval.figures import summarize_ledger
+from treespec.eval.ledger import LEDGER_FORMAT, Ledger
+from treespec.files.atomic import add_checksum, locked, write_json
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 
@@ -48,7 +48,7 @@ def test_a_killed_evaluation_resumes_and_a_finished_one_stays_unchanged(home, tm
         before = file.read_bytes()
     evaluate(config)
     assert tokens_of(tmp_path / "out") == tokens_of(tmp_path / "whole")
-    assert [len(Ledger(tmp_path / "out").of(kind)) for kind in ("head", "completion")] == [1, 6]
+    assert [len(Ledger(tmp_path / "out").list_entries(kind)) for kind in ("head", "completion")] == [1, 6]
     before = file.read_bytes()
     again = evaluate(config)
     assert file.read_bytes() == before
@@ -77,8 +77,8 @@ def test_another_evaluation_is_refused_in_a_line_that_names_what_differs(home, t
 
 def test_another_format_is_refused(tmp_path):
     file = tmp_path / "ledger.jsonl"
-    file.write_text(json.dumps(sealed({"kind": "head", "format": 9})) + "\n")
-    with complains(rf"ledger.jsonl has format 9, this treespec reads {FORMAT}: choose another --out"):
+    file.write_text(json.dumps(add_checksum({"kind": "head", "format": 9})) + "\n")
+    with complains(rf"ledger.jsonl has format 9, this treespec reads {LEDGER_FORMAT}: choose another --out"):
         Ledger(tmp_path)
 
 
@@ -127,7 +127,7 @@ def test_a_finished_evaluation_shows_its_tables_without_its_models(home, tmp_pat
     with complains("no directory at"):
         command.__wrapped__(config)
     with complains("no question is completed"):
-        summarise(Ledger(tmp_path / "out"))
+        summarize_ledger(Ledger(tmp_path / "out"))
 
 
 @pytest.mark.parametrize("size", [1000, 4500, 7000])
@@ -157,7 +157,7 @@ def test_a_folder_that_is_locked_or_read_only_is_reported_before_loading(home, t
     assert not steps
 
 
-HEAD = {"format": FORMAT, "options": {}}
+HEAD = {"format": LEDGER_FORMAT, "options": {}}
 
 
 def kept(folder, numbers=()):
@@ -165,7 +165,7 @@ def kept(folder, numbers=()):
     ledger = Ledger(folder)
     for number in numbers:
         ledger.append("head" if number is None else "checked", HEAD if number is None else {"number": number})
-    return [entry["number"] for entry in Ledger(folder).of("checked")]
+    return [entry["number"] for entry in Ledger(folder).list_entries("checked")]
 
 
 def test_a_line_cut_anywhere_is_dropped_and_replaced(tmp_path):

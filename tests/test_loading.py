@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from training import change_json, tokenizer
 
 from treespec.errors import InputError
-from treespec.files.hub import mistyped
+from treespec.files.hub import explain_missing
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.model import identity
-from treespec.model.identity import identity_of
+from treespec.model.identity import identify_model
 from treespec.model.target import Target
 
 
@@ -158,24 +158,24 @@ def test_without_a_network_the_cache_serves_and_other_names_fail_fast(folder, tm
 
 def test_an_identity_follows_the_content_and_not_the_path(tmp_path, monkeypatch):
     save_head(random_head(target("llama"), seed=1), tmp_path / "a")
-    first = identity_of(tmp_path / "a")
+    first = identify_model(tmp_path / "a")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     os.utime(tmp_path / "b" / "model.safetensors", (0, 0))
     (tmp_path / "b" / "training").mkdir()
     (tmp_path / "b" / ".lock").write_text("process 1")
-    assert identity_of(tmp_path / "b") == first
+    assert identify_model(tmp_path / "b") == first
     monkeypatch.chdir(tmp_path)
-    assert identity_of("a") == first
+    assert identify_model("a") == first
     save_head(random_head(target("llama"), seed=2), tmp_path / "a")
-    assert identity_of(tmp_path / "a") != first
+    assert identify_model(tmp_path / "a") != first
     (tmp_path / "b" / "calibration.json").write_text("{}")
-    assert identity_of(tmp_path / "b") != first
+    assert identify_model(tmp_path / "b") != first
 
 
 @pytest.mark.parametrize("blocks", [256, 4])
 def test_first_and_last_bytes_of_a_large_file_count(tmp_path, monkeypatch, blocks):
-    monkeypatch.setattr(identity, "BLOCK", 1 << 10)
-    monkeypatch.setattr(identity, "BLOCKS", blocks)
+    monkeypatch.setattr(identity, "SAMPLE_BLOCK_BYTES", 1 << 10)
+    monkeypatch.setattr(identity, "SAMPLE_BLOCKS", blocks)
     content = bytes(64 << 10)
     file = tmp_path / "model.safetensors"
     seen = set()
@@ -184,9 +184,9 @@ def test_first_and_last_bytes_of_a_large_file_count(tmp_path, monkeypatch, block
         if place is not None:
             changed[place] = 1
         file.write_bytes(changed)
-        seen.add(identity_of(tmp_path))
+        seen.add(identify_model(tmp_path))
     file.write_bytes(content + b"\0")
-    assert len({*seen, identity_of(tmp_path)}) == 4
+    assert len({*seen, identify_model(tmp_path)}) == 4
 
 
 def test_a_mistyped_path_is_told_at_once_with_the_nearest_name(tmp_path, monkeypatch):
@@ -194,10 +194,10 @@ def test_a_mistyped_path_is_told_at_once_with_the_nearest_name(tmp_path, monkeyp
     (tmp_path / "runs" / "target").mkdir(parents=True)
     (tmp_path / "file").write_text("")
     for name in ("runs/trget", "rnus/target", "./runs/targt", "rnus/targt"):
-        for load in (load_head, identity_of):
+        for load in (load_head, identify_model):
             with complains(rf"directory at {name}; did you mean runs/target\?"):
                 load(name)
     for name in ("/nowhere/at/all", "a/b/c", "./x", "file", ""):
-        assert mistyped(name)
+        assert explain_missing(name)
     for name in ("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "gpt2", "org/target"):
-        assert mistyped(name) is None
+        assert explain_missing(name) is None

@@ -27,10 +27,10 @@ from treespec import load
 from treespec.api.spec import Spec
 from treespec.heads.checkpoint import save_head
 from treespec.heads.layers import Attention, Rotary
-from treespec.model.rotary import longest_short_text
-from treespec.model.support import context_length
+from treespec.model.rotary import find_longest_short_text
+from treespec.model.support import find_context_length
 from treespec.model.target import Target
-from treespec.trees.tree import Drafts, Draws, TokenTree, cut_below, root_only
+from treespec.trees.tree import Drafts, Draws, TokenTree, build_root_tree, cut_below
 
 ORIGINAL = 32  # positions; 128 by the configs
 FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 4.0, 6.0, 8.0]}
@@ -70,14 +70,14 @@ def assert_equal_to_the_plain_model(target, length):
     """A tree behind so many tokens, prefilled in chunks, beside a shorter text."""
     text = random_prefix(length=length)
     tree = random_tree()
-    cache = target.new_cache()
-    beside = target.new_cache()
+    cache = target.build_cache()
+    beside = target.build_cache()
     for part in text.split(10, 1):
         target.prefill(cache, part)
     target.prefill(beside, text[:, :5])
     cache.join([beside])
     long, short = target.forward_trees(cache, [tree, tree])
-    exact = target.deepest(cache) or [length] * 2
+    exact = target.find_deepest(cache) or [length] * 2
     for out, before, deepest in ((long, text[0], exact[0]), (short, text[0, :5], exact[1])):
         for node in (tree.depth <= deepest).nonzero().flatten():
             path = tree.tokens[tree.ancestors[node]]
@@ -112,7 +112,7 @@ def test_fixed_rotary_factors_keep_the_whole_context(kind, caplog):
 
 
 def test_llama_4_ends_where_its_attention_scales_by_column():
-    length, why = context_length(hf.Llama4TextConfig(max_position_embeddings=1 << 20))
+    length, why = find_context_length(hf.Llama4TextConfig(max_position_embeddings=1 << 20))
     assert length == 8192 - 1 - 1024
     assert "column" in why
 
@@ -148,10 +148,10 @@ def test_a_tree_around_the_change_has_the_plain_models_logits(target, length):
 
 def test_one_token_at_a_time_equals_a_forward_over_all_tokens(target):
     text = random_prefix(length=ORIGINAL + 6)[0]
-    cache = target.new_cache()
-    features = target.features(text[None])[0]
+    cache = target.build_cache()
+    features = target.compute_features(text[None])[0]
     for place, token in enumerate(text):
-        out = target.forward_tree(cache, root_only(token[None]))
+        out = target.forward_tree(cache, build_root_tree(token[None]))
         cache.commit([[0]])
         close(
             out.logits[0],
@@ -203,18 +203,18 @@ def test_texts_of_all_lengths_side_by_side_do_not_notice_each_other(target):
 
 def test_a_text_that_is_cut_short_has_short_factors_again(target):
     text = random_prefix(length=ORIGINAL + 8)
-    cache = target.new_cache()
+    cache = target.build_cache()
     target.prefill(cache, text)
     cache.rewind([10])
     target.prefill(cache, text[:, 10:15])
-    out = target.forward_tree(cache, root_only(text[0, 15:16]))
+    out = target.forward_tree(cache, build_root_tree(text[0, 15:16]))
     close(out.logits[0], plain_logits(target.model, text[0, :16].tolist())[-1], LOGITS_TOLERANCE, LOGITS_TOLERANCE)
 
 
 def test_chunks_of_a_long_prompt_are_computed_once_if_more_follow():
     target = Target(random_model(LONGROPE["phi3"]()))
     text = random_prefix(length=ORIGINAL + 8)
-    cache = target.new_cache()
+    cache = target.build_cache()
     forwarded = []
     target.decoder.register_forward_pre_hook(
         lambda module, args, given: forwarded.append(given["input_ids"].shape[1]), with_kwargs=True
@@ -279,14 +279,16 @@ def test_an_unknown_rotary_module_ends_texts_early_and_says_so(caplog):
 
 def test_factors_by_layer_type_count_too():
     rope = {"full_attention": ROPE | {"rope_type": "longrope"}, "sliding_attention": {"rope_type": "default"}}
-    assert longest_short_text(hf.PreTrainedConfig(max_position_embeddings=128, rope_parameters=rope)) == ORIGINAL
-    assert longest_short_text(hf.PreTrainedConfig(max_position_embeddings=ORIGINAL, rope_parameters=rope)) is None
+    assert find_longest_short_text(hf.PreTrainedConfig(max_position_embeddings=128, rope_parameters=rope)) == ORIGINAL
+    assert find_longest_short_text(hf.PreTrainedConfig(max_position_embeddings=ORIGINAL, rope_parameters=rope)) is None
 
 
 @pytest.mark.parametrize("verifier", ["topk", "rrs-wo", "traversal", "block-optimal:threshold=0,extra=0", "rrs"])
 def test_cut_trees_leave_the_distribution_of_texts_as_it_is(verifier, monkeypatch):
     """By enumeration. Trees of two levels are cut to none, one or two by the length of the text alone."""
     spec = spec_of("model", "2x1" if verifier == "rrs" else "2x2", verifier)
-    monkeypatch.setattr(spec.target, "deepest", lambda cache: [length % 3 for length in cache.lengths], raising=False)
+    monkeypatch.setattr(
+        spec.target, "find_deepest", lambda cache: [length % 3 for length in cache.lengths], raising=False
+    )
     deviation, _ = enumerate_texts(spec)
     assert deviation < TEXT_PROB_TOLERANCE

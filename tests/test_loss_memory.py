@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 from training import config_without_files
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from treespec.draft.heads.loading import new_head
+from treespec.draft.heads.loading import build_new_head
 from treespec.model.target import Target
-from treespec.train.losses.objectives import Batch
+from treespec.train.losses.objectives import TrainingBatch
 from treespec.train.recipes import TRAINING_BY_KIND
 
 TEXTS = 2
@@ -64,10 +64,12 @@ def bytes_each(target, head, kind, loss):
     tokens = torch.randint(target.vocab_size, (TEXTS, LENGTH), generator=generator)
     counted = torch.ones_like(tokens, dtype=torch.bool)
     lengths = torch.full((TEXTS,), LENGTH)
-    features = target.features(tokens, head.aux_layers, last=True)
-    batch = Batch(tokens, counted, features, lengths, generator, TRAINING_BY_KIND[kind].recipe.unrolled_steps)
+    features = target.compute_features(tokens, head.aux_layers, last=True)
+    batch = TrainingBatch(tokens, counted, features, lengths, generator, TRAINING_BY_KIND[kind].recipe.unrolled_steps)
     with Live() as live:
-        TRAINING_BY_KIND[kind].loss()(config_without_files(head=kind, loss=loss), target, head, batch).total.backward()
+        TRAINING_BY_KIND[kind].load_objective()(
+            config_without_files(head=kind, loss=loss), target, head, batch
+        ).total.backward()
     return live.peak / (TEXTS * (LENGTH - 2) * target.vocab_size)
 
 
@@ -79,11 +81,11 @@ CASES = [
 
 @pytest.mark.parametrize("kind, loss", CASES)
 def test_a_step_takes_at_most_six_bytes_a_position_and_token(target, kind, loss):
-    assert 0 < bytes_each(target, new_head(kind, target), kind, loss) < 6
+    assert 0 < bytes_each(target, build_new_head(kind, target), kind, loss) < 6
 
 
 def test_so_does_a_step_over_a_draft_vocabulary(target):
     """EAGLE-3 over half of the tokens."""
-    head = new_head("eagle3", target)
+    head = build_new_head("eagle3", target)
     head.restrict(torch.arange(4096), target)
     assert 0 < bytes_each(target, head, "eagle3", "published") < 6

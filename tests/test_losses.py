@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from models import close, random_head, seeded, target
 from training import batch_of, config_without_files
 
-from treespec.draft.heads.loading import rollout
-from treespec.train.config import LOSSES as NAMES
-from treespec.train.losses.objectives import STEP_DECAY, eagle_objective
-from treespec.train.losses.tokens import LOSSES, Guess, Teacher, precise, token_losses
+from treespec.draft.heads.loading import roll_out_drafts
+from treespec.train.config import TOKEN_LOSS_NAMES as NAMES
+from treespec.train.losses.objectives import STEP_DECAY, compute_eagle_loss
+from treespec.train.losses.tokens import TOKEN_LOSSES, StepLogits, Teacher, compute_token_losses, to_float32
 
 
 def plain(name, p, q):
@@ -32,12 +32,12 @@ def random_distributions(rows=12, tokens=30, seed=0, kept=30):
 def with_slope(name, p, logits):
     """The losses [M], and their gradient at the logits."""
     logits = logits.detach().requires_grad_()
-    values = LOSSES[name](p, logits.log_softmax(-1))
+    values = TOKEN_LOSSES[name](p, logits.log_softmax(-1))
     return values.detach(), torch.autograd.grad(values.sum(), logits)[0]
 
 
 @pytest.mark.parametrize("kept", [30, 20])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", TOKEN_LOSSES)
 def test_value_and_gradient_are_autograds(name, kept):
     """In float64, where p sums to 1 and where a draft vocabulary leaves a third of it out: 1e-9."""
     logits, p = random_distributions(kept=kept)
@@ -49,7 +49,7 @@ def test_value_and_gradient_are_autograds(name, kept):
     close(slope, known, 1e-9)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", TOKEN_LOSSES)
 def test_distributions_that_share_no_token_give_finite_losses(name):
     """In float32, q where p is 0 and the other way round; and q equal to p, where no loss has a gradient."""
     p = torch.eye(6)[:2]
@@ -65,7 +65,7 @@ def test_distributions_that_share_no_token_give_finite_losses(name):
 
 
 def test_the_names_are_those_of_the_help():
-    assert set(NAMES) == {*LOSSES}
+    assert set(NAMES) == {*TOKEN_LOSSES}
 
 
 @pytest.mark.parametrize("shared, rows", [(True, 1), (True, 64), (False, 4)])
@@ -81,8 +81,8 @@ def test_states_and_output_weights_get_autograds_gradient_over_several_steps(nam
         torch.randn(int((places >= i).sum()), 8, generator=generator, dtype=torch.float64).requires_grad_()
         for i in range(3)
     ]
-    guesses = Guess.by_layers(states, layers, 0.5)
-    found = token_losses(guesses, Teacher(20, lambda chunk: p[chunk]), places, name, rows=rows)
+    guesses = StepLogits.from_output_layers(states, layers, 0.5)
+    found = compute_token_losses(guesses, Teacher(20, lambda chunk: p[chunk]), places, name, rows=rows)
     expected = [
         plain(name, p[places >= i], layer(own).softmax(-1)).mean()
         for i, (own, layer) in enumerate(zip(states, layers, strict=True))
@@ -109,10 +109,10 @@ def test_autocast_is_for_the_heads_own_output_and_not_for_the_target():
         seen.append(F.linear(states, layer.weight).dtype)
         return F.linear(states, layer.weight)
 
-    guess = Guess(torch.randn(6, 8, requires_grad=True), logits, weights=(layer.weight,))
+    guess = StepLogits(torch.randn(6, 8, requires_grad=True), logits, weights=(layer.weight,))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        teacher = Teacher(20, lambda chunk: precise(logits(wanted[chunk])).softmax(-1))
-        total = token_losses([guess], teacher, torch.zeros(6, dtype=torch.int64), "tv", rows=6).total
+        teacher = Teacher(20, lambda chunk: to_float32(logits(wanted[chunk])).softmax(-1))
+        total = compute_token_losses([guess], teacher, torch.zeros(6, dtype=torch.int64), "tv", rows=6).total
     total.backward()
     assert seen == [torch.float32, torch.bfloat16]
     assert layer.weight.grad.dtype == guess.states.grad.dtype == torch.float32
@@ -127,9 +127,9 @@ def test_in_float16_small_gradients_are_rounded_and_not_lost():
     expected = F.cross_entropy(hidden @ output.T, (wanted @ output.T).softmax(-1))
     (known,) = torch.autograd.grad(expected, hidden)
     half = output.half()
-    teacher = Teacher(4096, lambda chunk: precise(wanted[chunk].half() @ half.T).softmax(-1))
-    guess = Guess(hidden, lambda own: own.half() @ half.T)
-    found = token_losses([guess], teacher, torch.zeros(1024, dtype=torch.int64), "cross-entropy")
+    teacher = Teacher(4096, lambda chunk: to_float32(wanted[chunk].half() @ half.T).softmax(-1))
+    guess = StepLogits(hidden, lambda own: own.half() @ half.T)
+    found = compute_token_losses([guess], teacher, torch.zeros(1024, dtype=torch.int64), "cross-entropy")
     (slope,) = torch.autograd.grad(found.total, hidden)
     assert (slope - known).norm() <= 0.01 * known.norm()
 
@@ -140,17 +140,17 @@ def test_eagles_later_steps_are_those_of_each_position_alone():
     model = target("llama")
     head = random_head(model)
     tokens = torch.randint(3, 64, (1, 9), generator=seeded(1))
-    features = model.features(tokens)
-    rolled = list(rollout(head, model, tokens[0], features[0], 3))
-    steps = list(head.unrolled(tokens, features[:, :-2], 3))
+    features = model.compute_features(tokens)
+    rolled = list(roll_out_drafts(head, model, tokens[0], features[0], 3))
+    steps = list(head.unroll_steps(tokens, features[:, :-2], 3))
     assert [given.shape[1] for given in steps] == [7, 6, 5]
     for start in range(5):
         known = features[:, : start + 1]
         for step in range(3):
             n = known.shape[1]
-            hidden = head.step(tokens[:, 1 : n + 1], known, torch.arange(n))[:, -1:]
+            hidden = head.forward_step(tokens[:, 1 : n + 1], known, torch.arange(n))[:, -1:]
             close(steps[step][:, start : start + 1], hidden, 1e-5)
-            close(rolled[step][start], model.output_logits(hidden[0, 0]), 1e-5)
+            close(rolled[step][start], model.compute_output_logits(hidden[0, 0]), 1e-5)
             known = torch.cat([known, hidden], dim=1)
 
 
@@ -158,13 +158,13 @@ def test_eagles_loss_is_the_decaying_sum_over_steps_and_reaches_the_layer():
     model = target("llama")
     head = random_head(model)
     tokens, mask, features, *_ = batch = batch_of(model, head, steps=2)
-    found = eagle_objective(config_without_files(noise=0.0, token_weight=0.3), model, head, batch)
+    found = compute_eagle_loss(config_without_files(noise=0.0, token_weight=0.3), model, head, batch)
     total = 0.0
-    for step, given in enumerate(head.unrolled(tokens, features[:, :-2], 2)):
+    for step, given in enumerate(head.unroll_steps(tokens, features[:, :-2], 2)):
         counts = mask[:, 2 + step :]
         own = given[counts]
         wanted = features[:, 1 + step : -1][counts]
-        token = F.cross_entropy(model.output_logits(own), model.output_logits(wanted).softmax(-1))
+        token = F.cross_entropy(model.compute_output_logits(own), model.compute_output_logits(wanted).softmax(-1))
         total += STEP_DECAY**step * (F.smooth_l1_loss(own, wanted) + 0.3 * token)
     assert found.total.item() == pytest.approx(total.item(), rel=1e-5)
     assert {"feature_1", "feature_2", "token_2", "agreement_2"} < found.parts.keys()

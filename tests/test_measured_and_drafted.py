@@ -10,11 +10,11 @@ from training import config_without_files
 
 from treespec.api.spec import Spec, trace
 from treespec.draft.drafter import Frontier
-from treespec.draft.heads.loading import new_head, proposer_of, rollout
-from treespec.draft.vocabulary import restrict, whole
-from treespec.heads.registry import HEADS
+from treespec.draft.heads.loading import build_new_head, build_proposer, roll_out_drafts
+from treespec.draft.vocabulary import expand_logits, restrict
+from treespec.heads.registry import HEAD_KINDS
 from treespec.model.target import Target
-from treespec.train.losses.objectives import Batch
+from treespec.train.losses.objectives import TrainingBatch
 from treespec.train.recipes import TRAINING_BY_KIND
 
 STEPS = 3
@@ -24,8 +24,8 @@ SPECULATORS = {"norm_before_fc": True, "norm_before_residual": True, "norm_outpu
 WINDOW = {"layer_types": ["sliding_attention"], "sliding_window": 4}
 # by name: the kind, fields of its config, and whether it drafts SOME alone
 VARIANTS: dict[str, tuple[str, dict, bool]] = {
-    **{kind: (kind, {}, False) for kind in HEADS},
-    **{f"{kind} of some tokens": (kind, {}, True) for kind in HEADS},
+    **{kind: (kind, {}, False) for kind in HEAD_KINDS},
+    **{f"{kind} of some tokens": (kind, {}, True) for kind in HEAD_KINDS},
     "eagle with biases": ("eagle", {"qkv_bias": True}, False),
     "EAGLE-3.1": ("eagle3", NEW_EAGLE3, True),
     "EAGLE-3 with biases": ("eagle3", {"qkv_bias": True}, False),
@@ -52,7 +52,7 @@ def pair_of(name):
     torch.manual_seed(5)
     target = Target(shaken(random_model(CONFIGS["llama"]()).double()))
     levels = {"levels": STEPS} if kind in ("dflash", "p-eagle") else {}
-    head = shaken(new_head(kind, target, **levels, **fields).double().eval())
+    head = shaken(build_new_head(kind, target, **levels, **fields).double().eval())
     if some:
         restrict(head, target, SOME)
     return target, head
@@ -67,7 +67,7 @@ def drafted_along(proposer, tokens, features):
     found = [[] for _ in range(STEPS)]
     names = proposer.head.vocabulary
     first = torch.zeros(1, dtype=torch.int64)
-    cache = proposer.target.new_cache()
+    cache = proposer.target.build_cache()
     numbers = tokens if names is None else torch.searchsorted(names, tokens)  # as the head numbers its tokens
     for row in range(len(tokens) - 2):
         if row % 2:
@@ -94,20 +94,20 @@ def test_what_measures_is_what_drafts_at_every_position(name):
     """Draft logits of three steps to 1e-5."""
     target, head = pair_of(name)
     tokens = text_of(14)
-    features = target.features(tokens[None], head.aux_layers)[0]
-    measured = list(rollout(head, target, tokens, features, STEPS))
-    found = drafted_along(proposer_of(head, target), tokens, features)
+    features = target.compute_features(tokens[None], head.aux_layers)[0]
+    measured = list(roll_out_drafts(head, target, tokens, features, STEPS))
+    found = drafted_along(build_proposer(head, target), tokens, features)
     assert len(measured) == STEPS
     for ours, drafts in zip(measured, found, strict=True):
         assert drafts.dtype == torch.float64
-        close(ours, whole(drafts[: len(ours)], head, target), 1e-5)
+        close(ours, expand_logits(drafts[: len(ours)], head, target), 1e-5)
 
 
 LAYERED = ["eagle", "eagle3", "EAGLE-3.1", "dflash", "p-eagle"]
 PLANTED = [
     *((faults.drafts_one_position_ahead, name) for name in LAYERED),
     *((faults.normed_twice, name) for name in ("eagle3", "p-eagle")),
-    *((faults.features_one_behind, kind) for kind in HEADS),
+    *((faults.features_one_behind, kind) for kind in HEAD_KINDS),
     *((faults.draft_tokens_read_as_the_targets, f"{kind} of some tokens") for kind in ("eagle", "eagle3", "hydra")),
 ]
 
@@ -118,13 +118,13 @@ def test_a_fault_in_drafting_is_found(fault, name):
     """Draft logits are off by a thousand times what the test above allows."""
     target, head = pair_of(name)
     tokens = text_of(14)
-    features = target.features(tokens[None], head.aux_layers)[0]
-    measured = list(rollout(head, target, tokens, features, STEPS))
-    proposer = proposer_of(deepcopy(head), target)
+    features = target.compute_features(tokens[None], head.aux_layers)[0]
+    measured = list(roll_out_drafts(head, target, tokens, features, STEPS))
+    proposer = build_proposer(deepcopy(head), target)
     fault(proposer)
     found = drafted_along(proposer, tokens, features)
     off = [
-        (ours - whole(drafts[: len(ours)], head, target)).nan_to_num().abs().max()
+        (ours - expand_logits(drafts[: len(ours)], head, target)).nan_to_num().abs().max()
         for ours, drafts in zip(measured, found, strict=True)
     ]
     assert max(off) > 1e-2
@@ -144,22 +144,22 @@ def test_what_training_lowers_is_the_loss_of_what_drafts(name):
     target, head = pair_of(name)
     tokens = text_of(14)
     mask = torch.rand(14, generator=seeded(3)) < 0.6
-    features = target.features(tokens[None], head.aux_layers, last=True)
+    features = target.compute_features(tokens[None], head.aux_layers, last=True)
     names = head.vocabulary
     given = (tokens[None], mask[None], features, torch.tensor([14]), torch.Generator(), STEPS, names)
     config = config_without_files(head=head.kind, loss="tv", noise=0.0)
     with torch.enable_grad():
-        parts = TRAINING_BY_KIND[head.kind].loss()(config, target, head, Batch(*given)).parts
+        parts = TRAINING_BY_KIND[head.kind].load_objective()(config, target, head, TrainingBatch(*given)).parts
 
     # 2. From what is drafted. EAGLE-1's target is its distribution on the draft vocabulary, that of the others
     #    its part of the whole, and 0 where its most likely token is outside.
-    inputs, last = (part[0] for part in target.parted(features, head.aux_layers))
-    own = target.output_logits(last)
+    inputs, last = (part[0] for part in target.split_features(features, head.aux_layers))
+    own = target.compute_output_logits(last)
     p = own.softmax(-1)
     if names is not None:
         inside = torch.isin(own.argmax(-1), names)[:, None]
         p = own[:, names].softmax(-1) if head.kind == "eagle" else p[:, names] * inside
-    for step, logits in enumerate(drafted_along(proposer_of(head, target), tokens, inputs)):
+    for step, logits in enumerate(drafted_along(build_proposer(head, target), tokens, inputs)):
         distribution = p[step + 1 : step + 1 + len(logits)]
         missed = 1 - torch.minimum(distribution, logits.softmax(-1)).sum(-1)
         counted = missed.where(distribution.sum(-1) > 0, 0.0)[mask[step + 2 :]]
@@ -178,8 +178,8 @@ def test_what_the_loop_draws_from_is_what_measures(name):
     for cycle in trace(spec, text, temperature=1.0, max_new_tokens=8, seed=1, ignore_eos=True):
         path = cycle.tokens[1:]
         tokens = torch.tensor(text + path)
-        features = target.features(tokens[None], head.aux_layers)[0]
-        measured = rollout(head, target, tokens, features, len(path))
+        features = target.compute_features(tokens[None], head.aux_layers)[0]
+        measured = roll_out_drafts(head, target, tokens, features, len(path))
         wanted = [float(rows[-1].softmax(-1)[token]) for rows, token in zip(measured, path, strict=True)]
         assert cycle.q[1:] == pytest.approx(wanted, abs=1e-5)
         found += wanted

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from treespec.draft.drafter import Frontier
-from treespec.draft.heads.mtp import dequantised, joined_experts, load_mtp
+from treespec.draft.heads.mtp import dequantize_fp8, join_experts, load_mtp
 from treespec.draft.spec import DrafterSpec
-from treespec.heads.mtp_layouts import mtp_layer
+from treespec.heads.mtp_layouts import find_mtp_layer
 from treespec.model.target import Target
 
 MOE = {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "n_routed_experts": 4}
@@ -114,8 +114,8 @@ def test_drafts_of_a_batch_equal_the_layers_run_over_each_path(folders, name):
     target = loaded(folders[name])
     plain = Plain(folders[name], name)
     texts = [torch.tensor(ids) for ids in ([7, 3, 9, 12, 5, 40, 8, 21, 33], [4, 44], [11, 50, 2, 17, 30, 31])]
-    features = [target.features(text[None, :-1])[0] for text in texts]
-    target.rows_beside = lambda columns: 3
+    features = [target.compute_features(text[None, :-1])[0] for text in texts]
+    target.choose_chunk_beside = lambda columns: 3
     proposer = load_mtp(MTP, target)
     proposer.join([proposer.new(), proposer.new()])
     proposer.observe([features[0], features[1][:0], features[2][:3]], [texts[0], texts[1][:1], texts[2][:4]])
@@ -136,7 +136,7 @@ def test_drafts_of_a_batch_equal_the_layers_run_over_each_path(folders, name):
 @pytest.mark.parametrize("name", ["mtp.head.0.weight", "model.mtp_block.0.norm.weight"])
 def test_an_unknown_layout_is_named_by_a_tensor(name):
     with complains(rf"{name} belongs to an MTP layer of a layout .* not known"):
-        mtp_layer(["model.norm.weight", name], 3)
+        find_mtp_layer(["model.norm.weight", name], 3)
 
 
 def test_a_target_without_mtp_layers_is_told_what_to_have(tmp_path):
@@ -185,17 +185,17 @@ def test_copies_of_the_embedding_and_head_are_not_read(tmp_path):
     """GLM-4.5 repeats both in its MTP layer. A multimodal model has language_model within the names."""
     held = load_file(save_with_mtp(tmp_path, "glm") / "model.safetensors")
     copies = dict.fromkeys(["model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight"])
-    plain = mtp_layer(held, 3)[1]
-    names = mtp_layer(held | copies, 3)[1]
+    plain = find_mtp_layer(held, 3)[1]
+    names = find_mtp_layer(held | copies, 3)[1]
     assert names == plain
     nested = {name.replace("model.", "model.language_model.", 1): name for name in held}
-    assert mtp_layer(nested, 3)[1]["project.weight"] == "model.language_model.layers.3.eh_proj.weight"
+    assert find_mtp_layer(nested, 3)[1]["project.weight"] == "model.language_model.layers.3.eh_proj.weight"
 
 
 def test_experts_of_a_tensor_each_are_joined():
     parts = {"gate_proj": torch.randn(2, 3, 4), "up_proj": torch.randn(2, 3, 4), "down_proj": torch.randn(2, 4, 3)}
     each = {f"mlp.experts.{i}.{part}.weight": parts[part][i] for part in parts for i in (0, 1)}
-    joined = joined_experts(each | {"norm.weight": torch.ones(4)})
+    joined = join_experts(each | {"norm.weight": torch.ones(4)})
     assert joined.keys() == {"norm.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
     assert torch.equal(joined["mlp.experts.gate_up_proj"], torch.cat([parts["gate_proj"], parts["up_proj"]], 1))
     assert torch.equal(joined["mlp.experts.down_proj"], parts["down_proj"])
@@ -204,7 +204,7 @@ def test_experts_of_a_tensor_each_are_joined():
 def test_weights_in_fp8_are_multiplied_by_the_factors_of_their_blocks():
     weight = torch.randn(5, 6).to(torch.float8_e4m3fn)
     scales = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    read = dequantised({"a.weight": weight, "a.weight_scale_inv": scales}, 4)
+    read = dequantize_fp8({"a.weight": weight, "a.weight_scale_inv": scales}, 4)
     expected = weight.float() * torch.tensor([[1, 1, 1, 1, 2, 2]] * 4 + [[3, 3, 3, 3, 4, 4]])
     assert read.keys() == {"a.weight"}
     assert torch.equal(read["a.weight"], expected)

@@ -1,6 +1,6 @@
 """`optimal` selects by the best distribution for its draws; and every scheme gives p at low temperature.
 
-At low temperature what is left of q may be tiny. Distributions come from logits by `probs`, as in use. The output's
+At low temperature what is left of q may be tiny. Distributions come from logits by `compute_probs`, as in use. The output's
 distribution is exact over all draws, of which one on what is left of q is as likely as any other, however little that
 is. Verifiers of whole trees: tests/test_tree_verifiers.py.
 """
@@ -15,14 +15,14 @@ from models import close, seeded
 from reference import CASES, ENUMERABLE, list_draws, random_probs, scheme_by_name, to_probs
 from scipy.stats import kstest, norm
 
-from treespec.draft.tree_assembly import stack
-from treespec.sampling.probs import SamplingParams, probs
+from treespec.draft.tree_assembly import stack_draws
+from treespec.sampling.probs import SamplingParams, compute_probs
 from treespec.trees.tree import Draws
 from treespec.verify import coupling
-from treespec.verify.block_optimal import selected_first
-from treespec.verify.distributions import distinct, independent, mass_on
-from treespec.verify.optimal import Optimal, selected
-from treespec.verify.rates import optimal_iid
+from treespec.verify.block_optimal import refuse_selected_first
+from treespec.verify.distributions import draw_iid_children, drop_repeats, sum_mass_on
+from treespec.verify.optimal import Optimal, build_selected_distribution
+from treespec.verify.rates import compute_optimal_iid
 
 KS = (1, 2, 3, 4, 5)
 ERROR = 1e-4  # probability that a test of this file fails by chance, each
@@ -58,7 +58,7 @@ def couple(p, q, k, exact=1):
     """x [B, V], the cells of the tokens [B, V] and the coupling."""
     number = torch.full_like(q[:, :1], k, dtype=torch.int64)
     cell, coupled = Optimal(exact=exact).couple(p, q, number)
-    return selected(q, number, cell, coupled), cell, coupled
+    return build_selected_distribution(q, number, cell, coupled), cell, coupled
 
 
 def limit(tests):
@@ -85,7 +85,7 @@ def test_the_selected_distribution_is_one_that_draws_can_reach(k, exact, share):
 def test_the_selected_distribution_reaches_the_optimal_rate_on_realistic_logits(k, spread, share):
     """To 1e-9 where tokens are sorted, to 0.1 points where they are put into cells."""
     p, q = realistic(10, 2000, spread)
-    best = optimal_iid(share * p, q, k)
+    best = compute_optimal_iid(share * p, q, k)
     for exact, error in ((1, 1e-9), (0, 1e-3)):
         x, _, _ = couple(share * p, q, k, exact)
         found = (share * p).minimum(x).sum(-1)
@@ -102,7 +102,7 @@ def test_cells_are_as_fine_where_little_of_the_draft_is_left(mass):
     q = torch.cat([row + 1 - mass, mass * q], dim=1)
     rates = [Optimal(threshold=0.45, extra=0, exact=exact).acceptance_rate(p, q, 3) for exact in (0, 1)]
     close(*rates, 1e-3)
-    best = 0.3 + optimal_iid(p[:, 1:], q[:, 1:], 2)
+    best = 0.3 + compute_optimal_iid(p[:, 1:], q[:, 1:], 2)
     close(rates[1], best, 1e-9)
 
 
@@ -115,10 +115,10 @@ def test_scores_are_uniform_and_the_selected_token_has_its_distribution(k, exact
     for _ in range(3):
         p = random_probs(6, generator)[None]
         q = random_probs(6, generator)[None]
-        tokens = independent(q, draws * k, generator)
+        tokens = draw_iid_children(q, draws * k, generator)
         place, coin = torch.rand(2, 1, draws * k, generator=generator, dtype=q.dtype)
         x, cell, coupled = couple(p, q, k, exact)
-        scores = coupling.scores(coupled, cell.gather(1, tokens), place, coin).view(-1, k)
+        scores = coupling.score_draws(coupled, cell.gather(1, tokens), place, coin).view(-1, k)
         selected = tokens.view(-1, k).gather(1, scores.argmax(-1, keepdim=True)).flatten()
         off = selected.bincount(minlength=6) / draws - x[0]
         assert kstest(scores.flatten().numpy(), "uniform").pvalue > ERROR / 6
@@ -133,7 +133,7 @@ def sampled_plans(scheme, p, q, asked, draws):
     assert (plan >= 0).all()
     assert (plan.sum(-1) - 1).abs().max() < 4500 * torch.finfo(plan.dtype).eps
     shape = (-1, draws, p.shape[1])
-    return plan.double().view(shape), mass_on(plan, drawn.tokens).view(shape[:2])
+    return plan.double().view(shape), sum_mass_on(plan, drawn.tokens).view(shape[:2])
 
 
 def off(samples, wanted, noise=1e-11):
@@ -158,8 +158,10 @@ def test_the_mean_output_of_a_node_of_weight_w_is_w_p(scheme):
     for weight in (1.0, 0.4):
         many, drafts = (rows.repeat_interleave(400, 0) for rows in (p, q))
         drawn = scheme.draw(drafts, 3, seeded(6))
-        drawn = drawn.columns(drawn.sure.int().argsort(stable=True))
-        *draws, (last, rest, _) = selected_first(scheme, many, drafts, drawn, torch.full_like(many[:, :1], weight))
+        drawn = drawn.select_columns(drawn.sure.int().argsort(stable=True))
+        *draws, (last, rest, _) = refuse_selected_first(
+            scheme, many, drafts, drawn, torch.full_like(many[:, :1], weight)
+        )
         reach = torch.ones_like(last)
         output = torch.zeros_like(many)
         for token, (accepted, _, _) in zip(drawn.tokens.split(1, 1), draws, strict=True):
@@ -229,7 +231,7 @@ def all_draws(name, q, k):
 def check(scheme, p, q, draws):
     """draws: of each row all there are and their chances. The mean of their plans is p."""
     rows = torch.arange(len(p)).repeat_interleave(torch.tensor([len(chances) for _, chances in draws]))
-    plan = scheme.plan(p[rows], q[rows], stack([one for one, _ in draws]))
+    plan = scheme.plan(p[rows], q[rows], stack_draws([one for one, _ in draws]))
     assert plan.dtype == p.dtype
     assert (plan >= 0).all()
     assert (plan.sum(-1) - 1).abs().max() < 10 * EXACT[p.dtype]
@@ -244,7 +246,7 @@ def test_every_scheme_gives_the_targets_distribution_at_every_temperature(name, 
     scheme = scheme_by_name(name)
     for temperature in TEMPERATURES:
         params = SamplingParams(temperature)
-        p, q = probs(logits(dtype), params)
+        p, q = compute_probs(logits(dtype), params)
         for k in range(1, (scheme.max_draws or 3) + 1):
             check(scheme, p, q, [all_draws(scheme.name, row, k) for row in q])
 
@@ -253,7 +255,7 @@ def test_every_scheme_gives_the_targets_distribution_at_every_temperature(name, 
 def test_the_mean_plan_of_optimal_is_the_targets_distribution(scheme):
     """Its draws carry uniforms, so they are sampled: a test fails by chance with 1e-4."""
     for temperature in (0.02, 0.05):
-        p, q = probs(logits(torch.float32), SamplingParams(temperature))
+        p, q = compute_probs(logits(torch.float32), SamplingParams(temperature))
         plans, _ = sampled_plans(scheme, p, q, 3, 60)
         assert off(plans, unit(p), EXACT[torch.float32]).abs().max() < limit(p.numel())
 
@@ -261,14 +263,14 @@ def test_the_mean_plan_of_optimal_is_the_targets_distribution(scheme):
 def test_float32_probabilities_differ_from_float64_only_by_rounding_of_logits():
     """A logit of z / T is off by half a bit of it, and so is the log of a probability, twice."""
     for temperature in TEMPERATURES:
-        single, double = (probs(logits(dtype)[0], SamplingParams(temperature)) for dtype in EXACT)
+        single, double = (compute_probs(logits(dtype)[0], SamplingParams(temperature)) for dtype in EXACT)
         off = 2.0**-23 * (max(SPREADS) / temperature + 10)
         close(single.double(), double, 1e-37, off)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_subnormal_masses_never_give_a_plan_that_does_not_sum_to_1(name):
-    """As they come where `probs` is not asked; nor do draws that only rounding makes possible."""
+    """As they come where `compute_probs` is not asked; nor do draws that only rounding makes possible."""
     generator = seeded(0)
     gaps = 104 * torch.rand(2, 500, 5, generator=generator) ** 0.3
     p, q = (-gaps * (torch.rand(gaps.shape, generator=generator) < 0.8)).softmax(-1)
@@ -277,7 +279,7 @@ def test_subnormal_masses_never_give_a_plan_that_does_not_sum_to_1(name):
         tokens = torch.rand(q.shape, generator=generator).argsort(-1)[:, :k]
         if name in ("spechub", "greedy"):
             tokens[:, -1:] = q.argmax(-1, keepdim=True)
-            tokens = distinct(tokens)
+            tokens = drop_repeats(tokens)
         plan = scheme_by_name(name).plan(p, q, Draws(tokens))
         assert (plan >= 0).all()
         close(plan.sum(-1), torch.ones(len(p)), 1e-5)

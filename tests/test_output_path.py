@@ -46,7 +46,7 @@ def test_a_tree_has_the_logits_of_the_models_own_code(name):
     tree = random_tree()
     text = random_prefix()
     target = Target(model)
-    cache = target.new_cache()
+    cache = target.build_cache()
     target.prefill(cache, text)
     logits = target.forward_tree(cache, tree).logits
     for node, path in list_node_paths(tree):
@@ -59,9 +59,9 @@ def test_logits_of_a_part_of_the_vocabulary_are_those_of_all(name):
     target = Target(model_of(name))
     tokens = torch.tensor([3, 1, 40])
     hidden = torch.randn(2, 3, target.feature_width)
-    part = target.output_logits(hidden, target.output_rows(tokens))
-    close(part, target.output_logits(hidden)[..., tokens], 1e-5, 1e-5)
-    assert target.output_logits(hidden[:, :0]).shape == (2, 0, target.vocab_size)
+    part = target.compute_output_logits(hidden, target.copy_output_rows(tokens))
+    close(part, target.compute_output_logits(hidden)[..., tokens], 1e-5, 1e-5)
+    assert target.compute_output_logits(hidden[:, :0]).shape == (2, 0, target.vocab_size)
 
 
 @pytest.mark.parametrize("name", sorted({*CASTS}))
@@ -93,11 +93,11 @@ def test_an_output_embedding_alone_is_called_without_the_models_forward():
     hidden = torch.randn(4, target.feature_width)
     calls = []
     target.model.register_forward_hook(lambda *_: calls.append(1))
-    assert torch.equal(target.output_logits(hidden), target.model.lm_head(hidden))
+    assert torch.equal(target.compute_output_logits(hidden), target.model.lm_head(hidden))
     assert not calls
     capped = Target(random_model(CONFIGS["gemma3"]()))
     capped.model.register_forward_hook(lambda *_: calls.append(1))
-    assert capped.output_logits(1e3 * hidden).abs().max() <= 3.0
+    assert capped.compute_output_logits(1e3 * hidden).abs().max() <= 3.0
     assert calls
 
 
@@ -105,11 +105,11 @@ def test_an_output_embedding_alone_is_called_without_the_models_forward():
 def test_training_gets_the_gradient_through_a_cap(drafted):
     target = Target(model_of("gemma2"))
     tokens = torch.arange(target.vocab_size) if drafted is None else torch.tensor(drafted)
-    rows = None if drafted is None else target.output_rows(tokens)
+    rows = None if drafted is None else target.copy_output_rows(tokens)
     weight = target.model.lm_head.weight[tokens]
     cap = FACTORS["gemma2"]["final_logit_softcapping"]
     hidden = torch.randn(5, target.feature_width, requires_grad=True)
-    (found,) = torch.autograd.grad(target.output_logits(hidden, rows).square().sum(), hidden)
+    (found,) = torch.autograd.grad(target.compute_output_logits(hidden, rows).square().sum(), hidden)
     capped = torch.tanh(hidden @ weight.T / cap) * cap
     (wanted,) = torch.autograd.grad(capped.square().sum(), hidden)
     close(found, wanted, 1e-4, 1e-4)

@@ -9,11 +9,11 @@ from torch import nn
 from training import save_model
 
 from treespec.api.load import load
-from treespec.draft.heads.loading import new_head
-from treespec.heads.registry import HEADS
+from treespec.draft.heads.loading import build_new_head
+from treespec.heads.registry import HEAD_KINDS
 from treespec.kernels import ops as kernels
 from treespec.model.cpu import packing as packed
-from treespec.model.cpu.packing import pack, packed_layer
+from treespec.model.cpu.packing import pack, pack_layer
 from treespec.model.target import Target
 
 WITHIN = {torch.float32: 1e-5, torch.bfloat16: 1 / 128, torch.float16: 1 / 512}  # of the largest output: rounding
@@ -41,22 +41,22 @@ def linear(*sizes, bias=True, dtype=torch.float32):
 def test_a_packed_layer_is_the_plain_one(monkeypatch, shape, outputs, bias, dtype, compiler):
     """Also for inputs with strides."""
     if not compiler:
-        monkeypatch.setattr(kernels, "library", lambda: None)
+        monkeypatch.setattr(kernels, "load_kernels", lambda: None)
     torch.manual_seed(0)
     plain = linear(shape[-1], outputs, bias=bias, dtype=dtype)
     x = torch.randn(*shape, 2, dtype=dtype)[..., 0]
     with torch.inference_mode():
         expected = plain(x).float()
-        found = packed_layer(plain)(x)
+        found = pack_layer(plain)(x)
     assert (found.dtype, found.shape) == (dtype, expected.shape)
     error = (found.float() - expected).abs()
     assert bool((error <= WITHIN[dtype] * expected.abs().amax() if x.numel() else error == 0).all())
 
 
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("kind", HEAD_KINDS)
 def test_a_packed_head_takes_features_of_the_same_dtype(kind):
     """Weights in float32 with values of 16 bits may be packed as these; the head computes in float32."""
-    head = new_head(kind, Target(random_model(CONFIGS["llama"]()))).eval()
+    head = build_new_head(kind, Target(random_model(CONFIGS["llama"]()))).eval()
     for weight in head.parameters():
         weight.data = weight.data.bfloat16().float()
     pack(head)
@@ -97,9 +97,9 @@ def test_a_plain_weight_is_gone_before_the_next_is_packed(monkeypatch):
     def counted(linear, on_cpu):
         if isinstance(linear, nn.Linear):
             alive.append(sum(weight() is not None for weight in plain))
-        return packed_layer(linear, on_cpu)
+        return pack_layer(linear, on_cpu)
 
-    monkeypatch.setattr(packed, "packed_layer", counted)
+    monkeypatch.setattr(packed, "pack_layer", counted)
     pack(model)
     assert alive == [6, 5, 4, 3, 2, 1]
     assert not any(weight() is not None for weight in plain)

@@ -21,14 +21,14 @@ from models import GROUPED, random_head, random_model
 
 from treespec.api.load import load
 from treespec.api.spec import Spec
-from treespec.draft.auto.measure import measure
+from treespec.draft.auto.measure import measure_model_costs
 from treespec.draft.vocabulary import restrict
 from treespec.eval import systems as contestants
-from treespec.eval.answering import Ask
+from treespec.eval.answering import PromptRequest
 from treespec.eval.benchmark import evaluate
 from treespec.eval.ledger import Ledger
-from treespec.eval.peers import Server, Stock, load_assistant, load_stock
-from treespec.eval.systems import GENERATE, Contestant
+from treespec.eval.peers import EndpointPeer, TransformersPeer, load_assistant, load_stock
+from treespec.eval.systems import GENERATE_METHOD, System
 from treespec.files import openai_client as endpoint
 from treespec.model.target import Target
 
@@ -47,12 +47,12 @@ def test_a_level_of_a_head_with_few_draft_tokens_is_timed():
     model = Target(random_model(hf.LlamaConfig(**GROUPED)))
     head = random_head(model)
     restrict(head, model, torch.tensor([1, 5]))
-    assert measure(model, Spec(model, head).proposer, context=8).forward
+    assert measure_model_costs(model, Spec(model, head).proposer, context=8).forward
 
 
 def test_transformers_says_in_float32_what_we_say_greedily(measured):
     greedy = [row for row in measured[1]["rows"] if row["temperature"] == 0]
-    assert [row["method"] for row in greedy[3:]] == [*contestants.METHODS][:4]
+    assert [row["method"] for row in greedy[3:]] == [*contestants.TRANSFORMERS_METHODS][:4]
     assert [row["same"] for row in greedy] == [None] + [3] * 6
     assert measured[1]["failed"] == {}
 
@@ -73,7 +73,7 @@ def test_the_report_compares_with_peers_and_bounds(measured):
         assert name == f"{row['method']}, transformers" if row["peer"] else row["method"]
         assert (tree, temperature) == (row["tree"] or "", f"{row['temperature']:g}")
         assert float(speed_cell.split()[0]) == pytest.approx(overall["tokens_per_second"]["value"], rel=0.05)
-        assert (row["by_generate"] is None) == (row["method"] == GENERATE)
+        assert (row["by_generate"] is None) == (row["method"] == GENERATE_METHOD)
         assert (tau == "") == (overall["acceptance_length"]["value"] is None) == bool(row["peer"])
     assert [cells[0] for cells in limits[2:]] == ["topk", "rrs"] * 2
     page = (out / "report.html").read_text()
@@ -83,7 +83,9 @@ def test_the_report_compares_with_peers_and_bounds(measured):
 def test_named_methods_give_equal_text_and_unavailable_ones_say_why(home, tmp_path):
     """Half of the layers draft; a model with other tokens drafts; this target has no MTP layers."""
     save_home(tmp_path, 8)
-    peers = ",".join(f"transformers,{name}" for name in (contestants.EARLY_EXIT, contestants.ASSISTED, "MTP"))
+    peers = ",".join(
+        f"transformers,{name}" for name in (contestants.EARLY_EXIT_METHOD, contestants.ASSISTED_METHOD, "MTP")
+    )
     more = {"verifier": "topk", "max_new_tokens": 6, "turns": 1, "assistant": f"{tmp_path}/target"}
     summary = evaluate(config_in(home, tmp_path / "out", peers=peers, **more))
     assert [(row["method"], row["same"]) for row in summary["rows"][2:]] == [
@@ -122,10 +124,13 @@ def test_transformers_samples_from_the_whole_distribution_whatever_the_models_ow
     model = spec.target.model
     model.generation_config = own = hf.GenerationConfig(top_k=1, repetition_penalty=9.0)
     config = config_in(home, tmp_path)
-    ask = Ask([], [3, 4, 5], 0, 200)
-    stock = {t: Stock(model, None, spec.target, Contestant(GENERATE, temperature=t), config) for t in (0.0, 100.0)}
+    ask = PromptRequest([], [3, 4, 5], 0, 200)
+    stock = {
+        t: TransformersPeer(model, None, spec.target, System(GENERATE_METHOD, temperature=t), config)
+        for t in (0.0, 100.0)
+    }
     stock[100.0].sampling["temperature"] = 1e6
-    assert len(set(stock[100.0].generated(ask, ()))) > 100  # 139 are expected of 259
+    assert len(set(stock[100.0].generate_tokens(ask, ()))) > 100  # 139 are expected of 259
     assert model.generation_config is own
     greedy = spec.generate([3, 4, 5], max_new_tokens=20)
     (output,) = stock[0.0].answer([ask._replace(most=20)])
@@ -134,7 +139,7 @@ def test_transformers_samples_from_the_whole_distribution_whatever_the_models_ow
 
 
 def test_a_peer_that_fails_says_why_and_is_retried_later(home, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(contestants.METHODS, "prompt lookup 3", {"prompt_lookup_num_tokens": 0})
+    monkeypatch.setitem(contestants.TRANSFORMERS_METHODS, "prompt lookup 3", {"prompt_lookup_num_tokens": 0})
     options = options_in(home, tmp_path, peers="transformers", limit=1, verifier="topk", max_new_tokens=4)
     assert run_command(options) == 0
     said = (tmp_path / "report.md").read_text()
@@ -142,7 +147,7 @@ def test_a_peer_that_fails_says_why_and_is_retried_later(home, tmp_path, monkeyp
     assert said == printed.out
     assert "left out: questions.jsonl:4" in printed.err
     assert "Ledger and report are in" in printed.err
-    (failed,) = {entry["why"] for entry in Ledger(tmp_path).of("failed")}
+    (failed,) = {entry["why"] for entry in Ledger(tmp_path).list_entries("failed")}
     assert f"target-prompt-lookup-3-t0 failed: {' '.join(failed.split())}." in " ".join(said.split())
     assert "target-prompt-lookup-3-t0" not in read_completions(tmp_path)
     monkeypatch.undo()
@@ -207,13 +212,13 @@ def test_a_server_is_measured_as_its_client_sees_it(home, tmp_path):
     ],
 )
 def test_what_a_server_does_wrong_is_said_in_a_line(home, tmp_path, monkeypatch, trouble, words):
-    monkeypatch.setenv(endpoint.KEY, "secret")
+    monkeypatch.setenv(endpoint.API_KEY_VARIABLE, "secret")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with FakeServer() as fake:
         fake.troubles = {0: trouble}
         Thread(target=fake.serve_forever, args=(0.01,), daemon=True).start()
         with complains(words):
-            asked = [Ask([{"role": "user", "content": "Hi"}], [5], 0, 4)]
-            Server(Contestant("m", peer=fake.url), config_in(home, tmp_path)).answer(asked)
+            asked = [PromptRequest([{"role": "user", "content": "Hi"}], [5], 0, 4)]
+            EndpointPeer(System("m", peer=fake.url), config_in(home, tmp_path)).answer(asked)
         fake.shutdown()
     assert [key for _, key, _ in fake.requests] == ["Bearer secret"]

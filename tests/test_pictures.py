@@ -15,9 +15,9 @@ from training import tokenizer
 from treespec import load
 from treespec.api.spec import Spec
 from treespec.engine import batch
-from treespec.model.pictures import shown
+from treespec.model.pictures import prepare_pictures
 from treespec.model.target import Target
-from treespec.serve.errors import failed
+from treespec.serve.errors import to_api_error
 
 PICTURE = 9  # the token that a picture's rows stand for
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -83,7 +83,7 @@ def test_a_model_with_pictures_answers_as_its_own_generate_does(tmp_path, name, 
     prompts = [prompt_with(name, 1), [3, 4, 5, 6], prompt_with(name, 2)]
     wanted = [answers(model, prompts[0]), generate_plainly(model), answers(model, prompts[2])]
     assert wanted[0] != wanted[2]
-    monkeypatch.setattr(batch, "STRETCH", 3)
+    monkeypatch.setattr(batch, "PREFILL_CHUNK_TOKENS", 3)
     target = Target(model)
     for spec in (Spec(target, random_head(target), "2x2"), Spec(target, None)):
         for size in (1, 3):
@@ -94,7 +94,7 @@ def test_a_model_with_pictures_answers_as_its_own_generate_does(tmp_path, name, 
 
 
 def test_positions_behind_a_picture_are_as_drawn():
-    seen = shown(Target(seeing("qwen2_vl")), prompt_with("qwen2_vl", 1))
+    seen = prepare_pictures(Target(seeing("qwen2_vl")), prompt_with("qwen2_vl", 1))
     assert seen.places[:, 0].tolist() == [[0, 1, 1, 1, 1, 3, 4], [0, 1, 1, 2, 2, 3, 4], [0, 1, 2, 1, 2, 3, 4]]
     assert seen.shift == -2
 
@@ -104,7 +104,7 @@ def test_pictures_that_no_tree_can_follow_are_refused_in_a_line():
     inputs = prompt_with("gemma3", 1) | {"token_type_ids": GRID["mm_token_type_ids"]}
     with complains("pictures of Gemma3ForConditionalGeneration have a mask of their own: no tree can follow$") as told:
         load(model).generate(inputs)
-    assert (failed(told.value).status_code, failed(told.value).param) == (400, "messages")
+    assert (to_api_error(told.value).status_code, to_api_error(told.value).param) == (400, "messages")
     with complains("pictures of LlamaForCausalLM do not stand in the place of tokens: no tree can follow$"):
         load(hf.LlamaForCausalLM(hf.LlamaConfig(**GROUPED))).generate(prompt_with("llava", 1))
     for fault, ids in (("input_ids of one row", [4, 5]), ("padding", torch.tensor([[4, 5]]))):

@@ -18,11 +18,11 @@ from treespec.draft.drafter import Drafter, PerText
 from treespec.draft.heads.proposers import EagleProposer
 from treespec.draft.lookup.guess import Guess
 from treespec.draft.lookup.one_hot import TextDrafter
-from treespec.draft.source import source_for
+from treespec.draft.source import as_source
 from treespec.draft.spec import DrafterSpec
-from treespec.engine.options import Keywords
+from treespec.engine.options import RequestKeywords
 from treespec.errors import InputError
-from treespec.trees.tree import root_only
+from treespec.trees.tree import build_root_tree
 from treespec.verify.topk import TopK
 from treespec.verify.walk import Walk
 
@@ -44,7 +44,7 @@ def test_the_package_knows_its_names():
 def test_options_are_typed_by_name(name):
     options = signature(getattr(Spec, name)).parameters["options"].annotation
     named = options.__args__[0].__annotations__.keys()
-    assert named == Keywords.__annotations__.keys()
+    assert named == RequestKeywords.__annotations__.keys()
     assert named > {"temperature", "top_k", "top_p", "min_p", "max_new_tokens", "stop"}
 
 
@@ -132,7 +132,7 @@ class NoDrafts(Drafter):
 
     def draft_trees(self, roots, distributions, generators, cache, now=None):
         assert self.counts == cache.lengths
-        return [root_only(root) for root in roots.split(1)]
+        return [build_root_tree(root) for root in roots.split(1)]
 
     def observe(self, features, tokens):
         self.counts = [count + len(new) - 1 for count, new in zip(self.counts, tokens, strict=True)]
@@ -148,9 +148,9 @@ def test_a_head_its_proposer_and_their_source_draft_the_same():
     model = target("llama")
     head = random_head(model)
     proposer = EagleProposer(head, model)
-    source = source_for(head, model)
+    source = as_source(head, model)
     assert (source.name, source.head, list(source.models)) == ("eagle head", head, [head])
-    assert source_for(source, model) is source
+    assert as_source(source, model) is source
     options = {"max_new_tokens": 12, "temperature": 1.0, "seed": 3}
     answers = [
         Spec(model, drafting, "2x2", "rrs").generate([5, 9, 7], **options) for drafting in (head, proposer, source)

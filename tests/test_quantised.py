@@ -12,12 +12,12 @@ from torch import nn
 from training import change_json, save_model, save_tiny_model
 
 from treespec.api.load import load
-from treespec.draft.auto.measure import dependencies
-from treespec.draft.heads.loading import embedding_of, new_head
+from treespec.draft.auto.measure import list_dependencies
+from treespec.draft.heads.loading import build_new_head, to_dense_embedding
 from treespec.draft.vocabulary import restrict
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
-from treespec.model.identity import target_identity
+from treespec.model.identity import identify_target
 from treespec.model.placement import Placement
 from treespec.model.target import Target
 
@@ -48,7 +48,7 @@ def wide(tmp_path_factory):
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
     folder = save_model(home / "target", **sizes)
     write_gguf(hf.AutoModelForCausalLM.from_pretrained(folder), folder / "tiny.gguf")
-    save_head(new_head("eagle", Target.load(str(folder), dtype="float32")).eval(), home / "head")
+    save_head(build_new_head("eagle", Target.load(str(folder), dtype="float32")).eval(), home / "head")
     return home
 
 
@@ -80,15 +80,15 @@ def test_heads_and_draft_vocabularies_read_a_quantised_output(whole):
     tokens = torch.tensor([0, 3, 17, 63])
     model = whole.model
     hidden = torch.randn(2, 3, whole.feature_width, generator=seeded(1))
-    own = whole.output_logits(hidden, whole.output_rows(tokens))
-    close(own, whole.output_logits(hidden)[..., tokens], 1e-5)
-    torch.testing.assert_close(embedding_of(whole)[tokens], model.get_input_embeddings()(tokens))
+    own = whole.compute_output_logits(hidden, whole.copy_output_rows(tokens))
+    close(own, whole.compute_output_logits(hidden)[..., tokens], 1e-5)
+    torch.testing.assert_close(to_dense_embedding(whole)[tokens], model.get_input_embeddings()(tokens))
     for kind in ("eagle", "eagle3", "medusa"):
-        head = new_head(kind, whole)
+        head = build_new_head(kind, whole)
         restrict(head, whole, tokens)
         assert head.vocabulary.tolist() == tokens.tolist()
-    output = new_head("medusa", whole).output_layers[0](hidden)
-    close(output, whole.output_logits(hidden), 1e-5)
+    output = build_new_head("medusa", whole).output_layers[0](hidden)
+    close(output, whole.compute_output_logits(hidden), 1e-5)
 
 
 def test_a_checkpoint_that_brings_its_quantisation_loads_as_it_is(folder, tmp_path):
@@ -103,9 +103,9 @@ def test_a_checkpoint_that_brings_its_quantisation_loads_as_it_is(folder, tmp_pa
 
 def test_forms_have_identities_and_times_of_their_own(folder):
     variants = [Placement(), *(Placement(form) for form in FORMS)]
-    assert len({target_identity(str(folder), variant) for variant in variants}) == 3
+    assert len({identify_target(str(folder), variant) for variant in variants}) == 3
     targets = [Target.load(str(folder), how=variant, dtype="float32") for variant in variants]
-    assert len({str(dependencies(target, None)) for target in targets}) == 3
+    assert len({str(list_dependencies(target, None)) for target in targets}) == 3
 
 
 @pytest.mark.parametrize(
@@ -142,13 +142,13 @@ def test_weights_that_transformers_cannot_convert_are_told_without_a_table_above
 def print_revisions() -> None:
     """In a process of its own, without a network."""
     from treespec.errors import InputError
-    from treespec.model.identity import target_identity
+    from treespec.model.identity import identify_target
     from treespec.model.placement import Placement
     from treespec.model.target import Target
 
     for revision in (None, "other", "absent"):
         try:
-            print(target_identity("org/small", Placement(revision=revision)))
+            print(identify_target("org/small", Placement(revision=revision)))
             target = Target.load("org/small", how=Placement(revision=revision))
             print(float(target.model.lm_head.weight[0, 0]))
         except InputError as error:
@@ -217,7 +217,7 @@ def test_a_compressed_checkpoint_drafts_as_it_is(bits, inputs, tmp_path):
     """Its logits are transformers' own after loading; layers that round inputs keep their own forward."""
     folder = save_model(tmp_path / "plain", **SIZES)
     own = compress(folder, tmp_path / "own", bits, inputs)
-    save_head(new_head("eagle", Target.load(str(folder), dtype="float32")).eval(), tmp_path / "head")
+    save_head(build_new_head("eagle", Target.load(str(folder), dtype="float32")).eval(), tmp_path / "head")
     spec = load(str(own), tmp_path / "head", "4x2", dtype="float32")
     (answer,) = as_undrafted(spec, [PROMPT], 12)
     whole = hf.AutoModelForCausalLM.from_pretrained(own, dtype=torch.float32).eval()

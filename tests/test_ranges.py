@@ -9,9 +9,9 @@ import pytest
 from commands import complains, says
 
 from treespec.errors import InputError
-from treespec.options import check, numbers_in, option, range_of
+from treespec.options import check_options, get_range, option, parse_numbers
 from treespec.trees.ranges import Range
-from treespec.verify.registry import SCHEMES, scheme_by_name
+from treespec.verify.registry import SCHEMES, load_scheme
 
 MODULES = (
     "treespec.engine.options",
@@ -65,22 +65,22 @@ def test_configurations_are_found():
 
 @pytest.mark.parametrize("kind, field", numbers())
 def test_every_numeric_option_has_a_finite_range_and_refuses_what_lies_outside(kind, field):
-    allowed = range_of(field)
+    allowed = get_range(field)
     assert allowed is not None
     assert (allowed.least is None) != (allowed.above is None)
     assert (allowed.most is None) != (allowed.below is None)
     built(kind)  # the defaults lie inside
     for number in outside(allowed):
         value = str(number) if field.name in LISTS and field.type not in NUMBERS else number
-        with says(kind.named(field.name)):
+        with says(kind.format_option_name(field.name)):
             built(kind, **{field.name: value})
 
 
 def test_lists_of_numbers_name_the_part_that_is_wrong():
     share = Range(least=0, most=1)
-    assert numbers_in("--a", "0, 0.5;same,1;0.2", share, ["same"]) == [0, 0.5, 1, 0.2]
+    assert parse_numbers("--a", "0, 0.5;same,1;0.2", share, ["same"]) == [0, 0.5, 1, 0.2]
     with complains("--a: 'hot' is not a number from 0 to 1"):
-        numbers_in("--a", "0,hot", share, [])
+        parse_numbers("--a", "0,hot", share, [])
 
 
 def test_the_first_number_that_is_wrong_is_named_with_its_range():
@@ -89,7 +89,7 @@ def test_the_first_number_that_is_wrong_is_named_with_its_range():
         some_number: float = option("help", 1.0, least=0, below=2)
 
     with complains(r"^--some-number is nan, must be a number at least 0 and below 2$"):
-        check(Own(math.nan))
+        check_options(Own(math.nan))
 
 
 @pytest.mark.parametrize(
@@ -98,4 +98,4 @@ def test_the_first_number_that_is_wrong_is_named_with_its_range():
 )  # fmt: skip
 def test_a_verifiers_option_beyond_all_measure_is_refused(verifier):
     with pytest.raises(InputError):
-        scheme_by_name(verifier, allow_lossy=True)
+        load_scheme(verifier, allow_lossy=True)

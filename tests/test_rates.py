@@ -22,7 +22,12 @@ from scipy.optimize import linprog
 
 from treespec.trees.tree import Draws
 from treespec.verify.optimal import Optimal
-from treespec.verify.rates import measured, optimal_iid, optimal_without_replacement, tops_and_tail
+from treespec.verify.rates import (
+    compute_optimal_iid,
+    compute_optimal_tops_and_tail,
+    compute_optimal_without_replacement,
+    measure_rate,
+)
 
 
 def optimum(found, p):
@@ -35,7 +40,7 @@ def optimum(found, p):
     return -linprog(-np.ones(len(pairs)), A_ub=uses, b_ub=supply, method="highs").fun
 
 
-BEST = {"rrs": optimal_iid, "rrs-wo": optimal_without_replacement}  # by a scheme that draws so
+BEST = {"rrs": compute_optimal_iid, "rrs-wo": compute_optimal_without_replacement}  # by a scheme that draws so
 STATED = [("single", 1), ("spechub", 1), ("spechub", 2), ("rrs-wo", 1)]
 STATED += [(name, k) for name in ("rrs", "kseq", "greedy", "topk", "typical") for k in (1, 2, 3)]
 STATED += [(name, k) for name in ("is-lp", "is-lp:s=2", "is-lp:s=1") for k in (1, 2)]
@@ -78,7 +83,7 @@ def test_no_plan_beats_the_optimum_of_its_draws_and_some_reach_it(name):
 def test_kseq_accepts_its_share_of_the_optimum_and_generalises_single():
     for p, q in random_pairs(10, 6):
         for k in (1, 2, 3):
-            assert stated("kseq", p, q, k) >= (1 - 1 / math.e) * optimal_iid(p[None], q[None], k).item() - 1e-9
+            assert stated("kseq", p, q, k) >= (1 - 1 / math.e) * compute_optimal_iid(p[None], q[None], k).item() - 1e-9
         plans = [SCHEMES[name].plan(p[None], q[None], Draws(torch.tensor([[2]]))) for name in ("kseq", "single")]
         close(*plans, 1e-14)
 
@@ -88,7 +93,7 @@ def test_a_program_of_few_tokens_is_within_its_bound_of_the_optimum(s):
     """Khisti et al. 2025: short of α* by at most the sum of (p - q^2)+ over the tokens that it does not see."""
     for p, q in random_pairs(40, 6):
         unseen = (p - q * q).sort(descending=True).values[s:].clamp(min=0).sum()
-        best = optimal_iid(p[None], q[None], 2).item()
+        best = compute_optimal_iid(p[None], q[None], 2).item()
         assert best - unseen - 1e-9 <= stated(f"is-lp:s={s}", p, q, 2) <= best + 1e-9
 
 
@@ -106,7 +111,7 @@ def test_two_uniform_draws_are_accepted_as_published(t1, t2, best, kseq, rrs):
     p = to_probs([t1, t2, 1 - t1 - t2])
     q = to_probs([1 / 3, 1 / 3, 1 / 3])
     rates = [stated(name, p, q, 2) for name in ("rrs", "kseq", "is-lp")]
-    rates.append(optimal_iid(p[None], q[None], 2).item())
+    rates.append(compute_optimal_iid(p[None], q[None], 2).item())
     assert rates == pytest.approx([rrs, kseq, best, best], rel=0, abs=1e-4)
 
 
@@ -131,11 +136,11 @@ def test_the_optimal_rate_is_that_of_the_linear_program(name, share):
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_so_is_that_of_the_tops_and_draws_of_optimal(k):
     for p, q in every_pair(5):
-        tops, number, _ = Optimal().allot(q[None], torch.tensor([[k]]), k)
+        tops, number, _ = Optimal().split_certain_and_random(q[None], torch.tensor([[k]]), k)
         if number <= 4:
             sure = [x for x in tops[0].tolist() if x >= 0]
             best = optimum(tops_then_independent(q.tolist(), sure, int(number)), p)
-            assert tops_and_tail(p[None], q[None], k).item() == pytest.approx(best, rel=0, abs=1e-7)
+            assert compute_optimal_tops_and_tail(p[None], q[None], k).item() == pytest.approx(best, rel=0, abs=1e-7)
 
 
 @pytest.mark.parametrize("k", [2, 4])
@@ -158,7 +163,7 @@ def test_the_optimal_rate_at_vocabulary_size_is_a_sum_over_classes(k):
         inside += probability
     best = (p.cumsum(0) + 1 - inside).min().clamp(max=1)
     assert best < 0.99
-    close(optimal_without_replacement(p[None], q[None], k)[0], best, 1e-9)
+    close(compute_optimal_without_replacement(p[None], q[None], k)[0], best, 1e-9)
 
 
 @pytest.mark.parametrize("name, k", [("rrs-wo", 2), ("rrs-wo", 3), ("is-lp:s=2", 3)])
@@ -166,6 +171,8 @@ def test_measured_rates_are_the_enumerated_one_to_five_standard_errors(name, k):
     rows = 200 if name == "rrs-wo" else 20
     generator = seeded(6)
     for p, q in every_pair(0):
-        rate, error = measured(scheme_by_name(name), p.expand(rows, -1), q.expand(rows, -1), k, generator, samples=32)
+        rate, error = measure_rate(
+            scheme_by_name(name), p.expand(rows, -1), q.expand(rows, -1), k, generator, samples=32
+        )
         error = error.square().sum().sqrt() / rows
         assert abs(rate.mean() - of_the_plan(name, p, q, k)) <= 5 * error + 1e-9

@@ -10,8 +10,8 @@ from commands import complains
 from training import CHATML, encode_conversation, to_messages
 
 from treespec.text.conversations import read_conversations
-from treespec.text.encoding import Example, split
-from treespec.train.data.batches import epoch_batches
+from treespec.text.encoding import Example, split_held_out
+from treespec.train.data.batches import split_epoch
 
 SHAREGPT = [
     {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
@@ -104,20 +104,20 @@ def test_the_split_depends_on_the_conversations_alone():
         return Example(torch.tensor([key]), torch.tensor([True]), str(key))
 
     examples = [example(i % 190) for i in range(200)]  # ten come twice
-    train, held_out = split(examples, 0.1, seed=3)
+    train, held_out = split_held_out(examples, 0.1, seed=3)
     held = {one.key for one in held_out}
     assert len(held) == 19
     assert len(train) + len(held_out) == 200
     assert not held & {one.key for one in train}
 
     random.Random(0).shuffle(examples)
-    assert {one.key for one in split(examples, 0.1, seed=3)[1]} == held
-    assert {one.key for one in split(examples, 0.1, seed=4)[1]} != held
-    assert [len(part) for part in split(examples[:5], 0.01, seed=0)] == [4, 1]
-    assert [len(part) for part in split([example(1)] * 4, 0.5, seed=0)] == [4, 0]
-    assert [len(part) for part in split(examples, 0.0, seed=0)] == [200, 0]
+    assert {one.key for one in split_held_out(examples, 0.1, seed=3)[1]} == held
+    assert {one.key for one in split_held_out(examples, 0.1, seed=4)[1]} != held
+    assert [len(part) for part in split_held_out(examples[:5], 0.01, seed=0)] == [4, 1]
+    assert [len(part) for part in split_held_out([example(1)] * 4, 0.5, seed=0)] == [4, 0]
+    assert [len(part) for part in split_held_out(examples, 0.0, seed=0)] == [200, 0]
     with complains("fraction"):
-        split(examples, 1.0, seed=0)
+        split_held_out(examples, 1.0, seed=0)
 
 
 @pytest.mark.parametrize("spread", [0.3, 1.0, 1.5])
@@ -126,6 +126,6 @@ def test_less_than_a_twentieth_of_all_positions_is_padding(spread):
     draw = random.Random(0)
     for batch_size, rows in ((2, 200), (4, 256), (16, 1024), (64, 4096)):
         lengths = [min(2048, max(8, round(math.exp(draw.gauss(6, spread))))) for _ in range(rows)]
-        batches = epoch_batches(lengths, batch_size, 0, 0)
+        batches = split_epoch(lengths, batch_size, 0, 0)
         positions = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
         assert sum(lengths[i] for batch in batches for i in batch) > 0.95 * positions

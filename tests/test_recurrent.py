@@ -26,7 +26,7 @@ from training import save_tiny_model, small_run, write_data
 from treespec import load
 from treespec.api.spec import Spec
 from treespec.draft.models.model import ModelProposer
-from treespec.model.recurrent.rows import linear_layers
+from treespec.model.recurrent.rows import list_linear_layers
 from treespec.model.target import Target
 from treespec.train.run import train
 
@@ -88,8 +88,8 @@ def test_a_tree_scores_as_its_paths_and_commit_equals_a_prefill(name):
     text = random_prefix(length=9)
     path = [0, 1, 5, 8]
     assert model.recurrent.continues == RECURRENT[name]
-    cache = model.new_cache(capacity=4)
-    again = model.new_cache()
+    cache = model.build_cache(capacity=4)
+    again = model.build_cache()
     for part in text.split(4, 1):
         model.prefill(cache, part)
     logits = model.forward_tree(cache, tree).logits
@@ -129,13 +129,13 @@ def test_commit_reads_no_weights_of_linear_layers(name):
     tree = random_tree()
     text = random_prefix(length=9)
     path = [0, 1, 5, 8]
-    cache = model.new_cache()
-    again = model.new_cache()
+    cache = model.build_cache()
+    again = model.build_cache()
     model.prefill(cache, text)
     model.prefill(again, torch.cat([text, tree.tokens[path][None]], dim=1))
     model.forward_tree(cache, tree)
     for mixer in model.recurrent.mixers:
-        for layer in linear_layers(mixer.module):
+        for layer in list_linear_layers(mixer.module):
             layer.weight.fill_(torch.nan)
     cache.commit([path])
     for ours, fresh in zip(cache.states[0], again.states[0], strict=True):

@@ -17,17 +17,17 @@ from training import CHAT_TEMPLATE, list_learnt_answers, read_lines, read_rows, 
 from treespec import load
 from treespec.api.engine import Engine
 from treespec.api.spec import Spec
-from treespec.demo.known import default_drafter
-from treespec.draft.heads.loading import new_head
+from treespec.demo.known import choose_default_drafter
+from treespec.draft.heads.loading import build_new_head
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 from treespec.text.conversations import read_conversations
 from treespec.text.encoding import encode_conversations
-from treespec.train.regenerate.ask import of_target
+from treespec.train.regenerate.ask import ask_target
 from treespec.train.regenerate.config import RegenerateConfig
-from treespec.train.regenerate.magpie import normal, problem_of, user_turn
-from treespec.train.regenerate.questions import drawn, passes
-from treespec.train.regenerate.run import LEFT_OUT, OUT, regenerate
+from treespec.train.regenerate.magpie import find_problem, find_user_turn, normalize_question
+from treespec.train.regenerate.questions import draw_number, matches_filter
+from treespec.train.regenerate.run import CONVERSATIONS_FILE, LEFT_OUT_FILE, regenerate_answers
 
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", "user", "assistant", "system", ":", "why", "is", "the", "sky", "sea", "blue"]
 
@@ -53,7 +53,7 @@ def killed_after(config, rows):
     """Run in a process of its own that SIGKILLs itself once so many rows are done."""
     child = os.fork()
     if child == 0:
-        regenerate(config, lambda done, *_: os.kill(os.getpid(), signal.SIGKILL) if done >= rows else None)
+        regenerate_answers(config, lambda done, *_: os.kill(os.getpid(), signal.SIGKILL) if done >= rows else None)
         os._exit(1)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
 
@@ -72,7 +72,7 @@ def data(tmp_path_factory):
 def whole(model, data, tmp_path_factory):
     """A run that nothing disturbed."""
     config = regenerate_config(model, data, tmp_path_factory.mktemp("regenerate") / "whole")
-    regenerate(config)
+    regenerate_answers(config)
     return config
 
 
@@ -88,20 +88,20 @@ def test_every_question_is_answered_by_generate_with_its_own_seed(whole, model, 
         assert messages[::2] == asked[line["id"]][: len(messages) : 2]
         for turn, (answer, tokens) in enumerate(zip(messages[1::2], line["tokens"], strict=True)):
             options = {"temperature": line["temperature"], "max_new_tokens": whole.max_new_tokens}
-            alone = spec.generate(messages[: 2 * turn + 1], seed=drawn(whole.seed, key, turn), **options)
+            alone = spec.generate(messages[: 2 * turn + 1], seed=draw_number(whole.seed, key, turn), **options)
             assert (answer["content"], tokens) == (alone.text, alone.stats.new_tokens)
 
 
 def test_what_was_asked_and_generated_is_what_training_reads(whole, model):
     spec = load(model, dtype="float32")
-    conversations, _ = read_conversations(f"{whole.out}/{OUT}")
+    conversations, _ = read_conversations(f"{whole.out}/{CONVERSATIONS_FILE}")
     examples, report = encode_conversations(spec.target.tokenizer, conversations, None, 1000)
     expected = []
     for line in read_lines(whole):
         for turn in range(len(line["tokens"])):
             prompt = line["messages"][: 2 * turn + 1]
             options = {"temperature": line["temperature"]}
-            seed = drawn(whole.seed, line["row"], turn)
+            seed = draw_number(whole.seed, line["row"], turn)
             answer = spec.generate(prompt, seed=seed, max_new_tokens=whole.max_new_tokens, **options)
             expected.append((spec.encode(prompt), answer.token_ids))
     assert sorted(list_learnt_answers(examples)) == sorted(expected)
@@ -128,7 +128,7 @@ def test_thoughts_of_the_target_stand_apart_from_its_words():
     config = regenerate_config("m", "d", "o")
     with Engine(spec) as engine:
         messages = [{"role": "user", "content": "why"}]
-        answer = of_target(engine, config)(messages, 0, True)
+        answer = ask_target(engine, config)(messages, 0, True)
     assert (answer.thought, answer.text.strip()) == ("why is", "sky blue")
     assert answer.message["reasoning_content"] == "why is"
     assert [*answer.token_ids] == said[2:]
@@ -155,7 +155,7 @@ def test_an_answer_depends_on_neither_batch_nor_order(whole, model, data, tmp_pa
     backwards = tmp_path / "backwards.jsonl"
     backwards.write_text("\n".join(reversed(data.read_text().splitlines())))
     config = regenerate_config(model, backwards, tmp_path / "out", batch=1)
-    regenerate(config)
+    regenerate_answers(config)
     assert read_rows(config) == read_rows(whole)
 
 
@@ -164,13 +164,13 @@ def test_no_kill_loses_or_doubles_a_row(whole, tmp_path):
     for rows in (1, 4, 9):
         killed_after(config, rows)
         assert len(read_rows(config)) < 12
-        with (tmp_path / "out" / OUT).open("a") as file:  # what a kill in the middle of a line leaves
+        with (tmp_path / "out" / CONVERSATIONS_FILE).open("a") as file:  # what a kill in the middle of a line leaves
             file.write('{"id": "talk-0", "row": "4')
-    regenerate(config)
+    regenerate_answers(config)
     assert read_rows(config) == read_rows(whole)
-    before = (tmp_path / "out" / OUT).read_bytes()
-    assert regenerate(config).conversations == len(read_rows(whole))
-    assert (tmp_path / "out" / OUT).read_bytes() == before
+    before = (tmp_path / "out" / CONVERSATIONS_FILE).read_bytes()
+    assert regenerate_answers(config).conversations == len(read_rows(whole))
+    assert (tmp_path / "out" / CONVERSATIONS_FILE).read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -183,31 +183,31 @@ def test_no_kill_loses_or_doubles_a_row(whole, tmp_path):
 )
 def test_rows_of_other_options_are_not_mixed(whole, change, named):
     with complains(named):
-        regenerate(replace(whole, **change))
+        regenerate_answers(replace(whole, **change))
 
 
 def test_models_and_data_are_known_by_content(whole, data, tmp_path):
     config = replace(whole, out=f"{tmp_path}/out", limit=1)
-    regenerate(config)
+    regenerate_answers(config)
     moved = tmp_path / "moved.jsonl"
     moved.write_bytes(data.read_bytes())
-    regenerate(replace(config, data=str(moved)))
+    regenerate_answers(replace(config, data=str(moved)))
     other = write_question_data(tmp_path / "other.jsonl", count=5)
     with complains("another content of data"):
-        regenerate(replace(config, data=str(other)))
+        regenerate_answers(replace(config, data=str(other)))
     with complains("another content of target"):
-        regenerate(replace(config, target=str(save_words_model(tmp_path / "model", seed=4))))
+        regenerate_answers(replace(config, target=str(save_words_model(tmp_path / "model", seed=4))))
 
 
 def test_a_head_changes_no_greedy_answer(model, data, tmp_path):
     head = tmp_path / "head"
-    save_head(new_head("eagle", Target.load(str(model), dtype="float32")), head)
+    save_head(build_new_head("eagle", Target.load(str(model), dtype="float32")), head)
     plain = regenerate_config(model, data, tmp_path / "plain", greedy=1.0)
     drafted = regenerate_config(
         model, data, tmp_path / "drafted", greedy=1.0, head=str(head), tree="2x2", verifier="greedy"
     )
-    regenerate(plain)
-    regenerate(drafted)
+    regenerate_answers(plain)
+    regenerate_answers(drafted)
     assert read_rows(drafted) == read_rows(plain)
     assert {line["temperature"] for line in read_lines(plain)} == {0.0}
 
@@ -217,11 +217,11 @@ def test_what_cannot_be_asked_is_left_out_with_its_reason_once(model, tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text("\n".join(json.dumps({"messages": [{"role": "user", "content": text}]}) for text in asked))
     config = regenerate_config(model, data, tmp_path / "out", question_tokens=20)
-    result = regenerate(config)
+    result = regenerate_answers(config)
     assert (result.conversations, dict(result.left_out)) == (2, {"a question is too long": 1})
-    assert [line["id"] for line in read_lines(config, LEFT_OUT)] == ["2"]
-    assert regenerate(config) == result
-    assert len(read_lines(config, LEFT_OUT)) == 1
+    assert [line["id"] for line in read_lines(config, LEFT_OUT_FILE)] == ["2"]
+    assert regenerate_answers(config) == result
+    assert len(read_lines(config, LEFT_OUT_FILE)) == 1
 
 
 def test_english_and_code_pass_and_other_languages_do_not():
@@ -231,17 +231,17 @@ def test_english_and_code_pass_and_other_languages_do_not():
         "SELECT id FROM talks WHERE la = 'x'",
         "Translate “das ist gut” for me, please, and say what it is",
     ):
-        assert passes(text, "english"), text
+        assert matches_filter(text, "english"), text
     for text in (
         "Was ist die Hauptstadt von Frankreich und wie heisst sie",
         "Comment est la vie dans les villes",
         "123",
     ):
-        assert not passes(text, "english"), text
-    assert passes("Was ist die Hauptstadt", "ascii")
+        assert not matches_filter(text, "english"), text
+    assert matches_filter("Was ist die Hauptstadt", "ascii")
     for text in ("Где находится Париж?", "法国的首都是哪里", "où êtes-vous né à l'été, préféré"):
-        assert not passes(text, "ascii"), text
-        assert passes(text, "all")
+        assert not matches_filter(text, "ascii"), text
+        assert matches_filter(text, "all")
 
 
 def test_the_command_tells_how_far_it_is_and_what_it_wrote(model, data, tmp_path, capsys):
@@ -262,7 +262,7 @@ def test_the_command_tells_how_far_it_is_and_what_it_wrote(model, data, tmp_path
 )
 def test_what_cannot_be_asked_for_is_refused_before_anything_is_written(model, changes, said, tmp_path):
     with complains(said):
-        regenerate(regenerate_config(model, None, tmp_path / "out", **changes))
+        regenerate_answers(regenerate_config(model, None, tmp_path / "out", **changes))
     assert not (tmp_path / "out").exists()
 
 
@@ -278,7 +278,7 @@ def questioned(model, tmp_path_factory):
     config = regenerate_config(
         model, None, tmp_path_factory.mktemp("own") / "whole", from_template=12, question_tokens=16
     )
-    regenerate(config)
+    regenerate_answers(config)
     return config
 
 
@@ -288,10 +288,10 @@ PROBLEMS.add("an answer is empty")
 
 def test_each_question_is_answered_or_left_out_without_duplicates(questioned):
     rows = read_rows(questioned)
-    left_out = read_lines(questioned, LEFT_OUT)
+    left_out = read_lines(questioned, LEFT_OUT_FILE)
     assert len(rows) >= 4
     assert {*rows, *(line["row"] for line in left_out)} == {f"template-{number}" for number in range(12)}
-    assert len({normal(line["messages"][0]["content"]) for line in rows.values()}) == len(rows)
+    assert len({normalize_question(line["messages"][0]["content"]) for line in rows.values()}) == len(rows)
     assert {line["problem"] for line in left_out} <= PROBLEMS
 
 
@@ -299,7 +299,7 @@ def test_a_question_is_the_targets_own_continuation_of_its_template(questioned, 
     spec = load(model, dtype="float32")
     prompt = spec.target.tokenizer("<s>user: ", add_special_tokens=False)["input_ids"]
     for row, line in read_rows(questioned).items():
-        options = {"seed": drawn(questioned.seed, row, "question"), "max_new_tokens": 16}
+        options = {"seed": draw_number(questioned.seed, row, "question"), "max_new_tokens": 16}
         alone = spec.generate(prompt, temperature=1.0, stop="<s>", **options)
         assert line["messages"][0]["content"] == alone.text.strip()
 
@@ -307,13 +307,13 @@ def test_a_question_is_the_targets_own_continuation_of_its_template(questioned, 
 def test_questions_depend_on_neither_batch_nor_kill(questioned, tmp_path):
     config = replace(questioned, out=f"{tmp_path}/out", batch=3, from_template=6)
     killed_after(config, 2)
-    regenerate(replace(config, from_template=12))
+    regenerate_answers(replace(config, from_template=12))
     assert read_rows(config) == read_rows(questioned)
 
 
 def test_a_target_that_repeats_itself_is_asked_a_question_once(model, tmp_path):
     config = regenerate_config(model, None, tmp_path, from_template=9, temperature=1e-4, question_tokens=12, batch=4)
-    result = regenerate(config)
+    result = regenerate_answers(config)
     assert result.conversations <= 1
     assert result.left_out.total() == 9 - result.conversations
 
@@ -325,7 +325,7 @@ def test_a_target_that_repeats_itself_is_asked_a_question_once(model, tmp_path):
 def test_a_users_turn_is_cut_out_of_the_template(model, template, before, end):
     spec = load(model, dtype="float32")
     spec.target.tokenizer.chat_template = template
-    turn = user_turn(spec)
+    turn = find_user_turn(spec)
     assert turn.opening == words_tokenizer()(before, add_special_tokens=False)["input_ids"]
     assert turn.end == end
 
@@ -334,7 +334,7 @@ def test_a_template_that_does_not_mark_the_users_turn_is_refused(model):
     spec = load(model, dtype="float32")
     spec.target.tokenizer.chat_template = "{{ messages[0]['content'] }}"
     with complains("does not mark a user's turn"):
-        user_turn(spec)
+        find_user_turn(spec)
 
 
 @pytest.mark.parametrize(
@@ -348,9 +348,9 @@ def test_a_template_that_does_not_mark_the_users_turn_is_refused(model):
     ],
 )
 def test_broken_questions_are_known(question, problem):
-    assert problem_of(question, cut=problem == "no end", filter="english") == problem
+    assert find_problem(question, cut=problem == "no end", filter="english") == problem
 
 
 def test_a_server_may_answer_in_the_name_of_demo(tmp_path):
     config = RegenerateConfig(target="demo", data="x.jsonl", out=str(tmp_path), endpoint="http://localhost")
-    assert config.drafter == default_drafter("demo")  # which --endpoint does not read
+    assert config.drafter == choose_default_drafter("demo")  # which --endpoint does not read

@@ -11,12 +11,12 @@ from commands import FakeServer, answer_in_capitals, complains
 from training import read_lines, read_rows, regenerate_config, write_question_data
 
 from treespec.train.regenerate import ask
-from treespec.train.regenerate.run import LEFT_OUT, regenerate
+from treespec.train.regenerate.run import LEFT_OUT_FILE, regenerate_answers
 
 
 @pytest.fixture
 def server(monkeypatch):
-    monkeypatch.setattr(ask, "PAUSE", 0.01)
+    monkeypatch.setattr(ask, "RETRY_PAUSE_SECONDS", 0.01)
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     with FakeServer() as running:
         thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
@@ -33,7 +33,7 @@ def config(server, tmp_path):
 
 
 def test_a_server_answers_turn_by_turn_with_a_seed_for_each(server, config):
-    result = regenerate(config)
+    result = regenerate_answers(config)
     assert (result.conversations, result.tokens) == (12, 3 * len(server.requests))
     for line in read_lines(config):
         asked = line["messages"][::2]
@@ -50,19 +50,19 @@ def test_a_server_answers_turn_by_turn_with_a_seed_for_each(server, config):
 
 def test_temporary_failures_are_retried_and_the_key_is_written_nowhere(server, config):
     server.troubles = {0: 503, 2: 429, 4: "hang up", 6: "hang up"}
-    regenerate(config)
+    regenerate_answers(config)
     assert len(read_rows(config)) == 12
     for file in Path(config.out).iterdir():
         assert b"secret" not in file.read_bytes(), file
     with complains("answers_by = 'a server', not 'the target'"):
-        regenerate(replace(config, target=str(Path(config.out)), endpoint=None))
+        regenerate_answers(replace(config, target=str(Path(config.out)), endpoint=None))
 
 
 def test_a_conversation_that_the_server_refuses_is_left_out(server, config):
     server.troubles = {1: 400}
-    result = regenerate(replace(config, batch=1))
+    result = regenerate_answers(replace(config, batch=1))
     assert result.conversations == 11
-    (line,) = read_lines(config, LEFT_OUT)
+    (line,) = read_lines(config, LEFT_OUT_FILE)
     assert line["problem"].startswith("refused: the server refuses with HTTP 400")
 
 
@@ -78,11 +78,11 @@ def test_a_conversation_that_the_server_refuses_is_left_out(server, config):
 def test_a_server_that_keeps_failing_ends_the_run_with_its_rows(server, config, trouble, said):
     server.troubles = trouble
     with complains(said):
-        regenerate(replace(config, batch=1))
+        regenerate_answers(replace(config, batch=1))
     before = read_rows(config)
     assert 0 < len(before) < 12
     server.troubles, count = {}, len(server.requests)
-    regenerate(config)
+    regenerate_answers(config)
     ended = [line["messages"][0] for line in before.values()]
     assert not any(body["messages"][0] in ended for _, _, body in server.requests[count:])
     assert len(read_rows(config)) == 12
@@ -110,7 +110,7 @@ def without_ids(body):
 
 def test_thoughts_that_a_server_tells_apart_are_kept_and_not_sent_back(server, config):
     server.answer = without_ids
-    regenerate(config)
+    regenerate_answers(config)
     answer = {"role": "assistant", "content": "THE SEA", "reasoning_content": "why not"}
     for line in read_lines(config):
         assert line["messages"][1::2] == [answer] * len(line["tokens"])
@@ -120,7 +120,7 @@ def test_thoughts_that_a_server_tells_apart_are_kept_and_not_sent_back(server, c
 
 def test_token_ids_that_a_server_tells_are_the_row_of_an_answer(server, config):
     server.answer = thinking
-    regenerate(config)
+    regenerate_answers(config)
     assert all(body["return_token_ids"] for _, _, body in server.requests)
     for line in read_lines(config):
         count = len(line["tokens"])
@@ -130,7 +130,7 @@ def test_token_ids_that_a_server_tells_are_the_row_of_an_answer(server, config):
 
 def test_token_ids_that_are_not_all_of_an_answers_are_left_out(server, config):
     server.answer = lambda body: thinking(body, completion_tokens=6)
-    regenerate(config)
+    regenerate_answers(config)
     assert not any("input_ids" in line for line in read_lines(config))
 
 
@@ -139,7 +139,7 @@ def test_a_server_that_refuses_token_ids_is_asked_without_them(server, config):
         return (400, "unknown field return_token_ids") if "return_token_ids" in body else answer_in_capitals(body)
 
     server.answer = strict
-    assert regenerate(replace(config, batch=1)).conversations == 12
+    assert regenerate_answers(replace(config, batch=1)).conversations == 12
     asked = ["return_token_ids" in body for _, _, body in server.requests]
     assert asked == [True] + [False] * (len(asked) - 1)
 
@@ -147,11 +147,11 @@ def test_a_server_that_refuses_token_ids_is_asked_without_them(server, config):
 def test_an_answer_whose_thoughts_the_server_hides_is_left_out(server, config):
     hidden = {"completion_tokens_details": {"reasoning_tokens": 40}}
     server.answer = lambda body: [chunk | {"usage": hidden} for chunk in answer_in_capitals(body)]
-    assert regenerate(config).left_out == {"the server does not tell the thoughts of an answer": 12}
+    assert regenerate_answers(config).left_out == {"the server does not tell the thoughts of an answer": 12}
 
 
 def test_a_developers_message_is_asked_as_one(server, config, tmp_path):
     messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "why"}]
     (tmp_path / "data.jsonl").write_text(json.dumps({"messages": messages}))
-    regenerate(config)
+    regenerate_answers(config)
     assert server.requests[0][2]["messages"] == messages

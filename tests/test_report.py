@@ -13,16 +13,16 @@ from commands import config_in, summary_row
 from rich.cells import cell_len
 from rich.console import Console
 
-from treespec.cli.terminal import remark, show_result, with_progress
-from treespec.engine.stats import TAU, Stats, figures, figures_of
+from treespec.cli.terminal import print_remark, run_with_progress, show_result
+from treespec.engine.stats import TAU_MEANING, Stats, format_figures, format_stats
 from treespec.eval.benchmark import evaluate
-from treespec.eval.common import Step
+from treespec.eval.common import ProgressStep
 from treespec.eval.config import EvalConfig
-from treespec.eval.intervals import FEW
-from treespec.eval.report import Report, Table, markdown, markdown_lines, page
-from treespec.eval.verdict import noise_of, sentences
-from treespec.kernels.processor import processor
-from treespec.options import command_line
+from treespec.eval.intervals import MIN_QUESTIONS
+from treespec.eval.report import EvalReport, Table, render_markdown, render_markdown_table, render_page
+from treespec.eval.verdict import estimate_noise, write_sentences
+from treespec.kernels.processor import describe_processor
+from treespec.options import format_command_line
 
 TREES = ("", "2x4", "dynamic:depth=5,topk=6,nodes=24", "eagle", "chain:5")
 FEW_SAID = "too few to say what is faster or slower: ask 10 or more."
@@ -49,7 +49,7 @@ def random_table(rng, brackets):
 def test_a_table_too_wide_is_cut_between_columns_and_repeats_its_labels(width, seed):
     """A part that is wider holds the labels and one column."""
     table = random_table(np.random.default_rng(seed), brackets=seed % 2 == 0)
-    parts = [part.splitlines() for part in "\n".join(markdown_lines(table, width)).strip().split("\n\n")]
+    parts = [part.splitlines() for part in "\n".join(render_markdown_table(table, width)).strip().split("\n\n")]
     cells = [[[cell.strip() for cell in line.split("|")[1:-1]] for line in part] for part in parts]
     labels = [name for name in LABELS if name in table.columns]
     for part, rows in zip(parts, cells, strict=True):
@@ -62,13 +62,13 @@ def test_a_table_too_wide_is_cut_between_columns_and_repeats_its_labels(width, s
 
 def test_a_column_without_a_figure_is_left_out():
     rows = [{"Verifier": "topk", "Tree": "", "τ": "3.14", "speedup": ""}, {"Verifier": "rrs", "τ": "2.10"}]
-    assert markdown_lines(Table("-", ["Verifier", "Tree"], rows))[1] == "| Verifier |    τ |"
+    assert render_markdown_table(Table("-", ["Verifier", "Tree"], rows))[1] == "| Verifier |    τ |"
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_markdown_reads_well_as_text_and_back(seed):
     table = random_table(np.random.default_rng(seed), brackets=True)
-    _, *lines = markdown_lines(table)
+    _, *lines = render_markdown_table(table)
     assert len({cell_len(line) for line in lines}) == 1
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     kept = [name for name in table.rows[0] if any(row[name] for row in table.rows)]
@@ -78,8 +78,8 @@ def test_markdown_reads_well_as_text_and_back(seed):
 
 def test_what_names_hold_cannot_change_the_terminal_or_the_table():
     table = Table("a\x1b]0;title\x07", ["Name"], [{"Name": "evil\x1b[2J\u202e name", "|": "a|b\nc"}])
-    report = Report([table], ["note\x1b[31m", "a [bold]mark[/bold] and :smile:"], ["fast\x9b2J"])
-    text = markdown(report)
+    report = EvalReport([table], ["note\x1b[31m", "a [bold]mark[/bold] and :smile:"], ["fast\x9b2J"])
+    text = render_markdown(report)
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", text)
     assert "[bold]mark[/bold] and :smile:" in text
     assert r"a\|b c" in text
@@ -97,7 +97,7 @@ def test_the_verdict_names_the_faster_ones_first_then_the_slower():
         summary_row("typical (lossy)", figure(1.3, 1.2, 1.4), 99.0),
         summary_row("single", figure(0.9), 60.0),
     ]
-    assert sentences(pairs, FEW, 0.02) == [
+    assert write_sentences(pairs, MIN_QUESTIONS, 0.02) == [
         "these are faster than plain decoding, the fastest first: "
         "typical (lossy) 1.30 (1.20–1.40); rrs 1.20 (1.10–1.30).",
         "these are neither faster nor slower for certain: kseq 1.05 (0.97–1.12), whose interval holds 1.",
@@ -115,15 +115,15 @@ def test_the_verdict_names_the_faster_ones_first_then_the_slower():
     ],
 )
 def test_differences_within_noise_are_called_neither_faster_nor_slower(measured, questions, noise, said):
-    (line,) = sentences([measured], questions, noise)
+    (line,) = write_sentences([measured], questions, noise)
     assert line.endswith(said)
 
 
 def test_clock_noise_is_the_interval_of_the_baseline_over_itself():
-    assert noise_of(figure(1.01, 0.98, 1.04)) == pytest.approx(0.04)
-    assert noise_of(figure(0.9, 0.8, 1.1)) == pytest.approx(0.25)
-    assert noise_of(figure(1.0)) is noise_of(None) is None
-    assert noise_of(figure(1.0, 0.0, 3.0)) == math.inf
+    assert estimate_noise(figure(1.01, 0.98, 1.04)) == pytest.approx(0.04)
+    assert estimate_noise(figure(0.9, 0.8, 1.1)) == pytest.approx(0.25)
+    assert estimate_noise(figure(1.0)) is estimate_noise(None) is None
+    assert estimate_noise(figure(1.0, 0.0, 3.0)) == math.inf
 
 
 EVIL = "</text></svg><script>alert(1)</script><img src=x onerror='alert(2)'>\" onload=\"{{ 7 * 7 }}&amp;"
@@ -156,9 +156,9 @@ class Tags(HTMLParser):
 def page_with(text):
     """A page that shows a text wherever a model, a file or an option may bring one."""
     figure = {"value": 2.0, "low": 1.5, "high": 2.5}
-    report = Report([Table(text, [text], [{text: text, f"{text} ": text, "b": figure}], 1.0)], [text], [text])
+    report = EvalReport([Table(text, [text], [{text: text, f"{text} ": text, "b": figure}], 1.0)], [text], [text])
     more = {"setup": [("command", text), (text, text)], "subtitle": text}
-    return page(report, text, **more)
+    return render_page(report, text, **more)
 
 
 def test_text_from_outside_never_becomes_markup():
@@ -207,8 +207,10 @@ def test_a_page_says_what_it_was_measured_on(measured):
     for what in ("device", "dtype", "torch", "transformers"):
         assert what in text
     if not torch.cuda.is_available():
-        assert text.count(processor()) == 2  # among the settings, and below the tables
-    words = command_line("eval", EvalConfig, {"out": "a b", "baseline": False, "turns": None, "max_new_tokens": 1024})
+        assert text.count(describe_processor()) == 2  # among the settings, and below the tables
+    words = format_command_line(
+        "eval", EvalConfig, {"out": "a b", "baseline": False, "turns": None, "max_new_tokens": 1024}
+    )
     assert words == "treespec eval --out 'a b' --no-baseline"
     assert config.out in text
 
@@ -218,12 +220,12 @@ HOSTILE = "question [bold]x[/bold] [/nothing] \x1b]0;title\x07 \u202ereversed"
 
 def work(config, report):
     for done in range(3):
-        report(Step(done, 3, f"{HOSTILE} {done}"))
+        report(ProgressStep(done, 3, f"{HOSTILE} {done}"))
     return "result"
 
 
 def test_through_a_pipe_every_step_is_a_line_of_standard_error(capsys):
-    assert with_progress(work, None) == "result"
+    assert run_with_progress(work, None) == "result"
     printed = capsys.readouterr()
     assert printed.out == ""
     assert [line.split()[0] for line in printed.err.splitlines()] == ["0/3", "1/3", "2/3"]
@@ -234,24 +236,26 @@ def test_through_a_pipe_every_step_is_a_line_of_standard_error(capsys):
 def test_showing_a_step_on_a_terminal_changes_nothing():
     file = io.StringIO()
     console = Console(file=file, width=80, force_terminal=True, color_system=None)
-    assert with_progress(work, None, console) == "result"
+    assert run_with_progress(work, None, console) == "result"
     assert "[bold]x[/bold] [/nothing]" in file.getvalue()
     assert "\x1b]0;" not in file.getvalue()
     assert "\u202e" not in file.getvalue()
 
 
 def test_a_pipe_gets_the_markdown_and_nothing_else(capsys):
-    report = Report([Table("Speed", ["Verifier"], [{"Verifier": "topk", "τ": "3.10"}])], ["a note"], ["topk is fast."])
+    report = EvalReport(
+        [Table("Speed", ["Verifier"], [{"Verifier": "topk", "τ": "3.10"}])], ["a note"], ["topk is fast."]
+    )
     show_result(report)
-    remark("Answers are in /there")
+    print_remark("Answers are in /there")
     printed = capsys.readouterr()
-    assert printed.out == markdown(report)
+    assert printed.out == render_markdown(report)
     assert printed.err == "Answers are in /there\n"
 
 
 def test_figures_have_the_same_words_everywhere_and_may_explain_τ():
     stats = Stats(new_tokens=32, accepted=[1] * 16)
     stats.seconds["total"] = 0.5
-    assert figures_of(stats) == figures(32, 16, 0.5) == "32 tokens · τ 2.00 · 64.0 tokens/s"
-    assert figures_of(stats, explain=True) == f"32 tokens · τ 2.00 ({TAU}) · 64.0 tokens/s"
-    assert figures_of(Stats()) == "0 tokens · τ 0.00 · 0.0 tokens/s"
+    assert format_stats(stats) == format_figures(32, 16, 0.5) == "32 tokens · τ 2.00 · 64.0 tokens/s"
+    assert format_stats(stats, explain=True) == f"32 tokens · τ 2.00 ({TAU_MEANING}) · 64.0 tokens/s"
+    assert format_stats(Stats()) == "0 tokens · τ 0.00 · 0.0 tokens/s"

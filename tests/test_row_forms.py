@@ -15,7 +15,7 @@ from treespec.text import sources
 from treespec.text.answers import place_answers
 from treespec.text.conversations import read_conversations
 from treespec.text.encoding import encode_conversations
-from treespec.text.sources import digest
+from treespec.text.sources import hash_source
 
 TURNS = [["u Hi", "a Hello", "u Bye", "a So long"], ["u 1+1?", "a 2"]]
 TEXTS = [[turn[2:] for turn in talk] for talk in TURNS]
@@ -123,10 +123,10 @@ def test_a_folder_and_parquet_train_the_same_tokens(tmp_path, expected):
     packed = tmp_path / "packed.parquet.gz"
     packed.write_bytes(gzip.compress((folder / "a.parquet").read_bytes()))
     assert encoded(packed) == expected[:1]
-    before = digest(folder)
-    assert digest(folder.rename(tmp_path / "moved")) == before
+    before = hash_source(folder)
+    assert hash_source(folder.rename(tmp_path / "moved")) == before
     lines(tmp_path / "moved" / "deep" / "c.jsonl", [first])
-    assert digest(tmp_path / "moved") != before
+    assert hash_source(tmp_path / "moved") != before
 
     parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "a", "answer": "b"}]), packed)
     with complains("has no column of conversations, only answer, prompt; name it"):
@@ -173,7 +173,7 @@ def test_data_sets_that_were_saved_to_disk_train_the_same_tokens(tmp_path, expec
     rows = datasets.Dataset.from_list([row | {"unread": 1} for row in FORMS["messages"]])
     rows.save_to_disk(tmp_path / "one", num_shards=2)
     assert encoded(tmp_path / "one") == expected
-    assert digest(tmp_path / "one") != digest(tmp_path / "one" / "data-00000-of-00002.arrow")
+    assert hash_source(tmp_path / "one") != hash_source(tmp_path / "one" / "data-00000-of-00002.arrow")
     datasets.DatasetDict(train=rows, test=rows).save_to_disk(tmp_path / "splits")
     assert encoded(tmp_path / "splits" / "test") == expected
     with complains("splits holds data sets that save_to_disk wrote: name the folder of one, as in .*splits/test"):
@@ -217,7 +217,7 @@ def test_a_data_set_of_the_hub_is_read_by_its_split(monkeypatch, expected):
     monkeypatch.setattr(sources, "commit_of", lambda repository: "0123")
     assert encoded("owner/name:train_sft") == expected
     assert encoded("owner/name:default:test") == expected[1:]
-    assert digest("owner/name:test") != digest("owner/name:train_sft")
+    assert hash_source("owner/name:test") != hash_source("owner/name:train_sft")
     with complains(r"no data set of the hub: 'train' \(owner/name:SPLIT names another split\)"):
         encoded("owner/name")
 

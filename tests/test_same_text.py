@@ -26,13 +26,13 @@ from treespec.draft.tree_drafter import TreeDrafter
 from treespec.kernels import ops as kernels
 from treespec.model.cpu.packing import pack
 from treespec.model.target import Target
-from treespec.sampling.noise import Noise, gumbel, signed
+from treespec.sampling.noise import Noise, sample_gumbel, to_int64
 from treespec.sampling.probs import SamplingParams
-from treespec.sampling.sampler import Distribution
+from treespec.sampling.sampler import Sampler
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 WAYS = {"plain": {}, "cut": {"top_k": 3, "top_p": 0.9, "min_p": 0.05}, "habits": {"logits_processor": habits}}
-packed = pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
+packed = pytest.mark.skipif(kernels.load_kernels() is None, reason="no C compiler")
 
 
 @pytest.mark.parametrize(
@@ -86,10 +86,10 @@ def half_drafted():
 def test_the_noise_of_all_levels_is_that_of_the_drafted_tokens():
     """An accelerator makes it at once, before a tree grows."""
     noises = [Noise(seed, TABLE_VOCAB, torch.device("cpu")) for seed in (5, 6)]
-    levels = half_drafted().decoder.drafter._noise(noises)
+    levels = half_drafted().decoder.drafter._get_noise(noises)
     assert levels.shape == (2, 3, 2)
     for noise, own in zip(noises, levels, strict=True):
-        assert torch.equal(own, torch.stack([noise.at(depth)[HELD] for depth in range(3)]))
+        assert torch.equal(own, torch.stack([noise.get_level(depth)[HELD] for depth in range(3)]))
 
 
 def test_half_the_vocabulary_drafts_each_output_that_it_holds():
@@ -156,19 +156,19 @@ def test_the_text_of_a_seed_is_that_of_its_definition(seed):
     ids=["by definition", "by baseline"],
 )
 def test_one_noise_for_all_depths_beyond_3_is_found(monkeypatch, find):
-    faults.plant(monkeypatch, Noise, Noise.at, faults.read_noise_of_three_levels)
+    faults.plant(monkeypatch, Noise, Noise.get_level, faults.read_noise_of_three_levels)
     with pytest.raises(AssertionError):
         find()
 
 
 def test_noise_of_the_first_tokens_for_half_a_vocabulary_is_found(monkeypatch):
-    faults.plant(monkeypatch, Distribution, Distribution.scores, faults.score_as_the_first_tokens)
+    faults.plant(monkeypatch, Sampler, Sampler.score_tokens, faults.score_as_the_first_tokens)
     with pytest.raises(AssertionError):
         test_half_the_vocabulary_drafts_each_output_that_it_holds()
 
 
 def test_noise_of_the_first_tokens_on_an_accelerator_is_found(monkeypatch):
-    faults.plant(monkeypatch, TreeDrafter, TreeDrafter._noise, faults.draw_noise_of_the_first_tokens)
+    faults.plant(monkeypatch, TreeDrafter, TreeDrafter._get_noise, faults.draw_noise_of_the_first_tokens)
     with pytest.raises(AssertionError):
         test_the_noise_of_all_levels_is_that_of_the_drafted_tokens()
 
@@ -176,10 +176,10 @@ def test_noise_of_the_first_tokens_on_an_accelerator_is_found(monkeypatch):
 def test_noise_is_splitmix_and_its_tail_that_of_the_distribution():
     """The first numbers of SplitMix64 from 1234567 are those of its published test."""
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    uniform = (-gumbel([1234567], 3, torch.device("cpu"))[0].double()).exp().neg().exp()
+    uniform = (-sample_gumbel([1234567], 3, torch.device("cpu"))[0].double()).exp().neg().exp()
     assert uniform.tolist() == pytest.approx([number / 2**64 for number in published], rel=1e-5)
-    assert signed(2**63) == -(2**63)
-    many = gumbel([5], 2_000_000, torch.device("cpu"))[0].double()
+    assert to_int64(2**63) == -(2**63)
+    many = sample_gumbel([5], 2_000_000, torch.device("cpu"))[0].double()
     for bound in (-2.0, 0.0, 5.0, 10.0):
         above = -math.expm1(-math.exp(-bound))
         error = 5 * math.sqrt(above * (1 - above) / len(many))
@@ -194,7 +194,7 @@ def start_of(bits):
     state ^= state >> 27 ^ state >> 54
     state = state * pow(0xBF58476D1CE4E5B9, -1, 2**64) % 2**64
     state ^= state >> 30 ^ state >> 60
-    return signed((state - 0x9E3779B97F4A7C15) % 2**64)
+    return to_int64((state - 0x9E3779B97F4A7C15) % 2**64)
 
 
 EDGES = [start_of(bits) for bits in (0, 1, 2**53 - 2, 2**53 - 1)]
@@ -202,7 +202,7 @@ EDGES = [start_of(bits) for bits in (0, 1, 2**53 - 2, 2**53 - 1)]
 
 def test_the_noise_of_every_uniform_number_is_finite():
     """The largest, 2^53 - 1, and a half would round to 1, whose noise is infinite."""
-    lowest, low, high, highest = gumbel(EDGES, 1, torch.device("cpu")).flatten().tolist()
+    lowest, low, high, highest = sample_gumbel(EDGES, 1, torch.device("cpu")).flatten().tolist()
     assert lowest == pytest.approx(-math.log(54 * math.log(2)), rel=1e-6)
     assert low == pytest.approx(-math.log(math.log(2**54 / 3)), rel=1e-6)
     assert high == highest == pytest.approx(52 * math.log(2), rel=1e-6)  # doubles below 1 lie 2^-53 apart
@@ -213,7 +213,7 @@ def test_noise_of_the_kernels_is_that_of_torch():
     for size in (1, 7, 1024, 3000, 200_000):
         starts = [0, 5, -(2**63) + 7, *EDGES]
         torch.testing.assert_close(
-            kernels.noise(starts, size), gumbel(starts, size, torch.device("cpu")), rtol=1e-5, atol=1e-6
+            kernels.fill_noise(starts, size), sample_gumbel(starts, size, torch.device("cpu")), rtol=1e-5, atol=1e-6
         )
 
 

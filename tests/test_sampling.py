@@ -7,7 +7,7 @@ from models import close, seeded
 from scipy.stats import chi2
 
 from treespec.sampling import probs as sampling
-from treespec.sampling.probs import SamplingParams, greedy_choice, invert, largest, probs, sample
+from treespec.sampling.probs import SamplingParams, choose_greedy, compute_probs, invert, sample, select_topk
 
 ERROR = 1e-4  # probability that a χ² test of this file fails by chance
 
@@ -32,7 +32,7 @@ def test_probs_equal_transformers_warpers(params):
         warpers.append(hf.MinPLogitsWarper(params.min_p))
     logits = 3 * torch.randn(50, 40, generator=seeded(0))
     wanted = warpers(torch.zeros(50, 1, dtype=torch.int64), logits.clone()).softmax(-1)
-    ours = probs(logits, params)
+    ours = compute_probs(logits, params)
     assert torch.equal(ours > 0, wanted > 0)
     close(ours, wanted, 1e-6)
 
@@ -43,7 +43,7 @@ def test_a_tiny_temperature_is_0_and_one_hot(temperature):
     logits = torch.randn(9, 30, generator=seeded(0))
     params = SamplingParams(temperature)
     assert params.greedy
-    assert torch.equal(probs(logits, params), torch.nn.functional.one_hot(greedy_choice(logits), 30).float())
+    assert torch.equal(compute_probs(logits, params), torch.nn.functional.one_hot(choose_greedy(logits), 30).float())
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 1e-3, 1e5, 1e30])
@@ -51,7 +51,7 @@ def test_a_tiny_temperature_is_0_and_one_hot(temperature):
 def test_extreme_temperatures_give_distributions(temperature, scale):
     logits = scale * torch.randn(9, 30, generator=seeded(0))
     logits[:, 3] = -torch.inf
-    distribution = probs(logits, SamplingParams(temperature))
+    distribution = compute_probs(logits, SamplingParams(temperature))
     assert torch.allclose(distribution.sum(-1), torch.ones(9))
     assert (distribution[:, 3] == 0).all()
 
@@ -75,26 +75,26 @@ def test_inverted_shares_are_tokens_with_mass():
         assert (invert(torch.full((1, 300), nothing), uniform[:1]) == 300).all()
 
 
-@pytest.mark.parametrize("few", [0, sampling.FEW])
+@pytest.mark.parametrize("few", [0, sampling.ONE_PASS_NUMBERS])
 @pytest.mark.parametrize("v", [5, 64, 300, 4096, 5000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_the_largest_by_blocks_are_the_largest(v, dtype, few, monkeypatch):
     """In bfloat16 with ties, and minus infinity; each place is given once."""
-    monkeypatch.setattr(sampling, "FEW", few)
+    monkeypatch.setattr(sampling, "ONE_PASS_NUMBERS", few)
     scores = torch.randn(2, 20, v, generator=seeded(0), dtype=torch.float64).to(dtype)
     scores[0, 0, 3:] = -torch.inf
     for k in (1, 5):
-        values, places = largest(scores, k)
+        values, places = select_topk(scores, k)
         assert torch.equal(values, scores.topk(k).values.to(values.dtype))
         assert torch.equal(scores.gather(-1, places).to(values.dtype), values)
         assert (places.sort(-1).values.diff(dim=-1) > 0).all()
 
 
-@pytest.mark.parametrize("few", [0, sampling.FEW])
+@pytest.mark.parametrize("few", [0, sampling.ONE_PASS_NUMBERS])
 def test_greedy_choice_from_logits_that_are_not_numbers_has_no_token(few, monkeypatch):
-    monkeypatch.setattr(sampling, "FEW", few)
+    monkeypatch.setattr(sampling, "ONE_PASS_NUMBERS", few)
     logits = torch.randn(3, 5000, generator=seeded(0))
     logits[1, 4321] = torch.nan
     expected = logits.argmax(-1)
     expected[1] = 5000
-    assert torch.equal(greedy_choice(logits), expected)
+    assert torch.equal(choose_greedy(logits), expected)

@@ -12,7 +12,7 @@ from training import save_model, tokenizer
 
 from treespec.api.spec import Spec
 from treespec.model.target import Target
-from treespec.sampling.compiled_grammar import compiled
+from treespec.sampling.compiled_grammar import compile_grammar
 
 WORDS = ("a", "id", "size", "the user", "x-1", 'quote"d', "naïve", "kind", "tags")
 
@@ -139,8 +139,8 @@ def test_grammars_for_targets_that_cannot_be_matched_are_refused_by_name(spec):
     with complains("json_schema and regex are given: leave out all but one"):
         spec.generate([1, 5], json_schema={}, regex="a")
     with complains("the target has no tokenizer"):
-        compiled("regex", "a", None, 290, frozenset({2}))
+        compile_grammar("regex", "a", None, 290, frozenset({2}))
     with complains("needs a fast tokenizer"):
-        compiled("regex", "a", object(), 290, frozenset({2}))
+        compile_grammar("regex", "a", object(), 290, frozenset({2}))
     with complains("needs a token that ends the answer"):
-        compiled("regex", "a", tokenizer(), 290, frozenset())
+        compile_grammar("regex", "a", tokenizer(), 290, frozenset())

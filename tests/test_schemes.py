@@ -52,7 +52,7 @@ def test_a_plan_depends_only_on_its_row_and_without_draws_is_p(name):
     together = scheme.plan(p, q, draws)
     for row in range(len(p)):
         own = slice(row, row + 1)
-        close(together[own], scheme.plan(p[own], q[own], draws.rows(own)), 1e-15)
+        close(together[own], scheme.plan(p[own], q[own], draws.select_rows(own)), 1e-15)
     absent = replace(draws, tokens=torch.full_like(draws.tokens, -1))
     if draws.sure is not None:
         absent = replace(absent, sure=torch.zeros_like(draws.sure))
@@ -106,11 +106,11 @@ def test_a_deterministic_draw_takes_scores_and_lists_the_best_first():
 BROKEN_RULES = [  # scheme, draws, the module or class that is changed, its function, and the fault in its place
     ("single", 1, distributions, distributions.subtract, faults.keep_refused_mass),
     ("rrs", 2, distributions, distributions.subtract, faults.keep_refused_mass),
-    ("rrs-wo", 2, rrs, rrs.laws_in_turn, faults.forget_earlier_draws),
+    ("rrs-wo", 2, rrs, rrs.iterate_remaining_q, faults.forget_earlier_draws),
     ("kseq", 3, kseq, kseq.subtract, faults.subtract_all_that_drafts_share),
     ("spechub", 2, spechub, spechub.scale, faults.leave_unnormalised),
-    ("greedy", 2, single, single.without, faults.keep_top_tokens),
-    ("is-lp", 2, is_lp, is_lp.duel, faults.expect_the_lower_rank),
+    ("greedy", 2, single, single.mask_out, faults.keep_top_tokens),
+    ("is-lp", 2, is_lp, is_lp.solve_pair_rule, faults.expect_the_lower_rank),
     ("is-lp", 3, is_lp, is_lp.select, faults.forget_the_winner),
     ("topk", 2, TopK, TopK.plan, faults.plan_the_token_before),
 ]
@@ -170,6 +170,6 @@ def test_the_most_likely_draw_above_the_threshold_is_output(p, draws, output):
 def test_the_threshold_falls_with_the_entropy():
     p = torch.stack([to_probs([0.05] * 20), to_probs([0.5, 0.5] + [0] * 18), to_probs([0.9] + [0.1 / 19] * 19)])
     entropy = 0.9 * math.log(1 / 0.9) + 0.1 * math.log(190)
-    assert Typical().threshold(p).squeeze(1).tolist() == pytest.approx([0.015, 0.09, 0.09])
-    threshold = Typical(epsilon=1, delta=0.5).threshold(p).squeeze(1).tolist()
+    assert Typical().compute_threshold(p).squeeze(1).tolist() == pytest.approx([0.015, 0.09, 0.09])
+    threshold = Typical(epsilon=1, delta=0.5).compute_threshold(p).squeeze(1).tolist()
     assert threshold == pytest.approx([0.025, 0.25, 0.5 * math.exp(-entropy)])

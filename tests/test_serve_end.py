@@ -15,8 +15,8 @@ import pytest
 from commands import MESSAGES, client, complains, serving, treespec, wait_until
 from training import save_model
 
-from treespec.cli.answer import bound
-from treespec.serve.run import SPARE
+from treespec.cli.answer import bind_socket
+from treespec.serve.run import SPARE_CONNECTIONS
 
 LONG = {"messages": MESSAGES, "max_tokens": 4000, "temperature": 0, "stream": True}
 
@@ -99,7 +99,7 @@ def test_a_client_that_does_not_read_does_not_keep_the_server(tiny):
 
 
 def test_a_request_that_does_not_arrive_is_closed(tiny, monkeypatch):
-    monkeypatch.setattr("treespec.serve.run.ARRIVAL", 0.3)
+    monkeypatch.setattr("treespec.serve.run.ARRIVAL_SECONDS", 0.3)
     with serving(tiny) as state, client(state) as http:
         wait_until(lambda: state.server.started)
         for body in (b"", b"{"):
@@ -111,7 +111,7 @@ def test_a_request_that_does_not_arrive_is_closed(tiny, monkeypatch):
 
 
 def test_connections_that_wait_give_way_to_new_ones(tiny):
-    most = 4 + 8 + SPARE
+    most = 4 + 8 + SPARE_CONNECTIONS
     with serving(tiny) as state, client(state) as http, ExitStack() as opened:
         wait_until(lambda: state.server.started)
         made = [opened.enter_context(half(state)) for _ in range(most + 20)]
@@ -130,8 +130,8 @@ def test_without_the_packages_one_line_says_what_to_install(monkeypatch, capsys)
 
 
 def test_an_address_that_is_taken_is_told():
-    with bound("127.0.0.1", 0) as taken, complains(r"cannot listen on .*--host and --port"):
-        bound("127.0.0.1", taken.getsockname()[1])
+    with bind_socket("127.0.0.1", 0) as taken, complains(r"cannot listen on .*--host and --port"):
+        bind_socket("127.0.0.1", taken.getsockname()[1])
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ def test_the_cycles_add_up_to_the_answer_of_the_python_call(http, tiny, temperat
 
 
 def test_the_page_chooses_among_what_it_shows(tiny, monkeypatch):
-    monkeypatch.setattr("treespec.serve.page.PAGES", 1)
+    monkeypatch.setattr("treespec.serve.page.MAX_PAGE_ANSWERS", 1)
     with serving(tiny) as state, client(state) as http:
         known = http.get("/cycles").json()
         assert "typical" not in known["verifiers"]  # it is lossy

@@ -8,15 +8,15 @@ from commands import MESSAGES, client, serving, tiny_spec
 from training import CHAT_TEMPLATE, tokenizer
 
 from treespec.engine.request import Piece
-from treespec.serve.messages import encoded
+from treespec.serve.messages import encode_request
 from treespec.serve.schema import ChatRequest
-from treespec.serve.tools import Call, Catcher, form_of
+from treespec.serve.tools import ParsedToolCall, ToolCallParser, detect_tool_form
 
 HERMES = "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}"
 LLAMA = '{% if tools %}{"name": f, "parameters": {}}{{ tools | tojson }}{% endif %}'
 MISTRAL = "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[TOOL_CALLS]{% endif %}"
-WEATHER = Call("weather", '{"city": "Zürich"}')
-TIME = Call("time", "{}")
+WEATHER = ParsedToolCall("weather", '{"city": "Zürich"}')
+TIME = ParsedToolCall("time", "{}")
 CASES = [  # template, the model's text, what is shown of it, its calls
     (HERMES, '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>', "", [WEATHER]),
     (
@@ -63,7 +63,7 @@ def test_calls_and_text_part_wherever_pieces_end(template, text, shown, calls, s
     if special:  # such as Mistral's, which leaves them out of the text
         words.add_special_tokens({"extra_special_tokens": ["[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]})
     for seed in range(12):
-        catcher = Catcher(form_of(template), words)
+        catcher = ToolCallParser(detect_tool_form(template), words)
         said = ""
         for piece in pieces_of(words, text, seed):
             said += catcher.show(piece)
@@ -72,9 +72,9 @@ def test_calls_and_text_part_wherever_pieces_end(template, text, shown, calls, s
 
 
 def test_calls_of_a_template_without_tools_are_hermes():
-    assert form_of(CHAT_TEMPLATE) is form_of(HERMES)
-    assert form_of("{% if tools %}{% endif %}") is None  # it teaches a form that nobody knows
-    catcher = Catcher(None, tokenizer())
+    assert detect_tool_form(CHAT_TEMPLATE) is detect_tool_form(HERMES)
+    assert detect_tool_form("{% if tools %}{% endif %}") is None  # it teaches a form that nobody knows
+    catcher = ToolCallParser(None, tokenizer())
     assert catcher.show(Piece("<tool_call>", [5], drafted=False)) == "<tool_call>"
     assert catcher.finish() == ("", [])
 
@@ -87,7 +87,7 @@ def said_by(template, messages, variables=None):
     """What a template makes of messages with a tool."""
     spec = tiny_spec(chat_template=template)
     asked = ChatRequest(messages=messages, tools=[TOOL])
-    ids = encoded(spec, asked.messages, asked.tools, variables)
+    ids = encode_request(spec, asked.messages, asked.tools, variables)
     return spec.target.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
 
@@ -122,11 +122,11 @@ def test_tools_calls_and_results_are_written_for_templates_without_them():
         said = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zug"}}\n</tool_call>'
         result = "<tool_response>\nno\n</tool_response>"
         assert rest == ["user:rain?", f"assistant:{said}", f"user:{result}", ""]
-        assert form_of(CHAT_TEMPLATE).parse(said) == [Call("weather", '{"city": "Zug"}')]
+        assert detect_tool_form(CHAT_TEMPLATE).parse(said) == [ParsedToolCall("weather", '{"city": "Zug"}')]
 
 
 def test_without_parallel_calls_the_first_alone_is_told():
-    catcher = Catcher(form_of(CHAT_TEMPLATE), tokenizer(), 1)
+    catcher = ToolCallParser(detect_tool_form(CHAT_TEMPLATE), tokenizer(), 1)
     for piece in pieces_of(tokenizer(), CASES[1][1], 0):
         catcher.show(piece)
     assert catcher.finish()[1] == [WEATHER]

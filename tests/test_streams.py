@@ -89,7 +89,7 @@ def test_a_stream_that_is_left_in_any_way_spoils_nothing(spec, wanted):
         assert answer(spec, OTHER) == wanted[len(OTHER)]
 
 
-@pytest.mark.parametrize("stage", ["forward_trees", "output_logits"])
+@pytest.mark.parametrize("stage", ["forward_trees", "compute_output_logits"])
 def test_an_interrupt_anywhere_spoils_nothing(spec, wanted, monkeypatch, stage):
     """Ctrl-C within the forward of the target, of a prompt, or of a drafter that is the target itself."""
     answer(spec, OTHER)

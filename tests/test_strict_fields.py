@@ -42,8 +42,8 @@ from treespec.draft.preflight import check_head
 from treespec.draft.spec import DrafterSpec
 from treespec.heads.architectures import KNOWN_ARCHITECTURES, find_architecture
 from treespec.heads.checkpoint import load_head, save_head
-from treespec.heads.formats.export import export, outputs
-from treespec.heads.registry import HEADS
+from treespec.heads.formats.export import compute_outputs, export
+from treespec.heads.registry import HEAD_KINDS
 
 # What transformers wrote into every config.json for years, at its defaults.
 DEFAULTS = read_config("transformers-defaults")
@@ -144,7 +144,7 @@ def published(folder, name):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_config_loads(name, tmp_path):
-    assert load_head(published(tmp_path / "head", name)).kind in HEADS
+    assert load_head(published(tmp_path / "head", name)).kind in HEAD_KINDS
 
 
 def objects(config, path=()):
@@ -186,7 +186,7 @@ def test_a_field_that_nobody_knows_is_refused_by_name_wherever_it_stands(name, p
         assert "train" not in str(told.value)
     for value in (None, False, 0, "", [], {}):
         change_json(folder, **with_field(config, path, value))
-        assert load_head(folder).kind in HEADS
+        assert load_head(folder).kind in HEAD_KINDS
 
 
 def test_a_gguf_file_with_an_unknown_field_is_refused_by_name(tmp_path, monkeypatch):
@@ -242,7 +242,7 @@ def test_the_page_has_a_row_for_every_architecture():
     for row in KNOWN_ARCHITECTURES:
         line = next((line for line in page.splitlines() if line.startswith(f"| {row.name} |")), "")
         assert ("known, not read" in line) is not bool(row.kind), row.name
-    assert {row.kind for row in KNOWN_ARCHITECTURES if row.kind} == {*HEADS} - {"hydra++"}
+    assert {row.kind for row in KNOWN_ARCHITECTURES if row.kind} == {*HEAD_KINDS} - {"hydra++"}
     assert find_architecture("Qwen3ForCausalLM") is find_architecture("GPT2LMHeadModel") is None
 
 
@@ -382,4 +382,4 @@ def test_a_head_is_the_same_after_it_was_read_and_saved(name, tmp_path):
     assert (again.kind, again.aux_layers, again.max_depth) == (head.kind, head.aux_layers, head.max_depth)
     assert same_weights(again.state_dict(), head.state_dict())
     if not head.kind.startswith("hydra") and (head.lm_head is not None or head.kind != "dflash"):
-        assert torch.equal(outputs(head.float()), outputs(again.float()))
+        assert torch.equal(compute_outputs(head.float()), compute_outputs(again.float()))

@@ -13,7 +13,7 @@ from models import prompt, target
 from training import tokenizer
 
 from treespec.api.engine import Engine
-from treespec.draft.lookup.matches import longest_match, tree_of
+from treespec.draft.lookup.matches import find_longest_match, merge_continuations
 from treespec.draft.lookup.suffix import Suffix
 from treespec.draft.lookup.suffix_cache import SuffixCache, SuffixCaches
 from treespec.draft.registry import SuffixOptions
@@ -46,20 +46,20 @@ def test_it_finds_the_longest_suffix(seed):
         if ends:
             wanted = length
             follow = Counter(text[end] for text, end in ends)
-    length, places = longest_match(joined(*texts), np.array(context), 64)
+    length, places = find_longest_match(joined(*texts), np.array(context), 64)
     assert (length, Counter(joined(*texts)[places].tolist())) == (wanted, follow)
 
 
 def test_no_match_crosses_the_end_of_a_text():
     tokens = joined([1, 2], [3, 4, 5])
-    assert longest_match(tokens, np.array([2, 3]), 64)[0] == 1
-    assert longest_match(tokens, np.array([9, 2]), 64)[0] == 0
+    assert find_longest_match(tokens, np.array([2, 3]), 64)[0] == 1
+    assert find_longest_match(tokens, np.array([9, 2]), 64)[0] == 0
 
 
 def test_the_drawn_example():
     a, b, c, d, e = range(1, 6)
-    made = tree_of([[a, b, c, -1], [a, b, c], [a, d], [e]], 9, 0, lambda length: 1.0, 0.0)
-    tree = made.tree(9, torch.device("cpu"))
+    made = merge_continuations([[a, b, c, -1], [a, b, c], [a, d], [e]], 9, 0, lambda length: 1.0, 0.0)
+    tree = made.build_token_tree(9, torch.device("cpu"))
     assert set(list_token_paths(tree)) == {(9,), (9, a), (9, a, b), (9, a, b, c), (9, a, d), (9, e)}
     assert dict(zip(list_token_paths(tree)[1:], made.probabilities[1:], strict=True)) == {
         (9, a): 3 / 4,
@@ -125,7 +125,7 @@ def test_a_sampled_answer_with_a_seed_is_drafted_from_its_text_alone(drafter, tr
 
 
 def test_seeded_answers_that_read_the_memory_are_found(monkeypatch):
-    faults.plant(monkeypatch, Request, Request.recalled, faults.recall_with_any_seed)
+    faults.plant(monkeypatch, Request, Request.readable_memory, faults.recall_with_any_seed)
     with pytest.raises(AssertionError):
         test_a_sampled_answer_with_a_seed_is_drafted_from_its_text_alone("suffix", None, "topk")
 
@@ -151,13 +151,13 @@ def test_an_answer_that_is_cut_off_is_not_remembered():
     spec = build_spec("llama", "suffix")
     with spec.stream(prompt(), max_new_tokens=24) as stream:
         next(stream)
-    assert spec.decoder.drafter.states[0].drafter.caches.named("").tokens.tolist() == []
+    assert spec.decoder.drafter.states[0].drafter.caches.get_cache("").tokens.tolist() == []
 
 
 def test_an_answer_is_remembered_with_the_last_tokens_of_its_prompt():
     spec = build_spec("llama", "suffix")
     output = spec.generate(prompt(12), max_new_tokens=7)
-    kept = spec.decoder.drafter.states[0].drafter.caches.named("").tokens.tolist()
+    kept = spec.decoder.drafter.states[0].drafter.caches.get_cache("").tokens.tolist()
     assert kept == [*prompt(12)[-8:], *output.token_ids, -1]
 
 
@@ -178,10 +178,10 @@ def test_the_oldest_answers_are_forgotten():
 def test_memories_are_as_many_as_are_kept():
     memories = SuffixCaches(1024)
     for number in range(300):
-        memories.named(str(number)).add([1, 2])
+        memories.get_cache(str(number)).add([1, 2])
     assert len(memories._by_name) == 256
-    assert memories.named("0").tokens.tolist() == []
-    assert memories.named("299").tokens.tolist() == [1, 2, -1]
+    assert memories.get_cache("0").tokens.tolist() == []
+    assert memories.get_cache("299").tokens.tolist() == [1, 2, -1]
 
 
 def remember_for_ever() -> None:
@@ -191,7 +191,7 @@ def remember_for_ever() -> None:
 
     from treespec.draft.lookup.suffix_cache import SuffixCaches
 
-    memory = SuffixCaches(4096, Path(sys.argv[1]), "words", 100).named("")
+    memory = SuffixCaches(4096, Path(sys.argv[1]), "words", 100).get_cache("")
     print("ready", flush=True)
     for number in range(10**6):
         memory.add([number % 100] * 50)
@@ -202,7 +202,7 @@ def caches(folder, tokens=4096, tokenizer="words", vocab_size=100):
 
 
 def cache(folder):
-    return caches(folder).named("")
+    return caches(folder).get_cache("")
 
 
 def texts(memory):
@@ -211,13 +211,13 @@ def texts(memory):
 
 def test_what_one_process_remembers_the_next_one_knows(tmp_path):
     first = caches(tmp_path)
-    first.named("").add([1, 2, 3])
-    first.named("key").add([4, 5])
-    first.named("").add([6])
+    first.get_cache("").add([1, 2, 3])
+    first.get_cache("key").add([4, 5])
+    first.get_cache("").add([6])
     second = caches(tmp_path)
-    assert second.named("").tokens.tolist() == [1, 2, 3, -1, 6, -1]
-    assert second.named("key").tokens.tolist() == [4, 5, -1]
-    assert second.named("other").tokens.tolist() == []
+    assert second.get_cache("").tokens.tolist() == [1, 2, 3, -1, 6, -1]
+    assert second.get_cache("key").tokens.tolist() == [4, 5, -1]
+    assert second.get_cache("other").tokens.tolist() == []
     assert not [file for file in tmp_path.rglob("*") if "key" in file.name]
 
 
@@ -271,12 +271,12 @@ def test_a_damaged_file_is_one_line(tmp_path):
 
 
 def test_one_that_is_damaged_while_it_is_in_use_is_left_alone(tmp_path, caplog):
-    caches(tmp_path).named("key").add([1, 2, 3])
+    caches(tmp_path).get_cache("key").add([1, 2, 3])
     again = caches(tmp_path)
     for file in tmp_path.glob("*.safetensors"):
         file.write_bytes(b"half")
-    again.named("key").add([4])
-    assert again.named("key").tokens.tolist() == [4, -1]
+    again.get_cache("key").add([4])
+    assert again.get_cache("key").tokens.tolist() == [4, -1]
     assert "the suffix cache goes on without its folder" in caplog.text
 
 

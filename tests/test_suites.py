@@ -13,8 +13,8 @@ import pytest
 from commands import complains, write_wheel
 
 from treespec.eval import suites
-from treespec.eval.questions import BUILTIN, Question, first_of_each, load_questions
-from treespec.files.downloads import HubFile, PackagedFile, WebFile, kept
+from treespec.eval.questions import BUILTIN_FILE, Question, load_questions, take_first_of_each
+from treespec.files.downloads import HubFile, PackagedFile, WebFile, load_or_download
 
 CATEGORIES = ["writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"]
 
@@ -26,7 +26,7 @@ def test_builtin_has_two_questions_for_each_category_of_mt_bench():
     assert all(len(question.turns) == 2 for question in questions)
     assert not {question.question_id for question in questions} & set(range(81, 161))  # MT-Bench's
     assert len({turn for question in questions for turn in question.turns}) == 32
-    for line in BUILTIN.read_text("utf-8").splitlines():
+    for line in BUILTIN_FILE.read_text("utf-8").splitlines():
         entry = json.loads(line)
         if entry["category"] in ("math", "reasoning", "coding"):  # FastChat's judge wants references there
             assert len(entry["reference"]) == 2
@@ -129,9 +129,9 @@ def test_a_place_with_another_file_is_passed_over(server, tmp_path):
     address = suites.SUITES["gsm8k"].places[0].url
     (server / "other").write_bytes(b"other")
     other = WebFile(address.replace("gsm8k", "other"))
-    assert kept(tmp_path / "a", digest, [other, WebFile(address)]) == content
+    assert load_or_download(tmp_path / "a", digest, [other, WebFile(address)]) == content
     with complains(rf"other has another file, SHA-256 {hashlib.sha256(b'other').hexdigest()}"):
-        kept(tmp_path / "b", digest, [other])
+        load_or_download(tmp_path / "b", digest, [other])
     assert not (tmp_path / "b").exists()
 
 
@@ -177,7 +177,7 @@ def test_questions_can_be_of_some_categories_alone(server):
 def test_the_first_questions_of_each_task_can_be_asked():
     tasks = ["writing", "roleplay", "qa", "qa", "writing", "rag", "qa"]
     questions = [Question(number, task, ("?",)) for number, task in enumerate(tasks)]
-    assert [q.question_id for q in first_of_each(questions, 2)] == [0, 1, 2, 3, 4, 5]
-    assert first_of_each(questions, None) == questions
+    assert [q.question_id for q in take_first_of_each(questions, 2)] == [0, 1, 2, 3, 4, 5]
+    assert take_first_of_each(questions, None) == questions
     grouped = [replace(q, task="mt_bench") if q.category in suites.MT_BENCH else q for q in questions]
-    assert [q.question_id for q in first_of_each(grouped, 1)] == [0, 2, 5]
+    assert [q.question_id for q in take_first_of_each(grouped, 1)] == [0, 2, 5]

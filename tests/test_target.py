@@ -44,11 +44,11 @@ def test_commit_equals_a_fresh_prefill(name):
     text = random_prefix()
     path = [0, 1, 5, 8]  # moves keys and values
     assert tree.ancestors[8].nonzero().flatten().tolist() == path
-    cache = model.new_cache(capacity=16)
+    cache = model.build_cache(capacity=16)
     model.prefill(cache, text)
     model.forward_tree(cache, tree)
     cache.commit([path])
-    again = model.new_cache(capacity=64)
+    again = model.build_cache(capacity=64)
     model.prefill(again, torch.cat([text, tree.tokens[path][None]], dim=1))
     assert cache.lengths == again.lengths == [PREFIX_TOKENS + 4]
     following = random_tree(seed=7)
@@ -62,7 +62,7 @@ def test_aux_layers_are_transformers_hidden_states():
     model = target("llama")
     text = random_prefix()
     aux_layers = (0, 1, 2)
-    cache = model.new_cache()
+    cache = model.build_cache()
     features = torch.cat([model.prefill(cache, part, aux_layers) for part in text.split(4, 1)], 1)
     with torch.inference_mode():
         states = model.model(input_ids=text, output_hidden_states=True).hidden_states
@@ -102,7 +102,7 @@ def test_an_offloaded_target_scores_the_same_tree(tmp_path, parts):
     outs = []
     for device_map in ("cpu", places):
         model = Target.load(f"{tmp_path}/model", dtype="float32", device_map=device_map)
-        cache = model.new_cache()
+        cache = model.build_cache()
         model.prefill(cache, random_prefix())
         outs.append(model.forward_tree(cache, random_tree()).logits)
         assert model.device == model.output_device == torch.device("cpu")
@@ -115,7 +115,7 @@ def test_an_offloaded_recurrent_target_scores_the_same_tree(tmp_path):
     outs = []
     for device_map in ("cpu", places):
         model = Target.load(f"{tmp_path}/model", dtype="float32", device_map=device_map)
-        cache = model.new_cache()
+        cache = model.build_cache()
         model.prefill(cache, random_prefix())
         outs.append(model.forward_tree(cache, random_tree()).logits)
     close(*outs, LOGITS_TOLERANCE)

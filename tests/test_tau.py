@@ -11,15 +11,15 @@ from models import seeded
 from reference import enumerate_decoding, every_pair, list_draws, scheme_by_name
 from torch.nn.functional import pad
 
-from treespec.draft.auto.cost import Cost
-from treespec.eval.acceptance.acceptance_shares import FORMS, Nodes
-from treespec.eval.acceptance.config import TauConfig, drawn_by
+from treespec.draft.auto.cost import CycleCost
+from treespec.eval.acceptance.acceptance_shares import SHARES_BY_SCHEME, Nodes
+from treespec.eval.acceptance.config import TauConfig, find_draw_scheme
 from treespec.eval.acceptance.decoded import Decoded
-from treespec.eval.acceptance.path_probability import followed
-from treespec.eval.acceptance.tau import along_text, ends, measure
+from treespec.eval.acceptance.path_probability import follow_pairs
+from treespec.eval.acceptance.tau import count_cycle_starts, measure_tau, run_teacher_forced
 from treespec.eval.texts import Text
-from treespec.sampling.probs import SamplingParams, probs
-from treespec.trees.policy import policy
+from treespec.sampling.probs import SamplingParams, compute_probs
+from treespec.trees.policy import parse_policy
 from treespec.trees.tree import Draws
 
 # Samples; the standard error of a share is below 0.5 / sqrt(1600), and none may be five of them off.
@@ -58,9 +58,9 @@ def raced(p, q, k):
     return torch.stack(shares)
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", SHARES_BY_SCHEME)
 def test_what_a_draw_carries_is_its_enumeration(name):
-    scheme = scheme_by_name(drawn_by(name))
+    scheme = scheme_by_name(find_draw_scheme(name))
     for k, (p, q) in product((1, 2, 3), every_pair(1)[: 1 if name == "optimal" else None]):
         if scheme.max_draws and k > scheme.max_draws:
             continue
@@ -68,7 +68,7 @@ def test_what_a_draw_carries_is_its_enumeration(name):
         size = len(p)
         nodes = Nodes(p.expand(size, -1), q.expand(size, -1), torch.arange(size), seeded(0), 1)
         many = Nodes(*(x.repeat_interleave(SAMPLED, 0) for x in (nodes.p, nodes.q, nodes.y)), seeded(0), 1)
-        found = FORMS[name](many if noisy else nodes, k, scheme)
+        found = SHARES_BY_SCHEME[name](many if noisy else nodes, k, scheme)
         found = found.view(size, -1, k).mean(1)
         wanted = raced(p, q, k) if name == "gumbel" else enumerated(scheme, p, q, k)
         if name in ("greedy", "topk") and len(q.unique()) < size:  # of equal q either may be drawn
@@ -87,13 +87,13 @@ def cycles_of(verifier, shape, spec, text, samples=400):
     text = Text(torch.tensor([*PROMPT, *text]), len(PROMPT) - 1, 0)
     generator = seeded(0)
     steps = []
-    for p, scores, y in along_text(spec, text, pair.tree.max_depth, params):
-        both = pad(probs(scores, params), (0, 1)), pad(scores.softmax(-1), (0, 1))
+    for p, scores, y in run_teacher_forced(spec, text, pair.tree.max_depth, params):
+        both = pad(compute_probs(scores, params), (0, 1)), pad(scores.softmax(-1), (0, 1))
         parts = [[x.repeat_interleave(samples, 0) for x in (p, q, y)] for q in both]
         steps.append(tuple(Nodes(*part, generator, 1) for part in parts))
-    (r,) = followed([pair], steps, False)
+    (r,) = follow_pairs([pair], steps, False)
     r = r.view(NEW, samples, -1).mean(1)
-    return ends((r - pad(r[:, 1:], (0, 1))).numpy()).sum()
+    return count_cycle_starts((r - pad(r[:, 1:], (0, 1))).numpy()).sum()
 
 
 @pytest.mark.parametrize(
@@ -116,11 +116,11 @@ def test_tau_of_freshly_drafted_trees_is_that_of_the_real_loop(kind, shape):
     spec = spec_of(kind, shape, "topk")
     params = SamplingParams(1.0)
     texts, wanted = enumerate_decoding(spec, PROMPT, 64, max_new_tokens=NEW, temperature=1.0).distribution()
-    one = Decoded("topk", shape, policy(shape))
+    one = Decoded("topk", shape, parse_policy(shape))
     found = 0.0
     for text, chance in texts.items():
         along = Text(torch.tensor([*PROMPT, *text]), len(PROMPT) - 1, 0)
-        cycles = one.cycles(spec, Cost((1, 2), (1.0, 1.0)), along, params, 5)
+        cycles = one.decode_cycles(spec, CycleCost((1, 2), (1.0, 1.0)), along, params, 5)
         assert [token for cycle in cycles for piece in cycle.answer for token in piece.token_ids] == [*text]
         found += chance * len(cycles)
     assert found == pytest.approx(wanted, abs=1e-4)
@@ -131,7 +131,7 @@ def test_a_run_keeps_its_texts_and_writes_tables_and_plots(home, tmp_path):
     models |= {"out": str(tmp_path), "max_new_tokens": 8, "dtype": "float32", "temperature": "1"}
     asked = {"verifier": "rrs,block,traversal,topk", "tree": "chain:2;2x2;dynamic:depth=2,topk=2,nodes=4"}
     config = TauConfig(**models, **asked, batch="1,4", bandwidth=100.0, flops=1.0)
-    found = measure(config)
+    found = measure_tau(config)
     texts = (tmp_path / "texts-1.json").read_text()
     pairs = [(row["tree"][:7], row["verifier"]) for row in found["rows"]]
     any_width = ("rrs", "traversal", "topk")
@@ -146,20 +146,20 @@ def test_a_run_keeps_its_texts_and_writes_tables_and_plots(home, tmp_path):
         else:
             assert row["bound"] is None
     assert "without replacement: traversal" in (tmp_path / "tau.md").read_text()
-    assert measure(config)["rows"] == found["rows"]
+    assert measure_tau(config)["rows"] == found["rows"]
     assert (tmp_path / "texts-1.json").read_text() == texts
     assert "<polyline" in (tmp_path / "tau.html").read_text()
     for wrong, message in {"typical": "not lossless", "nothing": "unknown verifier"}.items():
         with complains(message):
-            measure(TauConfig(**models, verifier=wrong))
+            measure_tau(TauConfig(**models, verifier=wrong))
     with complains("--bandwidth and --flops"):
         TauConfig(**models, flops=1.0)
     with complains("topk, gumbel and auto are measured"):
-        measure(TauConfig(**models, verifier="rrs", tree="dynamic"))
+        measure_tau(TauConfig(**models, verifier="rrs", tree="dynamic"))
     with complains("model no draft model"):
         own = {name: value for name, value in models.items() if name != "head"}
         drafter = f"model:{home}/target"
-        measure(TauConfig(**own, drafter=drafter, verifier="topk", tree="auto", bandwidth=100.0, flops=1.0))
+        measure_tau(TauConfig(**own, drafter=drafter, verifier="topk", tree="auto", bandwidth=100.0, flops=1.0))
     with complains("both --head and --drafter"):
         TauConfig(**models, drafter="suffix")
 
@@ -181,7 +181,7 @@ def test_drafters_are_measured_on_the_same_texts_as_each_alone(home, tmp_path):
 
     def rows(drafter):
         config = TauConfig(**shared, flops=1.0, drafter=drafter, out=str(tmp_path / str(len(drafter))))
-        found = measure(config)["rows"]
+        found = measure_tau(config)["rows"]
         places = [(row["drafter"], row["tree"][:7], row["verifier"]) for row in found]
         return dict(zip(places, [(row["tau"], row["nodes"], row["alpha"]) for row in found], strict=True))
 
@@ -202,4 +202,4 @@ def test_cycles_end_as_all_ways_to_cut_a_text_do():
         steps = list(pairwise(places))
         if all(b - a <= 3 for a, b in steps):
             wanted[places[-1]] += np.prod([w[a, b - a - 1] for a, b in steps])
-    np.testing.assert_allclose(ends(w), wanted)
+    np.testing.assert_allclose(count_cycle_starts(w), wanted)

@@ -13,7 +13,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from treespec.api.spec import Spec
 from treespec.model.target import Target
-from treespec.sampling.probs import SamplingParams, probs
+from treespec.sampling.probs import SamplingParams, compute_probs
 
 
 def test_optimal_gives_the_targets_distribution():
@@ -50,7 +50,7 @@ def test_two_turns_of_one_seed_repeat_tokens_as_often_as_chance(drafter):
     for _ in range(2):
         turns.append([out.token_ids for out in spec.generate(prompts, **options)])
         prompts = [[*prompt, *said, 1, 2] for prompt, said in zip(prompts, turns[-1], strict=True)]
-    distribution = probs(spec.target.model(torch.tensor([[1, 2]])).logits[0, -1].double(), SamplingParams(1.0))
+    distribution = compute_probs(spec.target.model(torch.tensor([[1, 2]])).logits[0, -1].double(), SamplingParams(1.0))
     equal = sum(one[0] == other[0] for one, other in zip(*turns, strict=True)) / runs
     assert equal == pytest.approx(float((distribution**2).sum()), abs=0.03)
 

@@ -10,12 +10,12 @@ from models import CONFIGS, random_head, random_model
 from rich.console import Console
 
 from treespec.api.spec import Spec, trace
-from treespec.cli.trace import picture
-from treespec.draft.vocabulary import restrict, whole
-from treespec.engine.events import Cycle, OwnToken, explained, visible
+from treespec.cli.trace import draw_tree
+from treespec.draft.vocabulary import expand_logits, restrict
+from treespec.engine.events import Cycle, OwnToken, explain_end, show_token
 from treespec.engine.request import Piece
 from treespec.model.target import Target
-from treespec.sampling.probs import SamplingParams, probs
+from treespec.sampling.probs import SamplingParams, compute_probs
 
 
 def own(at=1, text=" sat", p=0.7, q=None, rank=None):
@@ -61,13 +61,13 @@ def test_cycles_are_those_of_generate_with_the_probabilities_of_plain_forwards(m
     shown = SamplingParams(temperature or 1.0)
 
     def target_probs(tokens):
-        return probs(target.model(torch.tensor([tokens])).logits[0, -1], shown)
+        return compute_probs(target.model(torch.tensor([tokens])).logits[0, -1], shown)
 
     def draft_probs(text, path):
         """The head over the whole text, its own features extrapolated along the path."""
-        features = target.features(torch.tensor([text]))[0, :-1]
+        features = target.compute_features(torch.tensor([text]))[0, :-1]
         hidden = extrapolate(head, torch.tensor(text[1:]), features, path)[0]
-        return probs(whole(head.logits(hidden, target), head, target), shown)
+        return compute_probs(expand_logits(head.compute_logits(hidden, target), head, target), shown)
 
     text = list(PROMPT)
     spec = Spec(*models, tree, verifier)
@@ -125,24 +125,24 @@ def test_a_cycle_survives_json():
 
 def test_the_sentence_says_why_the_path_ends():
     leaf = "1 of 2 drafted nodes is accepted, down to a leaf; then the target said “␣sat” (p 0.70)."
-    assert explained(cycle_of()) == leaf
+    assert explain_end(cycle_of()) == leaf
     refused = cycle_of(path=[], own=own(0, " eel", 0.1, 0.001, 7))
-    assert explained(refused) == (
+    assert explain_end(refused) == (
         "0 of 2 drafted nodes are accepted. The target went elsewhere at once: the 2 children there hold 0.90 of "
         "its distribution, and it said “␣eel” (p 0.10), the draft model's choice number 7 (q < 0.01)."
     )
     one = {"tokens": [1], "texts": ["the"], "parents": [-1], "q": [None], "p": [None], "path": []}
     alone = cycle_of(**one, own=own(0, " eel", 0.1))
-    assert explained(alone) == "Nothing was drafted; the target said “␣eel” (p 0.10)."
+    assert explain_end(alone) == "Nothing was drafted; the target said “␣eel” (p 0.10)."
 
 
 def test_model_text_reaches_a_terminal_as_symbols_only():
     evil = ["\x1b[31mred", "[bold]markup[/]", "\n \u202e"]
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(picture(cycle_of(texts=evil, own=own(text="\x9b2J\r"))))
+    console.print(draw_tree(cycle_of(texts=evil, own=own(text="\x9b2J\r"))))
     shown = console.export_text()
     assert not set("\x1b\x9b\r\u202e") & set(shown)
     assert "[bold]markup[/]" in shown
-    assert visible(" a b ") == "␣a b␣"
-    assert visible("  ") == "␣␣"
-    assert visible("\n\ta") == "↵⇥a"
+    assert show_token(" a b ") == "␣a b␣"
+    assert show_token("  ") == "␣␣"
+    assert show_token("\n\ta") == "↵⇥a"

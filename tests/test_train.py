@@ -29,8 +29,8 @@ from training import (
 )
 
 from treespec.api.load import load
-from treespec.draft.heads.loading import new_head, rollout
-from treespec.train.data.batches import epoch_batches
+from treespec.draft.heads.loading import build_new_head, roll_out_drafts
+from treespec.train.data.batches import split_epoch
 from treespec.train.loop.run import validate
 from treespec.train.recipes import TRAINING_BY_KIND
 from treespec.train.run import train
@@ -41,10 +41,10 @@ def test_predicted_acceptance_is_the_mean_run_of_agreement():
     model = target("llama")
     head = random_head(model)
     tokens = torch.randint(3, 64, (60,), generator=seeded(6))
-    features = model.features(tokens[None])[0]
+    features = model.compute_features(tokens[None])[0]
     result = validate(head, model, [(tokens, torch.ones(60, dtype=torch.bool), features)], 3)
-    target_tokens = model.output_logits(features).argmax(-1)
-    drafted = [rows.argmax(-1) for rows in rollout(head, model, tokens, features, 3)]
+    target_tokens = model.compute_output_logits(features).argmax(-1)
+    drafted = [rows.argmax(-1) for rows in roll_out_drafts(head, model, tokens, features, 3)]
     agree = [[bool(rows[t] == target_tokens[t + step]) for step, rows in enumerate(drafted, 1)] for t in range(56)]
     runs = [next((i for i, good in enumerate(row) if not good), 3) for row in agree]
     assert result.positions == 56
@@ -105,9 +105,9 @@ def test_two_processes_train_the_head_of_one_with_twice_the_batch(config, tmp_pa
 
 
 def print_bfloat16() -> None:
-    from treespec.kernels.processor import computes_bfloat16
+    from treespec.kernels.processor import is_bfloat16_fast
 
-    print(computes_bfloat16())
+    print(is_bfloat16_fast())
 
 
 @pytest.fixture
@@ -150,9 +150,9 @@ def test_loss_and_drafts_are_over_the_draft_vocabulary(config, capsys):
 
 def test_batches_cover_an_epoch_once_in_a_settled_order():
     lengths = [3 + i % 7 for i in range(103)]
-    batches = epoch_batches(lengths, 4, seed=1, epoch=2)
-    assert batches == epoch_batches(lengths, 4, seed=1, epoch=2)
-    assert batches != epoch_batches(lengths, 4, seed=1, epoch=3)
+    batches = split_epoch(lengths, 4, seed=1, epoch=2)
+    assert batches == split_epoch(lengths, 4, seed=1, epoch=2)
+    assert batches != split_epoch(lengths, 4, seed=1, epoch=3)
     seen = [i for batch in batches for i in batch]
     assert len(seen) == len(set(seen)) == 100
 
@@ -168,25 +168,27 @@ def test_the_loss_sums_each_head_at_each_position_of_its_rollout(kind, loss):
     for i in range(4):
         losses = []
         for tokens, mask, features in zip(batch.tokens, batch.loss_mask, batch.features, strict=True):
-            *_, logits = rollout(head, model, tokens, features, i + 1)
+            *_, logits = roll_out_drafts(head, model, tokens, features, i + 1)
             for t, row in enumerate(logits):
-                distribution = model.output_logits(features[t + 1 + i]).softmax(-1)
+                distribution = model.compute_output_logits(features[t + 1 + i]).softmax(-1)
                 if (kind, loss) == ("medusa", "published"):
                     distribution = torch.nn.functional.one_hot(tokens[t + 2 + i], 64).float()
                 refused = 1 - torch.minimum(distribution, row.softmax(-1)).sum()
                 if mask[t + 2 + i]:
                     losses.append(refused if loss == "tv" else -(distribution * row.log_softmax(-1)).sum())
         total += float(torch.stack(losses).mean()) * (0.8**i if kind == "medusa" else 1)
-    found = TRAINING_BY_KIND[kind].loss()(config_without_files(head=kind, loss=loss), model, head, batch).total
+    found = (
+        TRAINING_BY_KIND[kind].load_objective()(config_without_files(head=kind, loss=loss), model, head, batch).total
+    )
     assert float(found.detach()) == pytest.approx(total, rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", *DEPTH_HEADS])
 def test_a_batch_without_answer_tokens_has_no_loss_and_zero_gradients(kind):
     model = target("llama")
-    head = new_head(kind, model)
+    head = build_new_head(kind, model)
     batch = batch_of(model, head, steps=2)._replace(loss_mask=torch.zeros(2, 9, dtype=torch.bool))
-    total = TRAINING_BY_KIND[kind].loss()(config_without_files(head=kind), model, head, batch).total
+    total = TRAINING_BY_KIND[kind].load_objective()(config_without_files(head=kind), model, head, batch).total
     total.backward()
     slopes = [weight.grad for weight in head.parameters() if weight.requires_grad]
     assert float(total.detach()) == 0

@@ -61,7 +61,7 @@ def test_any_flipped_bit_in_stored_features_is_named(config):
         numbers = range(len(file.keys()))
 
     def read():
-        return torch.cat([*map(StoredFeatures(shard.parent).row, numbers)])
+        return torch.cat([*map(StoredFeatures(shard.parent).read_row, numbers)])
 
     assert read().isfinite().all()
     header = 8 + int.from_bytes(shard.read_bytes()[:8], "little")
@@ -168,14 +168,14 @@ def test_the_ends_of_a_target_are_those_of_the_whole(name, tmp_path):
     part = Target(load_ends(str(tmp_path)), ends=True)
     tokens = torch.arange(3, 20)
     hidden = torch.randn(4, whole.feature_width, generator=seeded(0))
-    assert torch.equal(part.embeddings(tokens), whole.embeddings(tokens))
-    assert torch.equal(part.output_logits(hidden), whole.output_logits(hidden))
+    assert torch.equal(part.embed_tokens(tokens), whole.embed_tokens(tokens))
+    assert torch.equal(part.compute_output_logits(hidden), whole.compute_output_logits(hidden))
     assert (part.layers, part.dtype, part.context_length) == (whole.layers, whole.dtype, whole.context_length)
     assert (part.embed_scale, part.config.to_dict()) == (whole.embed_scale, whole.config.to_dict())
     own = sum(weight.numel() for weight in part.model.parameters())
     assert own < sum(weight.numel() for weight in whole.model.parameters()) / 2
     with pytest.raises(AttributeError):
-        part.features(tokens[None])
+        part.compute_features(tokens[None])
 
 
 def test_with_stored_features_the_target_is_loaded_only_at_the_end(config, capsys):

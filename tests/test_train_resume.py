@@ -29,17 +29,17 @@ from training import (
 from transformers import AutoTokenizer
 
 from treespec.api.load import load
-from treespec.files.atomic import digest_of_tensors, read_json, read_tensors, write_json, write_tensors
+from treespec.files.atomic import hash_tensors, read_json, read_tensors, write_json, write_tensors
 from treespec.heads.checkpoint import load_head
-from treespec.heads.folder import head_folder
-from treespec.train.checkpoints import all_in, latest_step
-from treespec.train.data.batches import epoch_batches, forwards
-from treespec.train.loop.run import check_weights
+from treespec.heads.folder import find_head_folder
+from treespec.train.checkpoints import find_latest_step, list_checkpoints
+from treespec.train.data.batches import iterate_forwards, split_epoch
+from treespec.train.loop.run import check_head_weights
 from treespec.train.run import train
 
 
 def steps_in(config):
-    return [step for step, _ in all_in(folder_of(config))]
+    return [step for step, _ in list_checkpoints(folder_of(config))]
 
 
 def test_without_a_damaged_checkpoint_the_one_before_is_used(config):
@@ -59,10 +59,10 @@ def test_processes_share_each_batch_from_any_step_on(processes):
     lengths = [5] * 41
 
     def batches_of(epoch):
-        return epoch_batches(lengths, 2 * processes, 3, epoch)
+        return split_epoch(lengths, 2 * processes, 3, epoch)
 
     run = [batch for epoch in range(3) for batch in batches_of(epoch)]
-    each = [list(islice(forwards(6, batches_of, process, processes), 9)) for process in range(processes)]
+    each = [list(islice(iterate_forwards(6, batches_of, process, processes), 9)) for process in range(processes)]
     for number, parts in enumerate(zip(*each, strict=True), 6):
         assert {part.batch for part in parts} == {number}
         assert sorted(i for part in parts for i in part.conversations) == sorted(run[number])
@@ -105,7 +105,7 @@ def test_a_finished_run_goes_on_where_it_is_given_more_steps(config):
 def test_a_checkpoint_of_a_run_that_goes_on_is_a_head(config):
     train_until_killed(config)
     assert load_head(checkpoint_of(config)).fc.weight.dtype == torch.float32
-    assert head_folder(config.out) == checkpoint_of(config)
+    assert find_head_folder(config.out) == checkpoint_of(config)
     spec = load(config.target, config.out, "chain:3", "topk", dtype="float32")
     assert spec.generate("question 001", max_new_tokens=12, temperature=0.0).stats.drafted[0] > 0
 
@@ -124,21 +124,21 @@ def spoil(config, numbers=None):
     tensors, about = read_tensors(shard, "")
     for name in map(str, tensors if numbers is None else numbers):
         tensors[name][1:, :4] = torch.inf
-        about[name] = digest_of_tensors({"": tensors[name]}, {})
+        about[name] = hash_tensors({"": tensors[name]}, {})
     write_tensors(shard, tensors, about)
     return len(tensors)
 
 
 def test_a_bad_step_is_skipped_and_counted_and_resuming_stays_exact(stored):
     count = spoil(stored, [])
-    spoil(stored, epoch_batches([1] * count, stored.batch_size, stored.seed, 0)[3])
+    spoil(stored, split_epoch([1] * count, stored.batch_size, stored.seed, 0)[3])
     whole = train_to_end(with_folder(stored, "whole"))
     assert all(value.isfinite().all() for value in load_weights(whole).values())
     assert [line for line in metrics_of(whole) if "skipped" in line] == [{"step": 4, "skipped": 1}]
-    assert latest_step(folder_of(whole)) == 6
+    assert find_latest_step(folder_of(whole)) == 6
     for step in (3, 5):
         train_until_killed(stored, step)
-        assert latest_step(folder_of(stored)) == 2  # that of step 4 would follow a bad step
+        assert find_latest_step(folder_of(stored)) == 2  # that of step 4 would follow a bad step
     assert same_head(train_to_end(stored), whole)
 
 
@@ -157,11 +157,11 @@ def test_many_bad_steps_end_the_run_at_the_last_good_checkpoint(stored):
 
 def test_weights_that_are_not_finite_are_never_saved(stored, tmp_path):
     head = random_head(target("llama"))
-    check_weights(head, "the head", tmp_path / "none")
+    check_head_weights(head, "the head", tmp_path / "none")
     with torch.no_grad():
         next(p for p in head.parameters() if p.requires_grad).view(-1)[0] = torch.nan
     with complains("the weights of the head are not finite; no checkpoint was written"):
-        check_weights(head, "the head", tmp_path / "none")
+        check_head_weights(head, "the head", tmp_path / "none")
 
 
 def test_without_held_out_conversations_no_numbers_are_made_up(config, tmp_path, capsys):
@@ -187,7 +187,7 @@ def test_a_token_that_the_target_lacks_is_one_line(config, model_folder, tmp_pat
 
 def test_a_full_disk_is_one_line_and_the_checkpoint_before_still_good(config, tmp_path):
     train_until_killed(config, 1)
-    assert latest_step(folder_of(config)) is None
+    assert find_latest_step(folder_of(config)) is None
     train_until_killed(config, 3)
     third = with_folder(config, "3")
     folder_of(third).mkdir(parents=True)
@@ -198,7 +198,7 @@ def test_a_full_disk_is_one_line_and_the_checkpoint_before_still_good(config, tm
         assert "features-00000.safetensors: " in read_refusal(with_folder(config, "2", features=features))
         assert "metrics.jsonl: " in read_refusal(third)
     assert not list(tmp_path.rglob("*.tmp"))
-    assert latest_step(folder_of(config)) == 2
+    assert find_latest_step(folder_of(config)) == 2
     assert same_head(train_to_end(config), train_to_end(with_folder(config, "whole")))
 
 

@@ -17,9 +17,16 @@ from treespec.text.conversations import read_conversations
 from treespec.text.encoding import encode_conversations
 from treespec.train.config import DRAFT_VOCAB
 from treespec.train.data.prepare import prepare
-from treespec.train.loop.steps import Clock, draft_steps_at, learning_rate
+from treespec.train.loop.steps import Clock, compute_learning_rate, draft_steps_at
 from treespec.train.machine import make_accelerator
-from treespec.train.start import RIDGE, begin, fit_feature, sides, untrained, vocabulary_size
+from treespec.train.start import (
+    RIDGE_SHARE,
+    build_regression_sides,
+    build_untrained_head,
+    choose_vocabulary_size,
+    fit_feature,
+    start_head,
+)
 
 
 def test_a_warm_start_keeps_the_draft_vocabulary_unless_another_is_requested(config):
@@ -49,9 +56,9 @@ def test_a_head_without_a_bias_is_gone_on_from_without_one(config):
 def test_dropout_is_as_in_the_published_hydra_plus_and_training_only(config):
     config = replace(config, head="hydra++", draft_heads=2, max_steps=2)
     model = Target.load(config.target, dtype="float32")
-    head = untrained(config, model)
+    head = build_untrained_head(config, model)
     names = set(head.state_dict())
-    begin(config, model, head, None, None)
+    start_head(config, model, head, None, None)
     drops = [name for name, part in head.named_modules() if isinstance(part, nn.Dropout)]
     assert len(drops) == head.max_depth * (head.blocks + 1)
     assert {"hydra_mlp.0.0", "hydra_lm_head.1.0"} <= set(drops)
@@ -61,7 +68,9 @@ def test_dropout_is_as_in_the_published_hydra_plus_and_training_only(config):
 
 def test_it_is_the_32000_most_frequent_where_the_target_has_more():
     def size(vocab_size=DRAFT_VOCAB + 8, head="eagle3", **changes):
-        return vocabulary_size(config_without_files(head=head, **changes), SimpleNamespace(vocab_size=vocab_size))
+        return choose_vocabulary_size(
+            config_without_files(head=head, **changes), SimpleNamespace(vocab_size=vocab_size)
+        )
 
     assert size() == DRAFT_VOCAB == 32000
     assert size(draft_vocab=7) == 7
@@ -84,14 +93,14 @@ def test_fitted_first_weights_are_the_least_squares_map_to_the_next_feature(conf
     """Against torch's own solver in float64, with the same ridge, to 1e-3 of the weights' norm."""
     model = Target.load(config.target, dtype="float32")
     options = replace(config, bias=bias)
-    head = untrained(options, model)
+    head = build_untrained_head(options, model)
     examples, _ = encode_conversations(model.tokenizer, read_conversations(config.data)[0], None, 2048)
     data = prepare(options, model, (), examples, make_accelerator(options))
     fit_feature(head, data, seed=0)
 
-    both = [sides(head, data, number) for number in range(len(data.train))]
+    both = [build_regression_sides(head, data, number) for number in range(len(data.train))]
     x, y = (torch.cat(parts).double() for parts in zip(*both, strict=True))
-    ridge = torch.eye(x.shape[1], dtype=x.dtype) * (RIDGE * x.square().sum(0).mean()).sqrt()
+    ridge = torch.eye(x.shape[1], dtype=x.dtype) * (RIDGE_SHARE * x.square().sum(0).mean()).sqrt()
     wanted = torch.linalg.lstsq(torch.cat([x, ridge]), torch.cat([y, y.new_zeros(len(ridge), y.shape[1])])).solution
     given = [head.fc.weight.T, *([head.fc.bias[None]] if bias else [])]
     assert (torch.cat(given).detach() - wanted).norm() < 1e-3 * wanted.norm()
@@ -130,11 +139,11 @@ def test_minutes_and_steps_of_the_same_run_give_the_same_rates(kind, warm_up):
     by_minutes = Clock(10**9, minutes=10)
     for step in range(1, 1000):
         seconds = 0.6 * step
-        rates.append(learning_rate(recipe, by_steps, step, seconds))
-        assert learning_rate(recipe, by_minutes, step, seconds) == pytest.approx(rates[-1], rel=1e-6)
-        grown = draft_steps_at(recipe, by_steps.behind(step, seconds))
-        assert grown == draft_steps_at(recipe, by_minutes.behind(step, seconds))
-    assert by_minutes.behind(1000, 600.0) == by_steps.behind(1000, 600.0) == 1
+        rates.append(compute_learning_rate(recipe, by_steps, step, seconds))
+        assert compute_learning_rate(recipe, by_minutes, step, seconds) == pytest.approx(rates[-1], rel=1e-6)
+        grown = draft_steps_at(recipe, by_steps.measure_progress(step, seconds))
+        assert grown == draft_steps_at(recipe, by_minutes.measure_progress(step, seconds))
+    assert by_minutes.measure_progress(1000, 600.0) == by_steps.measure_progress(1000, 600.0) == 1
     if warm_up is None:
         assert max(rates) == pytest.approx(recipe.learning_rate, rel=1e-2)
         assert rates.index(max(rates)) <= 101
@@ -144,6 +153,8 @@ def test_minutes_and_steps_of_the_same_run_give_the_same_rates(kind, warm_up):
 def test_a_step_has_the_recipes_batch_in_any_number_of_processes():
     for kind, batch in (("medusa", 128), ("hydra++", 32)):
         for size, processes in ((4, 1), (4, 8), (8, 4), (1, 2)):
-            assert config_without_files(head=kind, batch_size=size).forwards(processes) * size * processes == batch
-    assert config_without_files(batch_size=2).forwards(3) == 1
-    assert config_without_files(head="medusa", accumulate=5).forwards(3) == 5
+            assert (
+                config_without_files(head=kind, batch_size=size).count_forwards(processes) * size * processes == batch
+            )
+    assert config_without_files(batch_size=2).count_forwards(3) == 1
+    assert config_without_files(head="medusa", accumulate=5).count_forwards(3) == 5

@@ -20,7 +20,7 @@ from training import (
 )
 
 from treespec.api.load import load
-from treespec.draft.heads.loading import FEW, FIELD, new_head
+from treespec.draft.heads.loading import SAMPLE_TOKENS, TARGET_TOKENS_FIELD, build_new_head
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.model.target import Target
 from treespec.text.conversations import read_conversations
@@ -29,7 +29,7 @@ from treespec.text.entries import Conversation
 from treespec.train.checkpoints import Place
 from treespec.train.loop import run as watch
 from treespec.train.loop.meter import Meter
-from treespec.train.loop.run import Validation, decoded_length
+from treespec.train.loop.run import Validation, measure_decoded_length
 from treespec.train.loop.steps import draft_steps_at
 from treespec.train.losses.tokens import Loss
 from treespec.train.run import train
@@ -37,14 +37,14 @@ from treespec.train.run import train
 
 def test_the_decoded_length_is_what_a_spec_over_the_saved_head_counts(model_folder, tmp_path):
     model = Target.load(str(model_folder), dtype="float32")
-    head = new_head("eagle", model)
+    head = build_new_head("eagle", model)
     prompts = [[3, 4, 5], [7, 8, 9, 10]]
     save_head(head, tmp_path / "head")
     spec = load(str(model_folder), f"{tmp_path}/head", "chain:3", "topk", dtype="float32")
     stats = [spec.generate(prompt, temperature=0.0, max_new_tokens=20).stats for prompt in prompts]
     accepted = sum(sum(one.accepted) for one in stats)
     cycles = sum(one.cycles for one in stats)
-    found = decoded_length(head, model, prompts, steps=3, tokens=20)
+    found = measure_decoded_length(head, model, prompts, steps=3, tokens=20)
     assert found == pytest.approx(1 + accepted / cycles)
 
 
@@ -59,7 +59,7 @@ def test_validations_hold_what_was_decoded_beside_what_was_predicted(config):
 
 def test_the_best_validated_head_and_the_last_one_are_saved(config, monkeypatch):
     found = iter([2.0, 3.0, 1.5])
-    monkeypatch.setattr(watch, "validation", lambda run: Validation([0.5], next(found), 10))
+    monkeypatch.setattr(watch, "validate_head", lambda run: Validation([0.5], next(found), 10))
     train_to_end(config, max_steps=4, validate_every=1, checkpoint_every=1)
     names = ("best", "checkpoint-000003", "checkpoint-000004")
     best, third, last = (load_file(folder_of(config) / name / "model.safetensors") for name in names)
@@ -74,7 +74,7 @@ def test_reported_losses_are_means_over_the_steps_since_the_last_report(tmp_path
     meter.count([Loss(values[0], {"token": values[1], "tokens": values[2]})])
     meter.count([Loss(values[1], {"token": values[2], "token_2": values[0]}), Loss(values[2], {"token": values[0]})])
     for _ in range(2):  # the second time there is nothing to say
-        meter.line(3, 2.0, 0.5, 0.1)
+        meter.write_line(3, 2.0, 0.5, 0.1)
     (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     expected = {"total": 3.0, "token": 3.0, "token_2": 1.0, "learning_rate": 0.1, "seconds": 2.0}
     assert line == expected | {"step": 3, "tokens_per_second": 6.0 * 3 / 2.0}
@@ -114,7 +114,7 @@ def test_a_head_directory_holds_only_its_weights_in_the_targets_dtype(config):
     assert {value.dtype for value in stored.values()} == {torch.bfloat16}
     spec = load(config.target, config.out, "chain:3", "topk", dtype="float32")
     assert spec.head.embed_tokens.weight is spec.target.model.get_input_embeddings().weight
-    assert len(spec.head.config[FIELD]) >= FEW
+    assert len(spec.head.config[TARGET_TOKENS_FIELD]) >= SAMPLE_TOKENS
 
 
 def test_a_run_writes_a_card_unless_someone_completed_the_old_one(config):

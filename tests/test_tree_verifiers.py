@@ -10,15 +10,15 @@ import torch
 from models import seeded
 from reference import STOCHASTIC, deviation, enumerate_runs, list_draws
 
-from treespec.sampling.probs import SamplingParams, probs
-from treespec.trees.layout import layout
-from treespec.trees.static import StaticTree, balanced, chain
+from treespec.sampling.probs import SamplingParams, compute_probs
+from treespec.trees.layout import get_layout
+from treespec.trees.static import StaticTree, build_balanced_tree, build_chain
 from treespec.trees.tree import Drafts, Draws, TokenTree
-from treespec.verify.block_optimal import selected_first
+from treespec.verify.block_optimal import refuse_selected_first
 from treespec.verify.optimal import Optimal
 from treespec.verify.registry import SCHEMES
-from treespec.verify.traversal import BLOCK, TRAVERSAL, Traversal
-from treespec.verify.walk import Walk, answered
+from treespec.verify.traversal import BLOCK_VERIFIER, TRAVERSAL_VERIFIER, Traversal
+from treespec.verify.walk import Walk, run_all_or_raise
 
 
 def verdict_texts(verifier, tree, p):
@@ -116,7 +116,7 @@ class Drawn:
     def tensors(self, dtype=torch.float64):
         """The tree as it goes to a verifier, and p [N, V]. Below an absent draw p is uniform and tokens are 0."""
         paths = self.shape.nodes.paths
-        fixed = layout(self.shape.nodes, torch.device("cpu"))
+        fixed = get_layout(self.shape.nodes, torch.device("cpu"))
         inner = [i for i, path in enumerate(paths) if path in self.draws]
         uniform = [1 / 3] * 3
 
@@ -148,7 +148,7 @@ def trees(scheme, shape, tables):
             yield drawn, probability
             return
         path = rest[0]
-        k = shape.draws.draws(rest[0])
+        k = shape.draws.count_draws(rest[0])
         text = drawn.texts.get(path)
         for tokens, chance in [((0,) * k, 1.0)] if text is None else found(text, k):
             below = {} if text is None else {(*path, i): (*text, x) for i, x in enumerate(tokens) if x >= 0}
@@ -169,10 +169,10 @@ def text_law(verifier, shape, tables, dtype=torch.float64):
     return tables.completed(texts, shape.length), mean
 
 
-CHAIN = Shape(chain(3))
+CHAIN = Shape(build_chain(3))
 UNEVEN = Shape(StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 1), (0, 0, 0))))
 LOPSIDED = Shape(StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 1))))
-CHAINS = [CHAIN, Shape(chain(3), ((0, 0, 0),))]
+CHAINS = [CHAIN, Shape(build_chain(3), ((0, 0, 0),))]
 TREES = [
     LOPSIDED,
     Shape(UNEVEN.draws, ((0, 0, 0), (1, 0))),
@@ -180,11 +180,11 @@ TREES = [
     Shape(StaticTree(((0,), (2,), (0, 0), (2, 0)))),  # as many draws as tokens
 ]
 # `block-optimal`, where every draw but the last is sure
-SURE = Traversal("sure", SCHEMES["greedy"], partial(selected_first, Optimal(0, 0)))
-VERIFIERS = [BLOCK, TRAVERSAL, SURE]
-PAIRS = [*product([BLOCK], CHAINS), *product(VERIFIERS[1:], TREES)]
+SURE = Traversal("sure", SCHEMES["greedy"], partial(refuse_selected_first, Optimal(0, 0)))
+VERIFIERS = [BLOCK_VERIFIER, TRAVERSAL_VERIFIER, SURE]
+PAIRS = [*product([BLOCK_VERIFIER], CHAINS), *product(VERIFIERS[1:], TREES)]
 WALKS = [
-    (Walk(SCHEMES[name]), Shape(balanced(min(2, SCHEMES[name].max_draws or 2), 1)))
+    (Walk(SCHEMES[name]), Shape(build_balanced_tree(min(2, SCHEMES[name].max_draws or 2), 1)))
     for name in STOCHASTIC
     if name != "optimal"
 ]
@@ -193,7 +193,7 @@ SPARSE = random_tables(0)
 
 def at_once(verifier):
     """As on accelerators."""
-    return lambda *given: answered([verifier.at_once(*given)])[0]
+    return lambda *given: run_all_or_raise([verifier.verify_on_device(*given)])[0]
 
 
 def named(value):
@@ -220,15 +220,15 @@ def cold_tables(temperature):
     def draw_pair():
         both = 2 * temperature * torch.rand(2, 3, generator=generator)
         both[1, int(torch.randint(4, (1,), generator=generator)) :][:1] += 95 * temperature
-        found = probs(both, SamplingParams(temperature)).double()
+        found = compute_probs(both, SamplingParams(temperature)).double()
         return found.div(found.sum(-1, keepdim=True)).tolist()
 
     return tables(2, draw_pair)
 
 
-@pytest.mark.parametrize("verifier", [*VERIFIERS, Walk(TRAVERSAL.scheme)], ids=named)
+@pytest.mark.parametrize("verifier", [*VERIFIERS, Walk(TRAVERSAL_VERIFIER.scheme)], ids=named)
 def test_so_they_have_in_float32_at_low_temperatures(verifier):
-    shape = Shape(chain(2) if verifier is BLOCK else balanced(2, 2))
+    shape = Shape(build_chain(2) if verifier is BLOCK_VERIFIER else build_balanced_tree(2, 2))
     for temperature in (0.01, 0.05, 1.0):
         cold = cold_tables(temperature)
         found, _ = text_law(verifier, shape, cold, torch.float32)
@@ -239,7 +239,7 @@ def test_so_they_have_in_float32_at_low_temperatures(verifier):
 @pytest.mark.parametrize("verifier", VERIFIERS, ids=named)
 def test_verdicts_are_no_shorter_than_the_walks(verifier, seed):
     """On average over all trees and coins. With draws without nodes that does not hold for traversal."""
-    shape = CHAIN if verifier is BLOCK else LOPSIDED
+    shape = CHAIN if verifier is BLOCK_VERIFIER else LOPSIDED
     found = random_tables(seed, seed > 0)
     lengths = [text_law(one, shape, found)[1] for one in (verifier, Walk(verifier.scheme))]
     assert lengths[0] >= lengths[1] - 1e-12
@@ -253,7 +253,7 @@ def test_a_large_chain_of_the_targets_own_drafts_is_accepted(verifier):
     distributions = dict(zip(ends, rows, strict=True))
     draws = {(0,) * d: (d,) for d in range(4)}
     texts = {(0,) * d: ends[d] for d in range(5)}
-    tree, p = Drawn(Shape(chain(4)), Tables(distributions, distributions), draws, texts).tensors(torch.float32)
+    tree, p = Drawn(Shape(build_chain(4)), Tables(distributions, distributions), draws, texts).tensors(torch.float32)
     generator = seeded(6)
     for _ in range(50):
         verdict = verifier(tree, p, generator)
@@ -262,8 +262,8 @@ def test_a_large_chain_of_the_targets_own_drafts_is_accepted(verifier):
 
 def test_a_refused_draw_without_a_residual_leaves_the_others():
     """Rounding: the first draw is refused, though p - q is 0 everywhere."""
-    drawn = Drawn(Shape(balanced(2, 1)), SPARSE, {(): (0, 1)}, {(): (), (0,): (0,), (1,): (1,)})
+    drawn = Drawn(Shape(build_balanced_tree(2, 1)), SPARSE, {(): (0, 1)}, {(): (), (0,): (0,), (1,): (1,)})
     tree, _ = drawn.tensors()
     tree.drafts.q[:] = torch.tensor([1e-8, 0.5, 0.5])
-    texts = verdict_texts(TRAVERSAL, tree, torch.tensor([[0, 0.5, 0.5]]).expand(3, -1))
+    texts = verdict_texts(TRAVERSAL_VERIFIER, tree, torch.tensor([[0, 0.5, 0.5]]).expand(3, -1))
     assert all(text[0] in (1, 2) for text in texts)

@@ -12,19 +12,25 @@ from drafters import build_head
 from models import close, seeded, target
 
 from treespec.api.spec import Spec
-from treespec.draft.heads.loading import new_head, rollout
-from treespec.eval.fit import accuracies
+from treespec.draft.heads.loading import build_new_head, roll_out_drafts
+from treespec.eval.fit import measure_accuracies
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
-from treespec.sampling.probs import SamplingParams, probs
+from treespec.sampling.probs import SamplingParams, compute_probs
 from treespec.trees.dynamic import AutoTree, DDTree, DynamicTree
-from treespec.trees.layout import layout
-from treespec.trees.mask import ancestor_mask, attention_mask, chunk_mask, positions, window_mask
-from treespec.trees.most_likely import expected_length, most_likely
-from treespec.trees.policy import POLICIES, policy
-from treespec.trees.sequoia import best_trees, sequoia
-from treespec.trees.static import StaticTree, TreeError, balanced, chain, eagle, text_of
-from treespec.trees.tree import best_first
+from treespec.trees.layout import get_layout
+from treespec.trees.mask import (
+    build_ancestor_mask,
+    build_attention_mask,
+    build_window_mask,
+    chunk_mask,
+    compute_positions,
+)
+from treespec.trees.most_likely import build_most_likely_tree, estimate_length
+from treespec.trees.policy import TREE_FORMS_TABLE, parse_policy
+from treespec.trees.sequoia import build_sequoia_tree, solve_trees
+from treespec.trees.static import StaticTree, TreeError, build_balanced_tree, build_chain, build_eagle_tree, format_tree
+from treespec.trees.tree import argsort_descending
 
 CPU = torch.device("cpu")
 
@@ -40,28 +46,30 @@ def ancestors_one_by_one(parents):
 
 
 @pytest.mark.parametrize(
-    "tree", [chain(1), chain(7), chain(64), balanced(3, 3), eagle()], ids=["1", "7", "64", "3x3", "eagle"]
+    "tree",
+    [build_chain(1), build_chain(7), build_chain(64), build_balanced_tree(3, 3), build_eagle_tree()],
+    ids=["1", "7", "64", "3x3", "eagle"],
 )
 def test_ancestor_mask_equals_following_parents(tree):
-    shape = layout(tree, CPU)
+    shape = get_layout(tree, CPU)
     assert torch.equal(shape.ancestors, ancestors_one_by_one(shape.parents))
     assert torch.equal(shape.depth, shape.ancestors.sum(1) - 1)
     assert (shape.parents[1:] < torch.arange(1, tree.size)).all()
 
 
 def test_static_shapes_have_the_published_sizes():
-    assert chain(5).size == 6
-    assert balanced(2, 4).size == 1 + 2 + 4 + 8 + 16
+    assert build_chain(5).size == 6
+    assert build_balanced_tree(2, 4).size == 1 + 2 + 4 + 8 + 16
     for name, levels in {"eagle": [4, 8, 8, 3, 2], "medusa": [10, 28, 23, 2]}.items():
-        assert [*Counter(map(len, policy(name).paths[1:])).values()] == levels
+        assert [*Counter(map(len, parse_policy(name).paths[1:])).values()] == levels
 
 
 def test_a_tree_file_means_its_paths(tmp_path):
     file = tmp_path / "tree.json"
     file.write_text(json.dumps([[1], [0], [0, 0]]))
-    assert policy(str(file)) == StaticTree(((0,), (1,), (0, 0)))
-    file.write_text(text_of(StaticTree(((0,), (1,), (0, 0)))))
-    assert policy(str(file)) == StaticTree(((0,), (1,), (0, 0)))
+    assert parse_policy(str(file)) == StaticTree(((0,), (1,), (0, 0)))
+    file.write_text(format_tree(StaticTree(((0,), (1,), (0, 0)))))
+    assert parse_policy(str(file)) == StaticTree(((0,), (1,), (0, 0)))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +97,7 @@ def test_a_bad_tree_file_is_named_with_the_reason(tmp_path, content, complaint):
     file = tmp_path / "tree.json"
     file.write_text(content)
     with pytest.raises(TreeError, match=complaint) as caught:
-        policy(str(file))
+        parse_policy(str(file))
     assert str(file) in str(caught.value)
 
 
@@ -103,21 +111,21 @@ auto:topk=0 auto:price=2 sampled ddtree:nodes ddtree:nodes=12.5 ddtree:depth=0 d
 @pytest.mark.parametrize("spec", NO_TREES.split())
 def test_an_invalid_tree_is_refused_by_a_line_with_the_choices(spec):
     with pytest.raises(TreeError, match=r"choose|from \d|over 4,096|options") as caught:
-        policy(spec)
+        parse_policy(spec)
     assert "\n" not in str(caught.value)
 
 
 def test_policies_by_name():
-    assert policy("2x3") == policy("balanced:2x3") == balanced(2, 3)
-    assert policy("eagle") == eagle()
-    assert policy("dynamic:nodes=9,depth=2") == DynamicTree(depth=2, nodes=9)
-    assert policy("auto:nodes=20,depth=4,topk=3") == AutoTree(20, 4, 3)
-    assert policy("ddtree") == DDTree()
-    assert all(policy(form.example) for form in POLICIES.values())
+    assert parse_policy("2x3") == parse_policy("balanced:2x3") == build_balanced_tree(2, 3)
+    assert parse_policy("eagle") == build_eagle_tree()
+    assert parse_policy("dynamic:nodes=9,depth=2") == DynamicTree(depth=2, nodes=9)
+    assert parse_policy("auto:nodes=20,depth=4,topk=3") == AutoTree(20, 4, 3)
+    assert parse_policy("ddtree") == DDTree()
+    assert all(parse_policy(form.example) for form in TREE_FORMS_TABLE.values())
 
 
 def test_ties_go_to_the_shallower_candidate():
-    assert best_first(torch.tensor([-1.0, -2.0, -1.0, -2.0, -1.0]), 4).tolist() == [0, 2, 4, 1]
+    assert argsort_descending(torch.tensor([-1.0, -2.0, -1.0, -2.0, -1.0]), 4).tolist() == [0, 2, 4, 1]
 
 
 FIVE = torch.tensor([-1, 0, 0, 1, 2])
@@ -125,11 +133,11 @@ DEPTH = torch.tensor([0, 1, 1, 2, 2])
 
 
 def test_texts_of_a_batch_have_their_own_positions_and_columns():
-    places = positions(DEPTH.expand(2, 5), lengths=[3, 1])
-    mask = attention_mask(ancestor_mask(FIVE).expand(2, 5, 5), places)
+    places = compute_positions(DEPTH.expand(2, 5), lengths=[3, 1])
+    mask = build_attention_mask(build_ancestor_mask(FIVE).expand(2, 5, 5), places)
     assert mask[:, 4].int().tolist() == [[1, 1, 1, 1, 0, 1, 0, 1], [1, 0, 0, 1, 0, 1, 0, 1]]
     assert places.tolist() == [[0, 1, 2, 3, 4, 4, 5, 5], [0, 1, 2, 1, 2, 2, 3, 3]]
-    for near in (window_mask(places, 5, window=2), chunk_mask(places, 5, chunk=4)):
+    for near in (build_window_mask(places, 5, window=2), chunk_mask(places, 5, chunk=4)):
         assert (mask & near)[0, 4].nonzero().flatten().tolist() == [5, 7]  # its parent and itself
 
 
@@ -158,7 +166,7 @@ def table_of(seed, depth=3, ranks=3, descending=True):
 def test_the_expected_length_is_that_of_enumerated_outcomes(seed):
     """At each depth one rank is right, or none; a path is accepted while it holds the right ranks."""
     table = table_of(seed)
-    tree = most_likely(table, 9)
+    tree = build_most_likely_tree(table, 9)
     wanted = 0.0
     for ranks in itertools.product(range(4), repeat=3):
         chance = 1.0
@@ -168,17 +176,17 @@ def test_the_expected_length_is_that_of_enumerated_outcomes(seed):
         while accepted < 3 and tuple(ranks[: accepted + 1]) in tree.paths:
             accepted += 1
         wanted += chance * (1 + accepted)
-    assert expected_length(tree, table) == pytest.approx(wanted)
+    assert estimate_length(tree, table) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("nodes", range(2, 7))
 def test_measured_trees_are_the_best_of_all(nodes):
     for seed in range(3):
         table = table_of(seed)
-        best = max(expected_length(StaticTree(paths), table) for paths in all_trees(nodes, 3, 3))
-        tree = most_likely(table, nodes)
+        best = max(estimate_length(StaticTree(paths), table) for paths in all_trees(nodes, 3, 3))
+        tree = build_most_likely_tree(table, nodes)
         assert tree.size == nodes
-        assert expected_length(tree, table) == pytest.approx(best)
+        assert estimate_length(tree, table) == pytest.approx(best)
 
 
 @pytest.mark.parametrize("nodes, depth", [(2, 1), (3, 2), (4, 1), (5, 3), (6, 2), (6, 5)])
@@ -189,50 +197,52 @@ def test_sequoias_trees_are_the_best_of_all(nodes, depth, descending):
         at_root, rates = table_of(seed, 2, 3, descending)
         for first in (rates, at_root):
             table = [first, *[rates] * (depth - 1)]
-            solved = best_trees(rates, nodes, depth, first)
-            tree = solved.tree(nodes, depth)
-            best = max(expected_length(StaticTree(paths), table) for paths in all_trees(nodes, depth, 3))
+            solved = solve_trees(rates, nodes, depth, first)
+            tree = solved.build_tree(nodes, depth)
+            best = max(estimate_length(StaticTree(paths), table) for paths in all_trees(nodes, depth, 3))
             assert (tree.size, tree.max_depth <= depth) == (nodes, True)
-            assert expected_length(tree, table) == pytest.approx(best)
+            assert estimate_length(tree, table) == pytest.approx(best)
             assert float(solved.tokens[depth, nodes]) == pytest.approx(best)
-        assert sequoia(rates, nodes, depth) == best_trees(rates, nodes, depth).tree(nodes, depth)
+        assert build_sequoia_tree(rates, nodes, depth) == solve_trees(rates, nodes, depth).build_tree(nodes, depth)
 
 
 def test_a_tree_without_room_shrinks_and_no_room_is_refused():
-    assert sequoia([0.5, 0.2], 9, 2).size == 7
-    assert most_likely([[0.5, 0.2], [0.4, 0.0]], 9).size == 5
-    assert sequoia([0.0, 0.0], 3, 2).size == 3
+    assert build_sequoia_tree([0.5, 0.2], 9, 2).size == 7
+    assert build_most_likely_tree([[0.5, 0.2], [0.4, 0.0]], 9).size == 5
+    assert build_sequoia_tree([0.0, 0.0], 3, 2).size == 3
     with pytest.raises(TreeError, match="never right"):
-        most_likely([[0.0, 0.0]] * 2, 9)
+        build_most_likely_tree([[0.0, 0.0]] * 2, 9)
     with pytest.raises(TreeError, match="at least 2 nodes"):
-        sequoia([0.5], 1, 2)
+        build_sequoia_tree([0.5], 1, 2)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa", "hydra"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_accuracies_equal_counting_position_by_position(kind, temperature):
     model = target("llama")
-    head = build_head(model, kind) if kind != "eagle" else new_head(kind, model)
+    head = build_head(model, kind) if kind != "eagle" else build_new_head(kind, model)
     generator = seeded(0)
     rows = []
     for length in (20, 5, 3, 1):
         tokens = torch.randint(3, 64, (length,), generator=generator)
-        rows.append((tokens, torch.rand(length, generator=generator) < 0.7, model.features(tokens[None])[0]))
-    found = accuracies(Spec(model, head), rows, 3, 5, temperature)
+        rows.append((tokens, torch.rand(length, generator=generator) < 0.7, model.compute_features(tokens[None])[0]))
+    found = measure_accuracies(Spec(model, head), rows, 3, 5, temperature)
     wanted = torch.zeros(3, 5).double()
     positions = 0
     for tokens, counts, features in rows:
-        drafts = list(rollout(head, model, tokens, features, 3))
+        drafts = list(roll_out_drafts(head, model, tokens, features, 3))
         for t in range(len(tokens) - 4):
             if counts[t + 2]:
                 positions += 1
                 for d in range(3):
-                    distribution = probs(model.output_logits(features[t + d + 1]), SamplingParams(temperature))
+                    distribution = compute_probs(
+                        model.compute_output_logits(features[t + d + 1]), SamplingParams(temperature)
+                    )
                     wanted[d] += distribution[drafts[d][t].topk(5).indices].double()
     assert positions > 5
     close(found, wanted / positions, 1e-6)
     with complains("too short"):
-        accuracies(Spec(model, head), rows[2:], 3, 5)
+        measure_accuracies(Spec(model, head), rows[2:], 3, 5)
 
 
 @pytest.mark.parametrize("kind, nodes", [("medusa", 9), ("sequoia", 9), ("sequoia", 0)])
@@ -252,4 +262,4 @@ def test_a_tree_made_on_the_command_line_is_one_that_decodes(kind, nodes, model_
 
 
 def test_a_rank_that_is_never_right_leaves_its_siblings():
-    assert most_likely([[0, 0.5], [0.3, 0.1]], 3).paths == ((), (1,), (1, 0))
+    assert build_most_likely_tree([[0, 0.5], [0.3, 0.1]], 3).paths == ((), (1,), (1, 0))

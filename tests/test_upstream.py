@@ -14,7 +14,7 @@ from models import close, random_eagle3, random_head, seeded
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from treespec.draft.heads.loading import new_head
+from treespec.draft.heads.loading import build_new_head
 from treespec.draft.vocabulary import restrict
 from treespec.heads.formats.export import export
 from treespec.heads.formats.upstream import Ends, read_as
@@ -73,7 +73,7 @@ def test_speculators_gives_the_logits_of_two_steps(parts, drafted, tmp_path):
     rows = N - 1
     logits = []
     theirs.lm_head.register_forward_hook(lambda _, __, out: logits.append(out[0]))
-    features = EIGHT_LAYERS.features(TOKENS, head.aux_layers)[:, :rows]
+    features = EIGHT_LAYERS.compute_features(TOKENS, head.aux_layers)[:, :rows]
     theirs(features, TOKENS[:, 1:N], torch.zeros(1, rows, dtype=torch.int64), ttt_steps=2)
     first, second = head(TOKENS, features, torch.ones(1, rows, dtype=torch.bool), 2)
     agree(logits[0], head.lm_head(first))
@@ -86,7 +86,7 @@ def test_speculators_gives_the_logits_of_two_steps(parts, drafted, tmp_path):
 def test_speculators_loads_the_tensors_of_dflash_that_its_rule_says(drafted, tmp_path):
     """The target's embedding, and its output layer in place of one of all tokens: so none goes out with all."""
     model = pytest.importorskip("speculators.models.dflash.core", exc_type=ImportError).DFlashDraftModel
-    head = moved(new_head("dflash", EIGHT_LAYERS, levels=5))
+    head = moved(build_new_head("dflash", EIGHT_LAYERS, levels=5))
     if drafted is not None:
         restrict(head, EIGHT_LAYERS, drafted)
     out = exported(head, "speculators", tmp_path)
@@ -117,16 +117,16 @@ def test_safeailabs_eagle3_gives_the_logits_of_two_steps(drafted, tmp_path):
     if drafted is None:
         del theirs.d2t, theirs.t2d  # as their loader does
     theirs.load_state_dict(load_file(out / "model.safetensors"))
-    features = EIGHT_LAYERS.features(TOKENS, head.aux_layers)[:, :N]
+    features = EIGHT_LAYERS.compute_features(TOKENS, head.aux_layers)[:, :N]
     tokens = TOKENS[:, 1:]
     hidden, cache = theirs(features, tokens, use_cache=True)
-    ours = head.step(tokens, head.fuse(features), torch.arange(N))
-    agree(theirs.lm_head(theirs.norm(hidden)), head.logits(ours))
+    ours = head.forward_step(tokens, head.fuse(features), torch.arange(N))
+    agree(theirs.lm_head(theirs.norm(hidden)), head.compute_logits(ours))
     token = torch.tensor([[7]])
     hidden, _ = theirs(hidden[:, -1:], token, past_key_values=cache, use_cache=True)
     known = torch.cat([head.fuse(features), ours[:, -1:]], dim=1)
-    ours = head.step(torch.cat([tokens, token], dim=1), known, torch.arange(N + 1))[:, -1:]
-    agree(theirs.lm_head(theirs.norm(hidden)), head.logits(ours))
+    ours = head.forward_step(torch.cat([tokens, token], dim=1), known, torch.arange(N + 1))[:, -1:]
+    agree(theirs.lm_head(theirs.norm(hidden)), head.compute_logits(ours))
 
 
 @torch.no_grad()
@@ -138,10 +138,10 @@ def test_mlx_vlm_reads_a_head_and_gives_its_logits(drafted, tmp_path):
     theirs, _ = drafters.load_drafter(str(exported(head, "mlx", tmp_path)))
     assert theirs.config.capture_layer_ids == [layer - 1 for layer in head.aux_layers]
     theirs._cache = theirs.make_cache()
-    features = EIGHT_LAYERS.features(TOKENS, head.aux_layers)[:, :N]
+    features = EIGHT_LAYERS.compute_features(TOKENS, head.aux_layers)[:, :N]
     tokens = TOKENS[:, 1:]
     hidden = theirs._forward_tokens(array(tokens.numpy()), array(features.numpy()), array([0]).dtype)
-    ours = head.logits(head.step(tokens, head.fuse(features), torch.arange(N)))
+    ours = head.compute_logits(head.forward_step(tokens, head.fuse(features), torch.arange(N)))
     agree(torch.tensor(theirs._logits(hidden).tolist()), ours)
 
 
@@ -152,5 +152,5 @@ def test_safeailabs_eagle1_gives_the_features(tmp_path):
     export(save_with(head, tmp_path / "head"), "eagle", tmp_path / "out", EIGHT_LAYERS.model.config)
     theirs = theirs_of(cnets, tmp_path / "out", bias=True)
     theirs.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
-    features = EIGHT_LAYERS.features(TOKENS)[:, :N]
-    agree(theirs(features, TOKENS[:, 1:]), head.step(TOKENS[:, 1:], features, torch.arange(N)))
+    features = EIGHT_LAYERS.compute_features(TOKENS)[:, :N]
+    agree(theirs(features, TOKENS[:, 1:]), head.forward_step(TOKENS[:, 1:], features, torch.arange(N)))

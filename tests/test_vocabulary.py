@@ -13,17 +13,29 @@ from torch import nn
 from training import save_model
 from transformers import PhiConfig
 
-from treespec.api.calibrate import choices, drafted
+from treespec.api.calibrate import iterate_choices, iterate_draft_steps
 from treespec.api.load import load
 from treespec.api.spec import Spec
-from treespec.draft.auto.cost import Cost
-from treespec.draft.heads.loading import FEW, FIELD, new_head, trained_head, with_tokens
-from treespec.draft.vocabulary import FILE, load_vocabulary, most_frequent, restrict, save_vocabulary
+from treespec.draft.auto.cost import CycleCost
+from treespec.draft.heads.loading import (
+    SAMPLE_TOKENS,
+    TARGET_TOKENS_FIELD,
+    add_sample_tokens,
+    build_new_head,
+    load_trained_head,
+)
+from treespec.draft.vocabulary import (
+    DRAFT_VOCABULARY_FILE,
+    find_most_frequent,
+    load_vocabulary,
+    restrict,
+    save_vocabulary,
+)
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 from treespec.sampling.probs import SamplingParams
 
-TIMES = Cost((1, 8, 64), (1.0, 1.0, 1.2), 0.01)
+TIMES = CycleCost((1, 8, 64), (1.0, 1.0, 1.2), 0.01)
 PROMPT = [5, 9, 33, 12, 7]
 
 
@@ -54,10 +66,10 @@ def test_a_calibration_counts_only_tokens_that_are_drafted(half):
     head = random_head(model)
     restrict(head, model, torch.arange(10, 15))
     text = torch.randint(64, (40,), generator=seeded(5))
-    known = model.features(text[None])[0]
+    known = model.compute_features(text[None])[0]
     row = (text, torch.ones(40, dtype=torch.bool), known)
-    ((_, hit, _),) = choices(drafted(head, model, [row], 1, 40))
-    chosen = model.output_logits(known).argmax(-1)[1:39:2]
+    ((_, hit, _),) = iterate_choices(iterate_draft_steps(head, model, [row], 1, 40))
+    chosen = model.compute_output_logits(known).argmax(-1)[1:39:2]
     assert hit.sum(-1).tolist() == ((chosen >= 10) & (chosen < 15)).tolist()
 
 
@@ -69,8 +81,8 @@ def test_rows_of_the_output_embedding_give_the_logits_of_their_tokens(name):
         nn.init.normal_(model.model.lm_head.bias)
     hidden = torch.randn(2, 3, model.feature_width, generator=seeded(7))
     tokens = torch.tensor([0, 3, 17, 63])
-    own = model.output_logits(hidden, model.output_rows(tokens))
-    close(own, model.output_logits(hidden)[..., tokens], 1e-5)
+    own = model.compute_output_logits(hidden, model.copy_output_rows(tokens))
+    close(own, model.compute_output_logits(hidden)[..., tokens], 1e-5)
 
 
 def test_an_output_embedding_that_is_not_there_is_refused():
@@ -86,20 +98,20 @@ def test_an_output_embedding_that_is_not_there_is_refused():
 def test_the_most_frequent_tokens_and_the_ends_are_kept():
     model = target("llama")
     texts = [torch.tensor([9, 9, 9, 40, 40]), torch.tensor([9, 30, 31, 32])]
-    tokens, coverage = most_frequent(texts, 4, model)
+    tokens, coverage = find_most_frequent(texts, 4, model)
     assert tokens.tolist() == [2, 9, 30, 40]  # 2 ends a text; of 30, 31 and 32 the lowest
     assert coverage == pytest.approx(7 / 9)
     for number in (0, 64):
         with complains(f"--draft-vocab is {number}"):
-            most_frequent(texts, number, model)
+            find_most_frequent(texts, number, model)
 
 
 def test_a_vocabulary_is_read_as_it_was_saved(tmp_path):
     assert load_vocabulary(tmp_path, 64) is None
     save_vocabulary(torch.tensor([2, 9, 63]), 0.75, tmp_path)
     assert load_vocabulary(tmp_path, 64).tolist() == [2, 9, 63]
-    assert json.loads((tmp_path / FILE).read_text())["coverage"] == 0.75
-    assert [file.name for file in tmp_path.iterdir()] == [FILE]
+    assert json.loads((tmp_path / DRAFT_VOCABULARY_FILE).read_text())["coverage"] == 0.75
+    assert [file.name for file in tmp_path.iterdir()] == [DRAFT_VOCABULARY_FILE]
 
 
 @pytest.mark.parametrize(
@@ -116,15 +128,15 @@ def test_a_vocabulary_is_read_as_it_was_saved(tmp_path):
     }.items(),
 )
 def test_a_file_that_is_no_vocabulary_is_refused_in_one_line(tmp_path, content, complaint):
-    (tmp_path / FILE).write_text(content)
+    (tmp_path / DRAFT_VOCABULARY_FILE).write_text(content)
     with complains(complaint) as error:
         load_vocabulary(tmp_path, 64)
-    assert FILE in str(error.value)
+    assert DRAFT_VOCABULARY_FILE in str(error.value)
 
 
 def test_a_head_is_loaded_with_its_vocabulary_and_packed_with_it(tmp_path):
     model = str(save_model(tmp_path / "model"))
-    save_head(new_head("eagle", Target.load(model)), tmp_path / "head")
+    save_head(build_new_head("eagle", Target.load(model)), tmp_path / "head")
     save_vocabulary(torch.arange(100, 150), 0.5, tmp_path / "head")
     spec = load(model, f"{tmp_path}/head", "eagle", "rrs-wo", dtype="bfloat16")
     assert type(spec.head.output) is not nn.Linear
@@ -151,9 +163,9 @@ def home(tmp_path_factory):
     save_model(home / "target", vocab_size=SIZE)
     words(0).save_pretrained(home / "target")
     target = Target.load(f"{home}/target", dtype="float32")
-    head = new_head("eagle", target)
+    head = build_new_head("eagle", target)
     save_head(head, home / "older")
-    head.config = with_tokens(head.config, target)
+    head.config = add_sample_tokens(head.config, target)
     save_head(head, home / "head")
     return home
 
@@ -165,24 +177,24 @@ def target_with(home, tokenizer):
 
 
 def test_a_vocabulary_names_its_tokens_and_loads_for_its_target(home):
-    stored = json.loads((home / "head" / "config.json").read_text())[FIELD]
-    assert len(stored) == FEW
-    assert max(map(int, stored)) >= SIZE * (FEW - 1) // FEW
+    stored = json.loads((home / "head" / "config.json").read_text())[TARGET_TOKENS_FIELD]
+    assert len(stored) == SAMPLE_TOKENS
+    assert max(map(int, stored)) >= SIZE * (SAMPLE_TOKENS - 1) // SAMPLE_TOKENS
     assert stored["20"] == "w20"
-    assert trained_head(f"{home}/head", target_with(home, words(0))).config[FIELD] == stored
+    assert load_trained_head(f"{home}/head", target_with(home, words(0))).config[TARGET_TOKENS_FIELD] == stored
 
 
 def test_another_tokenizer_of_the_same_size_is_refused_in_one_line(home):
     with complains(r"token 0 is 'w0', this target's is 'w1000': .* another tokenizer$"):
-        trained_head(f"{home}/head", target_with(home, words(1000)))
+        load_trained_head(f"{home}/head", target_with(home, words(1000)))
     with complains("this target's does not exist"):  # far fewer tokens
-        trained_head(f"{home}/head", target_with(home, words(0, 100)))
+        load_trained_head(f"{home}/head", target_with(home, words(0, 100)))
 
 
 def test_other_tokens_older_heads_and_targets_without_tokenizer_are_no_error(home):
     """As of a target that was tuned further, with names of its own for a third of its tokens."""
     tuned = words(0, 220)
     tuned.add_tokens([f"<{number}>" for number in range(100)])
-    trained_head(f"{home}/head", target_with(home, tuned))
-    trained_head(f"{home}/head", target_with(home, None))
-    trained_head(f"{home}/older", target_with(home, words(1000)))
+    load_trained_head(f"{home}/head", target_with(home, tuned))
+    load_trained_head(f"{home}/head", target_with(home, None))
+    load_trained_head(f"{home}/older", target_with(home, words(1000)))

@@ -26,9 +26,9 @@ from treespec.text.conversations import read_conversations
 from treespec.text.encoding import encode_conversations
 from treespec.text.entries import Conversation
 from treespec.train.config import TrainConfig
-from treespec.train.losses.objectives import Batch
+from treespec.train.losses.objectives import TrainingBatch
 from treespec.train.regenerate.config import RegenerateConfig
-from treespec.train.regenerate.run import OUT
+from treespec.train.regenerate.run import CONVERSATIONS_FILE
 from treespec.train.run import train
 
 
@@ -311,8 +311,8 @@ def batch_of(model, head, steps=1):
     """Two conversations of nine tokens, and the features that the head takes."""
     tokens = torch.randint(3, 64, (2, 9), generator=seeded(1))
     mask = torch.rand(2, 9, generator=seeded(4)) < 0.6
-    features = model.features(tokens, head.aux_layers, last=True)
-    return Batch(tokens, mask, features, torch.tensor([9, 9]), torch.Generator(), steps)
+    features = model.compute_features(tokens, head.aux_layers, last=True)
+    return TrainingBatch(tokens, mask, features, torch.tensor([9, 9]), torch.Generator(), steps)
 
 
 def has_drafts(config, depth=3, **options):
@@ -378,7 +378,7 @@ def regenerate_config(model, data, out, **changes):
     return RegenerateConfig(target=str(model), data=data and str(data), out=str(out), **(options | changes))
 
 
-def read_lines(config, name=OUT):
+def read_lines(config, name=CONVERSATIONS_FILE):
     """The objects of a file of a run, without their checksums."""
     lines = [json.loads(line) for line in (Path(config.out) / name).read_text().splitlines()]
     return [{name: value for name, value in line.items() if name != "checksum"} for line in lines]

@@ -20,13 +20,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from treespec.draft.vocabulary import FILE as VOCABULARY
+from treespec.draft.vocabulary import DRAFT_VOCABULARY_FILE as VOCABULARY
 from treespec.files.atomic import read_tensors, write_tensors, writing
 from treespec.heads.checkpoint import save_head
 from treespec.heads.head import Head
 
-OPTIMIZER = "optimizer.safetensors"
-KEPT = 2
+OPTIMIZER_FILE = "optimizer.safetensors"
+KEPT_CHECKPOINTS = 2
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Place:
     best: float = 0.0
 
 
-def all_in(folder: Path) -> list[tuple[int, Path]]:
+def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """(step, path) of all checkpoints in OUT/training, the latest first."""
     checkpoints = []
     for path in folder.glob("checkpoint-*"):
@@ -50,16 +50,16 @@ def all_in(folder: Path) -> list[tuple[int, Path]]:
     return sorted(checkpoints, reverse=True)
 
 
-def latest_step(folder: Path) -> int | None:
+def find_latest_step(folder: Path) -> int | None:
     """Steps of the latest checkpoint; None where there is none."""
-    checkpoints = all_in(folder)
+    checkpoints = list_checkpoints(folder)
     if not checkpoints:
         return None
     step, _ = checkpoints[0]
     return step
 
 
-def trained(head: Head) -> dict[str, nn.Parameter]:
+def select_trained_parameters(head: Head) -> dict[str, nn.Parameter]:
     """The parameters that training changes, by name."""
     return {name: value for name, value in head.named_parameters() if value.requires_grad}
 
@@ -78,7 +78,9 @@ def replacing(path: Path, head: Head, out: Path) -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def save(folder: Path, head: Head, optimizer: torch.optim.Optimizer, place: Place) -> None:
+def save_checkpoint(
+    folder: Path, head: Head, optimizer: torch.optim.Optimizer, place: Place
+) -> None:
     """Write the checkpoint of a step; keep it and the one before. folder: OUT/training.
 
     Raises InputError where there is no room.
@@ -89,22 +91,22 @@ def save(folder: Path, head: Head, optimizer: torch.optim.Optimizer, place: Plac
             moments[f"{number}.{moment}"] = value
     path = folder / f"checkpoint-{place.step:06d}"
     with replacing(path, head, folder.parent) as temporary:
-        write_tensors(temporary / OPTIMIZER, moments, {"place": json.dumps(asdict(place))})
-    for _, earlier in all_in(folder)[KEPT:]:
+        write_tensors(temporary / OPTIMIZER_FILE, moments, {"place": json.dumps(asdict(place))})
+    for _, earlier in list_checkpoints(folder)[KEPT_CHECKPOINTS:]:
         shutil.rmtree(earlier, ignore_errors=True)
 
 
-def load(folder: Path, head: Head, optimizer: torch.optim.Optimizer) -> Place:
+def load_checkpoint(folder: Path, head: Head, optimizer: torch.optim.Optimizer) -> Place:
     """Restore weights and moments of the latest checkpoint, in place.
 
     Without any checkpoint the run is at its beginning. Raises InputError for a damaged one.
     """
-    checkpoints = all_in(folder)
+    checkpoints = list_checkpoints(folder)
     if not checkpoints:
         return Place()
     _, path = checkpoints[0]
     remedy = f"delete {path}, and the same command goes on from the checkpoint before"
-    moments, about = read_tensors(path / OPTIMIZER, remedy)
+    moments, about = read_tensors(path / OPTIMIZER_FILE, remedy)
     weights, _ = read_tensors(path / "model.safetensors", remedy)
     take_weights(weights, head)
     states: dict[int, dict[str, Tensor]] = defaultdict(dict)
@@ -119,5 +121,5 @@ def load(folder: Path, head: Head, optimizer: torch.optim.Optimizer) -> Place:
 @torch.no_grad()
 def take_weights(weights: dict[str, Tensor], head: Head) -> None:
     """Give a head the weights of another one of its shapes."""
-    for name, parameter in trained(head).items():
+    for name, parameter in select_trained_parameters(head).items():
         parameter.copy_(weights[name])

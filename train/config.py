@@ -9,19 +9,19 @@ from treespec.errors import InputError
 from treespec.files.atomic import check_folder
 from treespec.heads.training import Recipe, Training
 from treespec.options import (
-    DTYPES,
-    MANY,
-    TOKENS,
+    DTYPE_NAMES,
+    MAX_COUNT,
+    MAX_TEXT_TOKENS,
     CommandOptions,
     check_place,
-    either,
+    join_or,
     option,
 )
 from treespec.train.recipes import TRAINING_BY_KIND
 
-LOSSES = ("published", "cross-entropy", "tv")
+TOKEN_LOSS_NAMES = ("published", "cross-entropy", "tv")
 DRAFT_VOCAB = 32_000  # eagle3's default, that of its published heads
-TRACKERS = (
+TRACKER_NAMES = (
     "aim",
     "clearml",
     "comet_ml",
@@ -60,10 +60,10 @@ class Eagle3Options(CommandOptions):
         "positions that each layer sees, its own included; default: all before it",
         None,
         least=1,
-        most=TOKENS,
+        most=MAX_TEXT_TOKENS,
     )
 
-    def parts(self) -> dict[str, object]:
+    def to_head_config(self) -> dict[str, object]:
         """The fields of the head's config.json; none for EAGLE-3 as published."""
         parts: dict[str, object] = {}
         for field in fields(Eagle3Options):
@@ -92,7 +92,7 @@ class TrainConfig(TargetOptions, Eagle3Options):
     )
     out: str = option("directory for the head")
     head: str = option(
-        f"kind of head: {either(TRAINING_BY_KIND)}", "eagle", choices=tuple(TRAINING_BY_KIND)
+        f"kind of head: {join_or(TRAINING_BY_KIND)}", "eagle", choices=tuple(TRAINING_BY_KIND)
     )
     draft_heads: int | None = option(
         "medusa, hydra: heads, one per drafted token; default: 5 for medusa, 4 for hydra",
@@ -110,13 +110,13 @@ class TrainConfig(TargetOptions, Eagle3Options):
     )
     features: str | None = option("store the target's features once in this directory", None)
     epochs: int | None = option(
-        "passes over the data; default: the kind's recipe", None, least=1, most=MANY
+        "passes over the data; default: the kind's recipe", None, least=1, most=MAX_COUNT
     )
     max_steps: int = option(
-        "end after this number of optimizer steps; 0: after the epochs", 0, least=0, most=MANY
+        "end after this number of optimizer steps; 0: after the epochs", 0, least=0, most=MAX_COUNT
     )
     minutes: float = option(
-        "end after this number of minutes of training; 0: no limit", 0.0, least=0, most=MANY
+        "end after this number of minutes of training; 0: no limit", 0.0, least=0, most=MAX_COUNT
     )
     batch_size: int = option("conversations per forward in each process", 4, least=1, most=65536)
     accumulate: int | None = option(
@@ -127,7 +127,7 @@ class TrainConfig(TargetOptions, Eagle3Options):
         most=65536,
     )
     max_length: int = option(
-        "most tokens of a conversation; longer ones are cut", 2048, least=3, most=TOKENS
+        "most tokens of a conversation; longer ones are cut", 2048, least=3, most=MAX_TEXT_TOKENS
     )
     learning_rate: float | None = option(
         "AdamW: highest learning rate; default: the kind's recipe", None, least=0, most=10
@@ -136,19 +136,19 @@ class TrainConfig(TargetOptions, Eagle3Options):
         "steps of linear warm-up, at most a tenth of the run; default: the kind's recipe",
         None,
         least=0,
-        most=MANY,
+        most=MAX_COUNT,
     )
     noise: float = option(
         "eagle: uniform noise on input features, ± this · 512 / length", 0.1, least=0, most=1000
     )
     token_weight: float = option(
-        "eagle: weight of the loss between token distributions", 0.1, least=0, most=MANY
+        "eagle: weight of the loss between token distributions", 0.1, least=0, most=MAX_COUNT
     )
     loss: str = option(
-        f"loss between the token distributions of head and target: {either(LOSSES)}; published: the kind's "
+        f"loss between the token distributions of head and target: {join_or(TOKEN_LOSS_NAMES)}; published: the kind's "
         "own; tv: 1 - α, how often a single draft is refused",
         "published",
-        choices=LOSSES,
+        choices=TOKEN_LOSS_NAMES,
     )
     unrolled_steps: int | None = option(
         "eagle, eagle3: draft steps to train over, from step 2 on its own features; default: 1 for "
@@ -168,7 +168,7 @@ class TrainConfig(TargetOptions, Eagle3Options):
     held_out: float = option(
         "share of the conversations held out for validation", 0.02, above=0, below=1
     )
-    validate_on: int = option("held-out conversations per validation", 64, least=0, most=MANY)
+    validate_on: int = option("held-out conversations per validation", 64, least=0, most=MAX_COUNT)
     calibrate: bool = option(
         "at the end, calibrate the head for auto on held-out conversations", True
     )
@@ -176,20 +176,20 @@ class TrainConfig(TargetOptions, Eagle3Options):
         "held-out prompts to decode at a validation, for the acceptance length in use; 0: none",
         8,
         least=0,
-        most=MANY,
+        most=MAX_COUNT,
     )
     validate_every: int = option(
-        "steps between validations; 0: only at the end", 1000, least=0, most=MANY
+        "steps between validations; 0: only at the end", 1000, least=0, most=MAX_COUNT
     )
     checkpoint_every: int = option(
-        "steps between checkpoints; the last two are kept", 500, least=1, most=MANY
+        "steps between checkpoints; the last two are kept", 500, least=1, most=MAX_COUNT
     )
     draft_vocab: int | None = option(
         "restrict drafts to the N tokens most frequent in the data (FR-Spec); 0: draft all; "
         f"default: {DRAFT_VOCAB:,} for eagle3, all for the others",
         None,
         least=0,
-        most=TOKENS * 10,
+        most=MAX_TEXT_TOKENS * 10,
     )
     seed: int = option("seed of the weights, the order and the noise", 0, least=0, most=2**32 - 1)
     mixed_precision: str | None = option(
@@ -198,14 +198,14 @@ class TrainConfig(TargetOptions, Eagle3Options):
         choices=("no", "bf16", "fp16"),
     )
     dtype: str = option(
-        f"precision of the target's weights: {either(DTYPES)}; auto takes the checkpoint's",
+        f"precision of the target's weights: {join_or(DTYPE_NAMES)}; auto takes the checkpoint's",
         "auto",
-        choices=DTYPES,
+        choices=DTYPE_NAMES,
     )
     device_map: str | None = option(
         "accelerate's placement of the target; default: the process's device", None
     )
-    tracker: str | None = option(f"{either(TRACKERS)}", None, choices=TRACKERS)
+    tracker: str | None = option(f"{join_or(TRACKER_NAMES)}", None, choices=TRACKER_NAMES)
     license: str | None = option(
         "the head's licence, for its card; the data and the target bind it", None
     )
@@ -254,7 +254,7 @@ class TrainConfig(TargetOptions, Eagle3Options):
                 changes[field.name] = value
         return replace(self.training.recipe, **changes)
 
-    def forwards(self, processes: int) -> int:
+    def count_forwards(self, processes: int) -> int:
         """Forwards of a process per optimizer step: as set, or what the recipe's batch needs."""
         if self.accumulate is not None:
             return self.accumulate

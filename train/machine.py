@@ -17,19 +17,19 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import release_memory
 
-from treespec.errors import InputError, first_line
-from treespec.kernels.processor import computes_bfloat16
+from treespec.errors import InputError, get_first_line
+from treespec.kernels.processor import is_bfloat16_fast
 from treespec.model.target import Target
 from treespec.model.tokenizers import load_tokenizer
 from treespec.model.weights import load_ends
 from treespec.train.config import TrainConfig
 
 
-def precision_of(config: TrainConfig) -> str:
+def choose_precision(config: TrainConfig) -> str:
     """The mixed precision as chosen, or the one that the hardware is made for."""
     if config.mixed_precision is not None:
         return config.mixed_precision
-    if computes_bfloat16():
+    if is_bfloat16_fast():
         return "bf16"
     return "no"
 
@@ -55,7 +55,7 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
         )
     except ValueError as error:
         raise InputError(
-            f"--mixed-precision {config.mixed_precision}: {first_line(error)}"
+            f"--mixed-precision {config.mixed_precision}: {get_first_line(error)}"
         ) from error
 
 
@@ -66,7 +66,7 @@ def start_tracker(config: TrainConfig, accelerator: Accelerator) -> None:
         accelerator.init_trackers("treespec", config=options)
     except Exception as error:  # each tracker raises its own
         raise InputError(
-            f"--tracker {config.tracker} does not start: {first_line(error)}"
+            f"--tracker {config.tracker} does not start: {get_first_line(error)}"
         ) from error
 
 

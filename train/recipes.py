@@ -5,9 +5,9 @@ It loads no torch. A kind of head without a row is not trained here.
 
 from dataclasses import replace
 
-from treespec.heads.registry import HEADS
+from treespec.heads.registry import HEAD_KINDS
 from treespec.heads.training import Recipe, Training
-from treespec.options import installed
+from treespec.options import load_installed_entries
 
 OBJECTIVES_MODULE = "treespec.train.losses.objectives"
 EAGLE3_PART_OPTIONS = (
@@ -20,13 +20,13 @@ EAGLE3_PART_OPTIONS = (
     "sliding_window",
 )
 DEPTH_TRAINING = Training(
-    objective=f"{OBJECTIVES_MODULE}:depth_objective",
+    objective=f"{OBJECTIVES_MODULE}:compute_depth_loss",
     recipe=Recipe(epochs=10, learning_rate=5e-4, weight_decay=0.01, warm_up=2000),
     options=("draft_heads",),
 )
 # treespec's own numbers: the papers train on a sample of positions. All levels learn from the beginning.
 BLOCK_TRAINING = Training(
-    objective=f"{OBJECTIVES_MODULE}:own_output_objective",
+    objective=f"{OBJECTIVES_MODULE}:build_own_output_objective",
     recipe=Recipe(
         epochs=20,
         learning_rate=1e-4,
@@ -41,12 +41,12 @@ BLOCK_TRAINING = Training(
 )
 BUILTIN_TRAINING = {
     "eagle": Training(
-        objective=f"{OBJECTIVES_MODULE}:eagle_objective",
+        objective=f"{OBJECTIVES_MODULE}:compute_eagle_loss",
         recipe=Recipe(epochs=20, learning_rate=3e-5, weight_decay=0.01, warm_up=2000),
         options=("bias", "unrolled_steps", "grow_at", "first_weights"),
     ),
     "eagle3": Training(
-        objective=f"{OBJECTIVES_MODULE}:own_output_objective",
+        objective=f"{OBJECTIVES_MODULE}:build_own_output_objective",
         # Three draft steps, the published seven take longer; one at first: better in equal time.
         recipe=Recipe(
             epochs=40,
@@ -99,10 +99,10 @@ def list_training() -> dict[str, Training]:
     A package names its `Training` as an entry point of `treespec.recipes`, or in its `HeadKind`.
     """
     table = dict(BUILTIN_TRAINING)
-    for kind, row in HEADS.items():
+    for kind, row in HEAD_KINDS.items():
         if row.training:
             table[kind] = row.training
-    table.update(installed("recipes"))
+    table.update(load_installed_entries("recipes"))
     return table
 
 

@@ -13,20 +13,20 @@ from typing import Any
 
 from treespec.errors import InputError
 from treespec.files.atomic import read_json, write_text
-from treespec.heads.formats.card import UNFILLED, front
-from treespec.model.identity import target_identity
-from treespec.options import command_line
-from treespec.text.conversations import SAMPLE, SAMPLED
-from treespec.text.sources import digest
-from treespec.train.checkpoints import Place, latest_step
+from treespec.heads.formats.card import UNFILLED_MARK, write_front_matter
+from treespec.model.identity import identify_target
+from treespec.options import format_command_line
+from treespec.text.conversations import SAMPLE_CONVERSATIONS, SAMPLE_FILE
+from treespec.text.sources import hash_source
+from treespec.train.checkpoints import Place, find_latest_step
 from treespec.train.config import TrainConfig
-from treespec.train.data.known import data_file
+from treespec.train.data.known import find_data_file
 from treespec.train.data.prepare import Data
 
-FORMAT = 3
+RECORD_FORMAT = 3
 Record = dict[str, Any]  # the options of a run; of target and data digests of their content
-ENDS = {"epochs", "max_steps", "minutes"}  # when a run ends
-MAY_CHANGE = ENDS | {
+RUN_LENGTH_OPTIONS = {"epochs", "max_steps", "minutes"}  # when a run ends
+MAY_CHANGE = RUN_LENGTH_OPTIONS | {
     "validate_every",
     "validate_on",
     "decode_on",
@@ -73,7 +73,7 @@ class Validation:
             told += f"; on conversations that it was trained on {steps}"
         return told
 
-    def figures(self) -> dict[str, float]:
+    def to_figures(self) -> dict[str, float]:
         """As a tracker takes it: numbers by name."""
         named = {f"agreement_{step}": share for step, share in enumerate(self.agreement, start=1)}
         named["predicted_length"] = self.acceptance_length
@@ -90,27 +90,29 @@ def record_of(config: TrainConfig, processes: int) -> Record:
     recipe = asdict(config.recipe)
     settled = {name: recipe.get(name, value) for name, value in asdict(config).items()}
     contents = {
-        "format": FORMAT,
+        "format": RECORD_FORMAT,
         "processes": processes,
         "features": config.features is not None,
-        "target": target_identity(config.target, config.placement),
-        "data": digest(data_file(config.data)),
+        "target": identify_target(config.target, config.placement),
+        "data": hash_source(find_data_file(config.data)),
     }
     return settled | contents
 
 
-def finished(folder: Path, record: Record) -> Validation | None:
+def load_finished_result(folder: Path, record: Record) -> Validation | None:
     """The result of a finished run of the same record; None where there is still something to do.
 
     folder: OUT/training. Raises InputError where a run of other options, target or data lies there,
     and for a damaged file.
     """
     result = folder / "result.json"
-    if not result.exists() and latest_step(folder) is None:
+    if not result.exists() and find_latest_step(folder) is None:
         return None
-    before = read_json(folder / "config.json", f"delete {folder} to begin again", FORMAT)
+    before = read_json(folder / "config.json", f"delete {folder} to begin again", RECORD_FORMAT)
     changed = refuse_changed(folder.parent, before, record, MAY_CHANGE)
-    if ENDS & changed or not (result.exists() and (folder.parent / "model.safetensors").exists()):
+    if RUN_LENGTH_OPTIONS & changed or not (
+        result.exists() and (folder.parent / "model.safetensors").exists()
+    ):
         return None
     return Validation(**read_json(result, "delete it, and the same command ends the run again"))
 
@@ -138,19 +140,19 @@ def refuse_changed(folder: Path, before: Record, record: Record, free: Collectio
 def keep_sample(out: str, data: Data) -> None:
     """Write OUT/training/sample.jsonl, some of the training's conversations: `treespec doctor` reads it."""
     lines = []
-    for example in data.train[:SAMPLED]:
+    for example in data.train[:SAMPLE_CONVERSATIONS]:
         row = {
             "input_ids": example.input_ids.tolist(),
             "loss_mask": example.loss_mask.int().tolist(),
         }
         lines.append(json.dumps(row))
-    write_text(Path(out) / SAMPLE, "\n".join(lines) + "\n")
+    write_text(Path(out) / SAMPLE_FILE, "\n".join(lines) + "\n")
 
 
 def write_card(config: TrainConfig, data: Data, place: Place, result: Validation) -> None:
     """Write OUT/README.md, unless someone has completed the card of an earlier end of the run."""
     file = Path(config.out) / "README.md"
-    if file.exists() and UNFILLED not in file.read_text(encoding="utf-8", errors="replace"):
+    if file.exists() and UNFILLED_MARK not in file.read_text(encoding="utf-8", errors="replace"):
         return
     options = asdict(config.recipe).items()
     recipe = [f"{name.replace('_', ' ')} {value}" for name, value in options if value is not None]
@@ -159,7 +161,7 @@ def write_card(config: TrainConfig, data: Data, place: Place, result: Validation
     held_out = len({example.key for example in data.held_out})
     figures = "\n".join(f"- {line}" for line in str(result).split("; "))
     card = f"""\
-{front(config.head, config.target, config.license)}
+{write_front_matter(config.head, config.target, config.license)}
 `treespec chat --target {config.target} --head {file.parent.name}`
 
 It drafts for this target alone, whose embedding and output it uses. Drafts are verified, so the
@@ -174,7 +176,7 @@ answers keep the target's own distribution.
 
 {place.step:,} optimizer steps in {place.seconds / 60:.1f} minutes. {", ".join(recipe).capitalize()}.
 
-    {command_line("train", TrainConfig, asdict(config))}
+    {format_command_line("train", TrainConfig, asdict(config))}
 
 ## Figures
 

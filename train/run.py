@@ -16,12 +16,30 @@ from treespec.files.atomic import locked, remove_leftovers, write_json
 from treespec.heads.checkpoint import save_head
 from treespec.train.checkpoints import Place
 from treespec.train.config import TrainConfig, check_folders
-from treespec.train.data.prepare import prepare, read
-from treespec.train.loop.run import DRAFT_STEPS, Run, check_weights, validate, validation
-from treespec.train.loop.steps import fit
-from treespec.train.machine import load_target, make_accelerator, precision_of, start_tracker, whole
-from treespec.train.record import Validation, finished, keep_sample, record_of, write_card
-from treespec.train.start import begin, untrained
+from treespec.train.data.prepare import prepare, read_examples
+from treespec.train.loop.run import (
+    DRAFT_STEPS,
+    TrainingRun,
+    check_head_weights,
+    validate,
+    validate_head,
+)
+from treespec.train.loop.steps import run_training_steps
+from treespec.train.machine import (
+    choose_precision,
+    load_target,
+    make_accelerator,
+    start_tracker,
+    whole,
+)
+from treespec.train.record import (
+    Validation,
+    keep_sample,
+    load_finished_result,
+    record_of,
+    write_card,
+)
+from treespec.train.start import build_untrained_head, start_head
 
 
 def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: None) -> Validation:
@@ -33,18 +51,18 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
     # 1. What needs no weights is checked before they are loaded.
     check_folders(config)
     folder = Path(config.out) / "training"
-    config = replace(config, mixed_precision=precision_of(config))
+    config = replace(config, mixed_precision=choose_precision(config))
     accelerator = make_accelerator(config)
     processes = accelerator.num_processes
     accelerator.print(
         f"processes: {processes}, on {accelerator.device}, mixed precision: {config.mixed_precision}"
     )
     record = record_of(config, processes)
-    done = finished(folder, record)
+    done = load_finished_result(folder, record)
     if done:
         accelerator.print(f"{config.out} holds this head already: {done}")
         return done
-    examples = read(config, accelerator)
+    examples = read_examples(config, accelerator)
 
     # 2. The main process holds the folder until the head is there.
     held: AbstractContextManager[object] = nullcontext()
@@ -58,11 +76,11 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
         # 3. Target, head, data and optimizer.
         set_seed(config.seed)
         target = load_target(config, accelerator, ends=config.features is not None)
-        head = untrained(config, target)
+        head = build_untrained_head(config, target)
         data = prepare(config, target, head.aux_layers, examples, accelerator)
         if accelerator.is_main_process:
             keep_sample(config.out, data)
-        vocabulary = begin(config, target, head, data, accelerator)
+        vocabulary = start_head(config, target, head, data, accelerator)
         recipe = config.recipe
         optimizer = torch.optim.AdamW(
             [parameter for parameter in head.parameters() if parameter.requires_grad],
@@ -72,10 +90,10 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
         )
         # the head stays where the features are, also where a target is spread over several devices
         model, optimizer = accelerator.prepare(head, optimizer, device_placement=[False, False])
-        run = Run(config, record, accelerator, target, data, model, optimizer, vocabulary)
+        run = TrainingRun(config, record, accelerator, target, data, model, optimizer, vocabulary)
 
         # 4. All steps that are left.
-        place = fit(run, after_step)
+        place = run_training_steps(run, after_step)
 
         # 5. The head as it will be served, without what mixed precision wraps around its forward.
         accelerator.unwrap_model(run.model, keep_fp32_wrapper=False)
@@ -87,25 +105,25 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
         return result
 
 
-def finish(run: Run, place: Place) -> Validation:
+def finish(run: TrainingRun, place: Place) -> Validation:
     """Validate the head, and save it with its calibration and its card. place: where the run ended."""
     config = run.config
     accelerator = run.accelerator
     data = run.data
     out = Path(run.config.out)
-    served = run.served()
-    check_weights(served, f"the head in {run.target.dtype}", run.folder)
-    result = validation(run)
-    known = validate(served, run.target, run.rows(data.train), DRAFT_STEPS)
+    served = run.copy_as_served()
+    check_head_weights(served, f"the head in {run.target.dtype}", run.folder)
+    result = validate_head(run)
+    known = validate(served, run.target, run.iterate_validation_rows(data.train), DRAFT_STEPS)
     result = replace(result, trained=known.agreement)
-    accelerator.log(result.figures(), step=place.step)
+    accelerator.log(result.to_figures(), step=place.step)
     if accelerator.is_main_process:
         save_head(run.head, out, run.target.dtype, leave_out=served.optional)
         if run.vocabulary is not None:
             restrict(served, run.target, run.vocabulary)
         if config.calibrate and data.held_out:
             try:
-                rows = list(run.rows(data.held_out))
+                rows = list(run.iterate_validation_rows(data.held_out))
                 save_calibration(calibrate(served, run.target, rows), out)
             except InputError as error:
                 accelerator.print(f"no calibration, treespec calibrate makes one: {error}")

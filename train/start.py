@@ -20,29 +20,29 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from treespec.draft.heads.loading import new_head, with_tokens
-from treespec.draft.vocabulary import load_vocabulary, most_frequent, restrict, save_vocabulary
+from treespec.draft.heads.loading import add_sample_tokens, build_new_head
+from treespec.draft.vocabulary import find_most_frequent, load_vocabulary, restrict, save_vocabulary
 from treespec.errors import InputError
 from treespec.heads.checkpoint import load_head
 from treespec.heads.eagle import EagleHead
-from treespec.heads.folder import head_folder
+from treespec.heads.folder import find_head_folder
 from treespec.heads.head import Head
 from treespec.model.target import Target
-from treespec.train.checkpoints import latest_step, trained
+from treespec.train.checkpoints import find_latest_step, select_trained_parameters
 from treespec.train.config import DRAFT_VOCAB, TrainConfig
 from treespec.train.data.prepare import Data
 
-SHARE = 0.1  # of the random weights
-POSITIONS = 100_000  # that a fit sees; it has 2 H + 1 unknowns for each of its outputs
-RIDGE = 1e-4  # added to the diagonal, relative to its mean: features may depend on each other
+RANDOM_WEIGHT_SHARE = 0.1  # of the random weights
+MAX_FIT_POSITIONS = 100_000  # that a fit sees; it has 2 H + 1 unknowns for each of its outputs
+RIDGE_SHARE = 1e-4  # added to the diagonal, relative to its mean: features may depend on each other
 
 
-def untrained(config: TrainConfig, target: Target) -> Head:
+def build_untrained_head(config: TrainConfig, target: Target) -> Head:
     """Build a head of the chosen kind with random weights, on the device of the target's features.
 
     Weights that it shares with a target on another device are copied, and not moved.
     """
-    fields = config.parts()
+    fields = config.to_head_config()
     device = target.output_device
     if "bias" in config.training.options:
         fields["bias"] = config.bias
@@ -50,8 +50,8 @@ def untrained(config: TrainConfig, target: Target) -> Head:
         fields["heads"] = config.draft_heads
     if config.training.levels:
         fields["levels"] = config.recipe.unrolled_steps
-    head = new_head(config.head, target, **fields)
-    head.config = with_tokens(head.config, target)
+    head = build_new_head(config.head, target, **fields)
+    head.config = add_sample_tokens(head.config, target)
     for module in head.modules():
         for name, weight in module.named_parameters(recurse=False):
             if not weight.requires_grad and weight.device != device:
@@ -59,7 +59,7 @@ def untrained(config: TrainConfig, target: Target) -> Head:
     return head.to(device)
 
 
-def begin(
+def start_head(
     config: TrainConfig, target: Target, head: Head, data: Data, accelerator: Accelerator
 ) -> Tensor | None:
     """Give a head its initial weights in place, and choose the tokens that it is to draft.
@@ -70,7 +70,7 @@ def begin(
     Args:
         config: the run's options.
         target: the target.
-        head: as `untrained` builds it.
+        head: as `build_untrained_head` builds it.
         data: the conversations, whose answers count the tokens.
         accelerator: the processes.
 
@@ -79,10 +79,10 @@ def begin(
     # 1. The tokens.
     before: Head | None = None
     if config.from_head is not None:
-        before = comparable(config.from_head, head)
+        before = load_comparable_head(config.from_head, head)
     tokens = choose_tokens(config, target, data, before)
     if tokens is not None:
-        target.output_rows(tokens[:1])  # raises what `restrict` would in the end
+        target.copy_output_rows(tokens[:1])  # raises what `restrict` would in the end
         coverage = float(torch.isin(data.answers, tokens.cpu()).float().mean())
         accelerator.print(
             f"draft vocabulary: {len(tokens)} tokens, {coverage:.1%} of the answers in {config.data}"
@@ -96,7 +96,9 @@ def begin(
     # 2. First weights, and dropout.
     if before is not None:
         take_trained(before, head, f"--from-head {config.from_head}")
-    elif config.first_weights == "fitted" and latest_step(Path(config.out) / "training") is None:
+    elif (
+        config.first_weights == "fitted" and find_latest_step(Path(config.out) / "training") is None
+    ):
         fit_feature(cast(EagleHead, head), data, config.seed)
     if config.recipe.dropout:
         add_dropout(head, config.recipe.dropout)
@@ -117,14 +119,14 @@ def choose_tokens(
     Returns None for all tokens.
     """
     if before is None or config.draft_vocab is not None:
-        number = vocabulary_size(config, target)
+        number = choose_vocabulary_size(config, target)
         if not number:
             return None
-        tokens, _ = most_frequent([data.answers], number, target)
+        tokens, _ = find_most_frequent([data.answers], number, target)
         return tokens
     if config.training.restricted_first:
         return before.vocabulary
-    return load_vocabulary(head_folder(str(config.from_head)), target.vocab_size)
+    return load_vocabulary(find_head_folder(str(config.from_head)), target.vocab_size)
 
 
 def add_dropout(head: Head, share: float) -> None:
@@ -137,7 +139,7 @@ def add_dropout(head: Head, share: float) -> None:
                 line[number] = nn.Dropout(share)
 
 
-def vocabulary_size(config: TrainConfig, target: Target) -> int:
+def choose_vocabulary_size(config: TrainConfig, target: Target) -> int:
     """The number of tokens that a head begins to draft; 0: all."""
     if config.draft_vocab is not None:
         return config.draft_vocab
@@ -157,37 +159,37 @@ def fit_feature(head: EagleHead, data: Data, seed: int) -> None:
     squares = torch.zeros(2 * width + biased, 2 * width + biased, device=device).double()
     products = torch.zeros(2 * width + biased, width, device=device).double()
     for number in random.Random(seed).sample(range(len(data.train)), len(data.train)):
-        x, y = sides(head, data, number)  # [T - 2, 2 H + 1] and [T - 2, H]
+        x, y = build_regression_sides(head, data, number)  # [T - 2, 2 H + 1] and [T - 2, H]
         squares += x.T @ x
         products += x.T @ y
         positions += len(x)
-        if positions >= POSITIONS:
+        if positions >= MAX_FIT_POSITIONS:
             break
 
     # 2. Their solution; the layer adds little to what `fc` gives.
-    squares.diagonal().add_(RIDGE * squares.diagonal().mean())
+    squares.diagonal().add_(RIDGE_SHARE * squares.diagonal().mean())
     solution = torch.linalg.solve(squares, products).float()  # [2 H + 1, H]
     head.fc.weight.copy_(solution[: 2 * width].T)
     if biased:
         head.fc.bias.copy_(solution[-1])
-    head.decoder[0].self_attn.o_proj.weight *= SHARE
-    head.decoder[0].mlp.down_proj.weight *= SHARE
+    head.decoder[0].self_attn.o_proj.weight *= RANDOM_WEIGHT_SHARE
+    head.decoder[0].mlp.down_proj.weight *= RANDOM_WEIGHT_SHARE
 
 
-def sides(head: EagleHead, data: Data, number: int) -> tuple[Tensor, Tensor]:
+def build_regression_sides(head: EagleHead, data: Data, number: int) -> tuple[Tensor, Tensor]:
     """What `fc` sees [T - 2, 2 H] along a conversation, and the features [T - 2, H] that follow.
 
     A bias sees a 1 at the end.
     """
     features = data.features([number])[0].float()
     tokens = data.train[number].input_ids[1:-1].to(features.device)
-    seen = [head.embedded(tokens, torch.float32), features[:-2]]
+    seen = [head.embed_tokens_scaled(tokens, torch.float32), features[:-2]]
     if head.fc.bias is not None:
         seen.append(features.new_ones(len(tokens), 1))
     return torch.cat(seen, dim=1), features[1:-1]
 
 
-def comparable(folder: str, head: Head) -> Head:
+def load_comparable_head(folder: str, head: Head) -> Head:
     """The trained head of a directory or hub id. Raises InputError for another kind or target."""
     before = load_head(folder)
     for what in ("kind", "hidden_size", "feature_size", "vocab_size"):
@@ -207,7 +209,7 @@ def take_trained(before: Head, head: Head, named: str) -> None:
     Raises InputError for a head of other shapes.
     """
     weights = dict(before.named_parameters())
-    for name, parameter in trained(head).items():
+    for name, parameter in select_trained_parameters(head).items():
         if name not in weights or weights[name].shape != parameter.shape:
             hint = ""
             if name == "fc.bias":

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from treespec.trees.most_likely import most_likely
-from treespec.trees.ranges import CHILDREN, DEPTH, NODES, Range
+from treespec.trees.most_likely import build_most_likely_tree
+from treespec.trees.ranges import CHILDREN_RANGE, DEPTH_RANGE, NODES_RANGE, Range
 from treespec.trees.shape import Builder, Growth, Policy
 
 
@@ -35,7 +35,7 @@ class AutoTree(Policy):
     name = "auto"
     timed = True
     may_draw = False
-    ranges: ClassVar = {"nodes": NODES, "depth": DEPTH, "topk": CHILDREN}
+    ranges: ClassVar = {"nodes": NODES_RANGE, "depth": DEPTH_RANGE, "topk": CHILDREN_RANGE}
 
     nodes: int = 64
     depth: int = 12
@@ -58,7 +58,7 @@ class DynamicTree(Policy):
     reranks = True
     repeats = True
     may_draw = False
-    ranges: ClassVar = {"nodes": NODES, "depth": DEPTH, "topk": CHILDREN}
+    ranges: ClassVar = {"nodes": NODES_RANGE, "depth": DEPTH_RANGE, "topk": CHILDREN_RANGE}
 
     depth: int = 6
     topk: int = 10
@@ -69,7 +69,7 @@ class DynamicTree(Policy):
         return self.topk
 
     def grow(self, build: Builder) -> Growth:
-        return build.ranked(self.depth, self.topk, self.nodes)
+        return build.grow_ranked(self.depth, self.topk, self.nodes)
 
 
 @dataclass(frozen=True)
@@ -94,14 +94,16 @@ class DDTree(Policy):
     reranks = True
     at_once = True
     # A ranked tree has 256 children at most.
-    ranges: ClassVar = {"nodes": Range(least=2, most=257, whole=True), "depth": DEPTH}
+    ranges: ClassVar = {"nodes": Range(least=2, most=257, whole=True), "depth": DEPTH_RANGE}
 
     nodes: int = 60
     depth: int = 16
 
     def grow(self, build: Builder) -> Growth:
-        levels = yield from build.levels(self.depth, self.nodes - 1)
+        levels = yield from build.predict_levels(self.depth, self.nodes - 1)
         if not build.one_hot:
-            return (yield from build.fixed(most_likely(levels.tolist(), self.nodes)))
+            return (
+                yield from build.grow_fixed(build_most_likely_tree(levels.tolist(), self.nodes))
+            )
         # No path below a node that a level of nodes - 1 leaves out is among the most likely of all.
-        return (yield from build.ranked(len(levels), self.nodes - 1, self.nodes))
+        return (yield from build.grow_ranked(len(levels), self.nodes - 1, self.nodes))

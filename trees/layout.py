@@ -8,9 +8,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from treespec.trees.mask import ancestor_mask
+from treespec.trees.mask import build_ancestor_mask
 from treespec.trees.static import StaticTree
-from treespec.trees.tree import sent
+from treespec.trees.tree import to_device
 
 TreePath: TypeAlias = tuple[int, ...]
 
@@ -48,7 +48,7 @@ class Layout:
 
 
 @lru_cache
-def layout(tree: StaticTree, device: torch.device) -> Layout:
+def get_layout(tree: StaticTree, device: torch.device) -> Layout:
     """The tree's tensors on a device, built once for each tree and device.
 
     Nodes are numbered level by level, and the children of a node in draw order. The tree of (0,),
@@ -69,20 +69,20 @@ def layout(tree: StaticTree, device: torch.device) -> Layout:
         row_of = number_parents(children)
         levels.append(
             Level(
-                nodes=sent([number[path] for path in row_of], device),
-                parent_rows=sent([row_above.get(path[:-1], 0) for path in row_of], device),
-                draws=torch.tensor([tree.draws(path) for path in row_of]),
+                nodes=to_device([number[path] for path in row_of], device),
+                parent_rows=to_device([row_above.get(path[:-1], 0) for path in row_of], device),
+                draws=torch.tensor([tree.count_draws(path) for path in row_of]),
                 first=number[children[0]],
-                rows=sent([row_of[path[:-1]] for path in children], device),
-                columns=sent([path[-1] for path in children], device),
+                rows=to_device([row_of[path[:-1]] for path in children], device),
+                columns=to_device([path[-1] for path in children], device),
             )
         )
         row_above = row_of
 
     # 2. Parents, depths and ancestors of all nodes.
-    parents = sent([-1] + [number[path[:-1]] for path in tree.paths[1:]], device)
-    depths = sent(list(map(len, tree.paths)), device)
-    return Layout(parents, depths, ancestor_mask(parents), tuple(levels))
+    parents = to_device([-1] + [number[path[:-1]] for path in tree.paths[1:]], device)
+    depths = to_device(list(map(len, tree.paths)), device)
+    return Layout(parents, depths, build_ancestor_mask(parents), tuple(levels))
 
 
 def number_parents(children: list[TreePath]) -> dict[TreePath, int]:

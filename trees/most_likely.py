@@ -20,7 +20,7 @@ from treespec.trees.static import StaticTree
 Path = tuple[int, ...]
 
 
-def most_likely(table: Sequence[Sequence[float]], nodes: int) -> StaticTree:
+def build_most_likely_tree(table: Sequence[Sequence[float]], nodes: int) -> StaticTree:
     """The tree that adds the most likely candidate until it has `nodes` nodes, root included.
 
     Candidates are first children and next siblings of the nodes in the tree. A path of probability 0
@@ -56,7 +56,7 @@ def most_likely(table: Sequence[Sequence[float]], nodes: int) -> StaticTree:
     return StaticTree(tuple(paths))
 
 
-def expected_length(tree: StaticTree, table: Sequence[Sequence[float]]) -> float:
+def estimate_length(tree: StaticTree, table: Sequence[Sequence[float]]) -> float:
     """Tokens a cycle: 1 + the expected accepted ones, if depths are right independently.
 
     table: [D, R] probabilities.

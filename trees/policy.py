@@ -9,11 +9,18 @@ from importlib.metadata import entry_points
 
 from treespec.trees.dynamic import AutoTree, DDTree, DynamicTree
 from treespec.trees.shape import Policy, TreeError
-from treespec.trees.static import balanced, chain, eagle, from_file, levels, medusa
+from treespec.trees.static import (
+    build_balanced_tree,
+    build_chain,
+    build_eagle_tree,
+    build_level_tree,
+    build_medusa_tree,
+    read_tree_file,
+)
 
 
 @dataclass(frozen=True)
-class Form:
+class TreeSyntax:
     """One form of a `--tree` value.
 
     example: a value of this form, for the help.
@@ -24,19 +31,19 @@ class Form:
     read: Callable[[str], Policy | None]
 
 
-def with_options(kind: type[Policy], shown: str = "") -> Form:
+def build_options_form(kind: type[Policy], shown: str = "") -> TreeSyntax:
     """`dynamic`, or `dynamic:depth=6,topk=10`. shown: the option of the example."""
     example = kind.name
     if shown:
         example = f"{kind.name}:{shown}={getattr(kind, shown)}"
 
     def read(text: str) -> Policy:
-        return kind(**options_of(kind, text))
+        return kind(**parse_tree_options(kind, text))
 
-    return Form(example, read)
+    return TreeSyntax(example, read)
 
 
-def sized(example: str, form: str, tree: Callable[..., Policy]) -> Form:
+def build_sized_form(example: str, form: str, tree: Callable[..., Policy]) -> TreeSyntax:
     """A tree by its sizes. form: a pattern with a group for each, "" for a tree without sizes."""
 
     def read(text: str) -> Policy | None:
@@ -45,59 +52,59 @@ def sized(example: str, form: str, tree: Callable[..., Policy]) -> Form:
             return None
         return tree(*map(int, sizes.groups()))
 
-    return Form(example, read)
+    return TreeSyntax(example, read)
 
 
 def read_levels(text: str) -> Policy | None:
     """`3x2x1` as a tree of so many children at each level; None for another form."""
     if not re.fullmatch(r"\d+(x\d+)*", text):
         return None
-    return levels(*map(int, text.split("x")))
+    return build_level_tree(*map(int, text.split("x")))
 
 
-POLICIES: dict[str, Form] = {
-    "auto": with_options(AutoTree),
-    "eagle": sized("eagle", "", eagle),
-    "medusa": sized("medusa", "", medusa),
-    "chain": sized("chain:5", r"(\d+)", chain),
-    "balanced": sized("2x4", r"(\d+)x(\d+)", balanced),
-    "levels": Form("levels:3x2x1", read_levels),
-    "dynamic": with_options(DynamicTree, "nodes"),
-    "ddtree": with_options(DDTree, "nodes"),
+TREE_FORMS_TABLE: dict[str, TreeSyntax] = {
+    "auto": build_options_form(AutoTree),
+    "eagle": build_sized_form("eagle", "", build_eagle_tree),
+    "medusa": build_sized_form("medusa", "", build_medusa_tree),
+    "chain": build_sized_form("chain:5", r"(\d+)", build_chain),
+    "balanced": build_sized_form("2x4", r"(\d+)x(\d+)", build_balanced_tree),
+    "levels": TreeSyntax("levels:3x2x1", read_levels),
+    "dynamic": build_options_form(DynamicTree, "nodes"),
+    "ddtree": build_options_form(DDTree, "nodes"),
 }
-EXAMPLES = {name: form.example for name, form in POLICIES.items()}
-FORMS = f"{', '.join(EXAMPLES.values())}, or a JSON file of paths"
+TREE_EXAMPLES = {name: form.example for name, form in TREE_FORMS_TABLE.items()}
+TREE_SYNTAX = f"{', '.join(TREE_EXAMPLES.values())}, or a JSON file of paths"
 
 
 @cache
-def forms() -> dict[str, Form]:
+def list_forms() -> dict[str, TreeSyntax]:
     """The forms by name, with those of installed packages."""
     installed = entry_points(group="treespec.trees")
-    return POLICIES | {point.name: point.load() for point in installed}
+    return TREE_FORMS_TABLE | {point.name: point.load() for point in installed}
 
 
-def policy(spec: str) -> Policy:
-    """The policy that a `--tree` value names; `FORMS` lists the forms. 2x4 is short for balanced:2x4.
+def parse_policy(spec: str) -> Policy:
+    """The policy that a `--tree` value names; `TREE_SYNTAX` lists the forms. 2x4 is short for balanced:2x4.
 
     Raises TreeError for an unknown name, a malformed value or a bad tree file.
     """
     name, _, text = spec.partition(":")
-    form = forms().get(name)
+    form = list_forms().get(name)
     if form:
         tree = form.read(text)
     else:
-        tree = POLICIES["balanced"].read(spec)
+        tree = TREE_FORMS_TABLE["balanced"].read(spec)
     if tree:
         return tree
     if spec.endswith(".json"):
-        return from_file(spec)
+        return read_tree_file(spec)
     hint = ""
-    for close in difflib.get_close_matches(name, forms(), n=1):
+    for close in difflib.get_close_matches(name, list_forms(), n=1):
         hint = f" (did you mean {close}?)"
-    raise TreeError(f"unknown tree {spec!r}{hint}: choose {FORMS}")
+    raise TreeError(f"unknown tree {spec!r}{hint}: choose {TREE_SYNTAX}")
 
 
-def options_of(kind: type[Policy], text: str) -> dict[str, float]:
+def parse_tree_options(kind: type[Policy], text: str) -> dict[str, float]:
     """`depth=6,topk=10` as arguments of the policy.
 
     Raises TreeError for an unknown option and for a value that is no number.

@@ -45,14 +45,14 @@ class Range:
     def bounds(self) -> str:
         """Such as `1 to 64`, or `above 0 and below 1`."""
         if self.least is not None and self.most is not None:
-            return f"{written(self.least)} to {written(self.most)}"
+            return f"{format_bound(self.least)} to {format_bound(self.most)}"
         ends = {
             "at least": self.least,
             "above": self.above,
             "at most": self.most,
             "below": self.below,
         }
-        parts = [f"{word} {written(end)}" for word, end in ends.items() if end is not None]
+        parts = [f"{word} {format_bound(end)}" for word, end in ends.items() if end is not None]
         return " and ".join(parts)
 
     def __str__(self) -> str:
@@ -65,14 +65,14 @@ class Range:
 
 
 # Nodes of a tree, root included; a mask has the square of their number.
-NODES = Range(least=2, most=4096, whole=True)
+NODES_RANGE = Range(least=2, most=4096, whole=True)
 # Levels of drafted tokens; the draft model runs once for each.
-DEPTH = Range(least=1, most=64, whole=True)
+DEPTH_RANGE = Range(least=1, most=64, whole=True)
 # Children of a node.
-CHILDREN = Range(least=1, most=256, whole=True)
+CHILDREN_RANGE = Range(least=1, most=256, whole=True)
 
 
-def written(number: float) -> str:
+def format_bound(number: float) -> str:
     """A bound as people read it: 1,000,000 or 0.001."""
     if isinstance(number, int):
         return f"{number:,}"

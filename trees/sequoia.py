@@ -28,7 +28,7 @@ from treespec.trees.static import StaticTree
 
 
 @dataclass(frozen=True)
-class Best:
+class SequoiaTable:
     """The solved programme, for every size up to N and every depth up to D.
 
     tokens: [D + 1, N + 1] G(n, d); -inf where no such tree exists, as for n = 0.
@@ -38,13 +38,15 @@ class Best:
 
     tokens: np.ndarray
     first: np.ndarray
-    deeper: "Best | None" = None
+    deeper: "SequoiaTable | None" = None
 
-    def tree(self, nodes: int, depth: int) -> StaticTree:
+    def build_tree(self, nodes: int, depth: int) -> StaticTree:
         """The tree that attains G(nodes, depth), if it is finite. nodes: N, root included."""
-        return StaticTree(tuple(self._below((), nodes, depth)))
+        return StaticTree(tuple(self._list_paths_below((), nodes, depth)))
 
-    def _below(self, path: tuple[int, ...], nodes: int, depth: int) -> list[tuple[int, ...]]:
+    def _list_paths_below(
+        self, path: tuple[int, ...], nodes: int, depth: int
+    ) -> list[tuple[int, ...]]:
         """The paths below a node whose subtree has `nodes` nodes, itself included."""
         deeper = self.deeper or self
         paths = []
@@ -54,45 +56,45 @@ class Best:
             subtree_nodes = int(self.first[depth, rank, nodes_left])
             child = path + (rank,)
             paths.append(child)
-            paths += deeper._below(child, subtree_nodes, depth - 1)
+            paths += deeper._list_paths_below(child, subtree_nodes, depth - 1)
             rank += 1
             nodes_left -= subtree_nodes
         return paths
 
 
-def best_trees(
+def solve_trees(
     rates: Sequence[float] | np.ndarray,
     nodes: int,
     depth: int,
     at_root: Sequence[float] | np.ndarray | None = None,
-) -> Best:
+) -> SequoiaTable:
     """Solve the programme for all sizes up to `nodes`, root included, and depths up to `depth`.
 
     rates: [R] acceptance rates by rank. at_root: those of the root's children; None: `rates`.
     """
-    best = _solved(tuple(map(float, rates)), nodes, depth)
+    best = _solve_equal_rates(tuple(map(float, rates)), nodes, depth)
     if at_root is None:
         return best
     tokens = best.tokens.copy()
     first = best.first.copy()
-    after, first[1:] = _children(list(map(float, at_root)), tokens[:-1, 1:-1])
+    after, first[1:] = _split_children(list(map(float, at_root)), tokens[:-1, 1:-1])
     tokens[1:, 1:] = 1 + after
-    return Best(tokens, first, best)
+    return SequoiaTable(tokens, first, best)
 
 
 @lru_cache(1024)
-def _solved(rates: tuple[float, ...], nodes: int, depth: int) -> Best:
-    """`best_trees` with the same rates everywhere: each depth from the one below it."""
+def _solve_equal_rates(rates: tuple[float, ...], nodes: int, depth: int) -> SequoiaTable:
+    """`solve_trees` with the same rates everywhere: each depth from the one below it."""
     tokens = np.full((depth + 1, nodes + 1), -np.inf)
     tokens[:, 1] = 1
     first = np.zeros((depth + 1, len(rates), nodes), dtype=np.int64)
     for d in range(1, depth + 1):
-        after, first[d : d + 1] = _children(rates, tokens[d - 1 : d, 1:nodes])
+        after, first[d : d + 1] = _split_children(rates, tokens[d - 1 : d, 1:nodes])
         tokens[d, 1:] = 1 + after[0]
-    return Best(tokens, first)
+    return SequoiaTable(tokens, first)
 
 
-def _children(rates: Sequence[float], below: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _split_children(rates: Sequence[float], below: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """C(m, 0, d) [D, N] for the depths at hand and m < N, and the nodes of subtrees [D, R, N].
 
     below: [D, N - 1] G(j, d - 1) for 1 <= j < N.
@@ -117,7 +119,7 @@ def _children(rates: Sequence[float], below: np.ndarray) -> tuple[np.ndarray, np
     return after, first
 
 
-def sequoia(rates: Sequence[float] | np.ndarray, nodes: int, depth: int) -> StaticTree:
+def build_sequoia_tree(rates: Sequence[float] | np.ndarray, nodes: int, depth: int) -> StaticTree:
     """The best tree of `nodes` nodes, root included, and of depth at most `depth`.
 
     The tree has fewer nodes where R children a node and `depth` levels hold fewer.
@@ -127,5 +129,5 @@ def sequoia(rates: Sequence[float] | np.ndarray, nodes: int, depth: int) -> Stat
         raise TreeError(
             f"a tree of {nodes} nodes and depth {depth}: take at least 2 nodes and depth 1"
         )
-    best = best_trees(rates, nodes, depth)
-    return best.tree(int(np.isfinite(best.tokens[depth]).nonzero()[0].max()), depth)
+    best = solve_trees(rates, nodes, depth)
+    return best.build_tree(int(np.isfinite(best.tokens[depth]).nonzero()[0].max()), depth)

@@ -31,15 +31,15 @@ class Builder(Protocol):
     @property
     def one_hot(self) -> bool: ...
 
-    def levels(self, depth: int, ranks: int) -> "Generator[Any, Any, np.ndarray]":
+    def predict_levels(self, depth: int, ranks: int) -> "Generator[Any, Any, np.ndarray]":
         """[D, R] the largest probabilities of up to `depth` levels, of a head that has all at once."""
         ...
 
-    def fixed(self, shape: Any) -> Growth:
+    def grow_fixed(self, shape: Any) -> Growth:
         """A `StaticTree`."""
         ...
 
-    def ranked(self, depth: int, topk: int, nodes: int) -> Growth:
+    def grow_ranked(self, depth: int, topk: int, nodes: int) -> Growth:
         """The `nodes` most likely nodes, the root included; each level expands `topk` nodes."""
         ...
 

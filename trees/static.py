@@ -13,28 +13,28 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TypeGuard
 
-from treespec.trees.ranges import DEPTH, NODES
+from treespec.trees.ranges import DEPTH_RANGE, NODES_RANGE
 from treespec.trees.shape import Builder, Growth, Policy
 from treespec.trees.shape import TreeError as TreeError
 
-LARGEST = 4096  # nodes of a tree file, and draws at a node
+MAX_FILE_NODES = 4096  # nodes of a tree file, and draws at a node
 
 # EAGLE-1's default tree: levels of 4, 8, 8, 3, 2 nodes (Li et al. 2024, figure 7, and the released
 # configuration). A path is written by the ordinals of its draws: 02 is the third draw below the first.
-EAGLE = """
+EAGLE_PATHS = """
 0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001
 """
 
 # Medusa's 63 nodes for Vicuna-7B (Cai et al. 2024, the released configuration).
 # `treespec.trees.most likely` is the method that chose them.
-MEDUSA = """
+MEDUSA_PATHS = """
 0 1 2 3 4 5 6 7 8 9 00 01 02 03 04 05 06 07 08 09 10 11 12 13 14 15 16 20 21 22 30 31 40 50 60
 70 80 90 000 001 002 003 004 005 006 007 008 009 010 011 012 020 021 030 040 050 060 070 100 101
 200 0000 0001
 """
 
 
-LONG = 99  # levels and characters that an error needs at most
+MAX_ERROR_LEVELS = 99  # levels and characters that an error needs at most
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class StaticTree(Policy):
                 raise TreeError(
                     f"tree path {list(path)} has no parent {list(path[:-1])}: add it to the list"
                 )
-        if len(paths) not in NODES or len(paths[-1]) not in DEPTH:
+        if len(paths) not in NODES_RANGE or len(paths[-1]) not in DEPTH_RANGE:
             raise TreeError(
                 f"the tree has {len(paths)} nodes and is {len(paths[-1])} deep, must have "
-                f"{NODES.bounds} nodes (the root counts) and be {DEPTH.bounds} deep"
+                f"{NODES_RANGE.bounds} nodes (the root counts) and be {DEPTH_RANGE.bounds} deep"
             )
         object.__setattr__(self, "paths", tuple(paths))
 
@@ -71,7 +71,7 @@ class StaticTree(Policy):
         return f"static tree of {self.size - 1} nodes, {self.max_depth} deep"
 
     def grow(self, build: Builder) -> Growth:
-        return build.fixed(self)
+        return build.grow_fixed(self)
 
     @property
     def max_depth(self) -> int:
@@ -87,11 +87,11 @@ class StaticTree(Policy):
         """K: the largest number of draws at a node."""
         return max(path[-1] + 1 for path in self.paths[1:])
 
-    def draws(self, path: tuple[int, ...]) -> int:
+    def count_draws(self, path: tuple[int, ...]) -> int:
         """The number of draws at the node of a path."""
         return max(child[-1] + 1 for child in self.paths[1:] if child[:-1] == path)
 
-    def narrowed(self, draws: int) -> "StaticTree":
+    def limit_draws(self, draws: int) -> "StaticTree":
         """The tree with only the first `draws` draws of every node."""
         return StaticTree(tuple(path for path in self.paths[1:] if max(path) < draws))
 
@@ -100,17 +100,17 @@ class StaticTree(Policy):
         return StaticTree(tuple(path for path in self.paths[1:] if len(path) <= depth))
 
 
-def chain(depth: int) -> StaticTree:
+def build_chain(depth: int) -> StaticTree:
     """A chain: one draw at each of `depth` nodes."""
-    return balanced(1, depth)
+    return build_balanced_tree(1, depth)
 
 
-def balanced(children: int, depth: int) -> StaticTree:
+def build_balanced_tree(children: int, depth: int) -> StaticTree:
     """Every node above `depth` has `children` children."""
-    return levels(*[children] * min(depth, LONG))
+    return build_level_tree(*[children] * min(depth, MAX_ERROR_LEVELS))
 
 
-def levels(*children: int) -> StaticTree:
+def build_level_tree(*children: int) -> StaticTree:
     """A node has as many children as its level says. 2x1x2, seven nodes below the root:
 
         root ─┬─ 0 ── 00 ─┬─ 000
@@ -120,15 +120,15 @@ def levels(*children: int) -> StaticTree:
 
     4x1x1: independent paths (SpecInfer). 1x3x1: delayed expansion (2602.16994). Raises TreeError.
     """
-    shown = "x".join(map(str, children))[:LONG]
-    fits = all(count in NODES or count == 1 for count in children)
-    if not fits or len(children) not in DEPTH:
+    shown = "x".join(map(str, children))[:MAX_ERROR_LEVELS]
+    fits = all(count in NODES_RANGE or count == 1 for count in children)
+    if not fits or len(children) not in DEPTH_RANGE:
         raise TreeError(
-            f"a tree of {shown}: children must be from 1 to {NODES.most}, depth {DEPTH.bounds}"
+            f"a tree of {shown}: children must be from 1 to {NODES_RANGE.most}, depth {DEPTH_RANGE.bounds}"
         )
-    if 1 + sum(accumulate(children, mul)) not in NODES:
+    if 1 + sum(accumulate(children, mul)) not in NODES_RANGE:
         raise TreeError(
-            f"a tree of {shown} has over {NODES.most:,} nodes: take fewer children or less depth"
+            f"a tree of {shown} has over {NODES_RANGE.most:,} nodes: take fewer children or less depth"
         )
     paths: list[tuple[int, ...]] = []
     for depth in range(1, len(children) + 1):
@@ -136,23 +136,23 @@ def levels(*children: int) -> StaticTree:
     return StaticTree(tuple(paths))
 
 
-def eagle() -> StaticTree:
+def build_eagle_tree() -> StaticTree:
     """EAGLE-1's tree: 25 nodes and the root."""
-    return by_digits(EAGLE)
+    return parse_digits(EAGLE_PATHS)
 
 
-def medusa() -> StaticTree:
+def build_medusa_tree() -> StaticTree:
     """Medusa's tree: 63 nodes and the root."""
-    return by_digits(MEDUSA)
+    return parse_digits(MEDUSA_PATHS)
 
 
-def by_digits(paths: str) -> StaticTree:
+def parse_digits(paths: str) -> StaticTree:
     """The tree of paths whose ordinals are digits."""
     return StaticTree(tuple(tuple(map(int, digits)) for digits in paths.split()))
 
 
-def from_file(path: str | Path) -> StaticTree:
-    """The tree in a file that holds a list such as [[0], [1], [0, 0]], or `text_of` a tree.
+def read_tree_file(path: str | Path) -> StaticTree:
+    """The tree in a file that holds a list such as [[0], [1], [0, 0]], or `format_tree` a tree.
 
     Raises TreeError, which names the file and the wrong path.
     """
@@ -170,7 +170,9 @@ def from_file(path: str | Path) -> StaticTree:
         paths = content.get("paths")
     if not isinstance(paths, list):
         raise TreeError(f"tree file {path} must hold a list of paths such as [[0], [1], [0, 0]]")
-    if isinstance(content, dict) and content.get("checksum", digest(paths)) != digest(paths):
+    if isinstance(content, dict) and content.get("checksum", hash_paths(paths)) != hash_paths(
+        paths
+    ):
         raise TreeError(
             f"tree file {path} is not as it was written, its checksum does not match: make it "
             "again with treespec tree, or, if you have edited it, delete its field 'checksum'"
@@ -178,30 +180,32 @@ def from_file(path: str | Path) -> StaticTree:
 
     # 3. Check each path and build the tree.
     try:
-        return StaticTree(tuple(checked(paths)))
+        return StaticTree(tuple(validate_paths(paths)))
     except TreeError as error:
         raise TreeError(f"tree file {path}: {error}") from error
 
 
-def text_of(tree: StaticTree) -> str:
+def format_tree(tree: StaticTree) -> str:
     """The content of a tree's file: its paths and their checksum."""
     paths = [list(path) for path in tree.paths[1:]]
-    return json.dumps({"paths": paths, "checksum": digest(paths)}) + "\n"
+    return json.dumps({"paths": paths, "checksum": hash_paths(paths)}) + "\n"
 
 
-def digest(paths: Sequence[object]) -> str:
+def hash_paths(paths: Sequence[object]) -> str:
     """The checksum of the paths, SHA-256 of their JSON."""
     return hashlib.sha256(json.dumps(paths).encode()).hexdigest()
 
 
-def checked(paths: Sequence[object]) -> Iterable[tuple[int, ...]]:
+def validate_paths(paths: Sequence[object]) -> Iterable[tuple[int, ...]]:
     """The paths of a file as tuples. Raises TreeError, which counts to the first bad entry."""
-    if len(paths) >= LARGEST:
-        raise TreeError(f"{len(paths)} paths are over {LARGEST} nodes with the root: take fewer")
+    if len(paths) >= MAX_FILE_NODES:
+        raise TreeError(
+            f"{len(paths)} paths are over {MAX_FILE_NODES} nodes with the root: take fewer"
+        )
     seen: set[tuple[int, ...]] = set()
     for number, path in enumerate(paths, 1):
         if not is_path(path):
-            wrong = f"is no path: write a list of whole numbers from 0 to {LARGEST - 1}, as [0, 0]"
+            wrong = f"is no path: write a list of whole numbers from 0 to {MAX_FILE_NODES - 1}, as [0, 0]"
         elif tuple(path) in seen:
             wrong = "stands there twice: delete one"
         else:
@@ -215,4 +219,4 @@ def is_path(value: object) -> TypeGuard[list[int]]:
     """Whether an entry of a tree file is a list of ordinals."""
     if not isinstance(value, list) or not value:
         return False
-    return all(type(ordinal) is int and 0 <= ordinal < LARGEST for ordinal in value)
+    return all(type(ordinal) is int and 0 <= ordinal < MAX_FILE_NODES for ordinal in value)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 
-def sent(values: Any, device: torch.device) -> Tensor:
+def to_device(values: Any, device: torch.device) -> Tensor:
     """Numbers or a tensor on a device. CPU data is copied from pinned memory, without waiting."""
     tensor = torch.as_tensor(values)
     if device.type == "cpu" or tensor.device.type != "cpu":
@@ -18,7 +18,7 @@ def sent(values: Any, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)  # only a pinned copy runs by itself
 
 
-def received(tensors: Sequence[Tensor]) -> list[Tensor]:
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Tensors of one device on the host, in one copy, so that it waits once. All get a common dtype."""
     if not tensors:
         return []
@@ -28,7 +28,7 @@ def received(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 @lru_cache(1024)
-def made(make: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+def cache_tensor(make: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
     """The tensor `make(*args, **options)`, kept for later cycles. Training may use it too: it is made outside
     of inference mode.
     """
@@ -36,9 +36,9 @@ def made(make: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
         return make(*args, **options)
 
 
-def columns(count: int, device: torch.device) -> Tensor:
+def build_range(count: int, device: torch.device) -> Tensor:
     """[count] int64: 0, 1, 2, …"""
-    return made(torch.arange, 1 << count.bit_length(), device=device)[:count]
+    return cache_tensor(torch.arange, 1 << count.bit_length(), device=device)[:count]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Draws:
     sure: Tensor | None = None
     uniforms: Tensor | None = None
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> "Draws":
+    def apply_to_fields(self, change: Callable[[Tensor], Tensor]) -> "Draws":
         """Apply `change` to every field that is not None."""
 
         sure = self.sure
@@ -66,11 +66,11 @@ class Draws:
             uniforms = change(uniforms)
         return Draws(change(self.tokens), sure, uniforms)
 
-    def rows(self, nodes: Tensor | slice) -> "Draws":
+    def select_rows(self, nodes: Tensor | slice) -> "Draws":
         """The draws at these rows."""
-        return self.each(lambda field: field[nodes])
+        return self.apply_to_fields(lambda field: field[nodes])
 
-    def columns(self, order: Tensor) -> "Draws":
+    def select_columns(self, order: Tensor) -> "Draws":
         """The draws in these columns of each row. order: [B, M] int64."""
 
         def take(field: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class Draws:
                 return field.take_along_dim(order[..., None], 1)
             return field.take_along_dim(order, 1)
 
-        return self.each(take)
+        return self.apply_to_fields(take)
 
 
 @dataclass(frozen=True)
@@ -122,13 +122,13 @@ class TokenTree:
     drafts: Drafts | None = None
 
 
-def root_only(token: Tensor) -> TokenTree:
+def build_root_tree(token: Tensor) -> TokenTree:
     """The tree of one-token-at-a-time decoding: a root without children. token: [1] int64."""
     zero = torch.zeros(1, dtype=torch.int64, device=token.device)
     return TokenTree(token, zero - 1, zero, torch.ones(1, 1, dtype=torch.bool, device=token.device))
 
 
-def hung_below(root: Tensor, chain: Sequence[int], tree: TokenTree) -> TokenTree:
+def prepend_chain(root: Tensor, chain: Sequence[int], tree: TokenTree) -> TokenTree:
     """The tree below the last token of a chain, which hangs below the root.
 
     A root r, the chain a b, and a tree below b. The chain's nodes have no draws.
@@ -143,7 +143,7 @@ def hung_below(root: Tensor, chain: Sequence[int], tree: TokenTree) -> TokenTree
     device = tree.tokens.device
     nodes = torch.arange(n, device=device)
     chain_tokens = root.tolist() + list(chain[:-1])
-    tokens = torch.cat([sent(chain_tokens, device), tree.tokens])
+    tokens = torch.cat([to_device(chain_tokens, device), tree.tokens])
     parents = torch.cat([nodes - 1, tree.parents + n])
     depth = torch.cat([nodes, tree.depth + n])
     chained = pad(nodes[:, None] >= nodes, (0, len(tree.tokens)))
@@ -179,12 +179,12 @@ def cut_below(tree: TokenTree, deepest: int) -> tuple[TokenTree, list[int]]:
         rows = (tree.depth[tree.drafts.nodes] < deepest).nonzero().flatten()
         if len(rows):
             nodes = number[tree.drafts.nodes[rows]]
-            drafts = Drafts(nodes, tree.drafts.q[rows], tree.drafts.draws.rows(rows))
+            drafts = Drafts(nodes, tree.drafts.q[rows], tree.drafts.draws.select_rows(rows))
     cut = TokenTree(tree.tokens[kept], parents, tree.depth[kept], ancestors, drafts)
     return cut, kept.tolist()
 
 
-def best_first(scores: Tensor, count: int | None = None) -> Tensor:
+def argsort_descending(scores: Tensor, count: int | None = None) -> Tensor:
     """[..., min(count, M)] numbers of the best candidates, best first; by default of all. scores: [..., M].
 
     Of equal scores the earlier candidate wins, which is the shallower one.

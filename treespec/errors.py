@@ -39,7 +39,7 @@ def describe_os_error(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def first_line(error: BaseException) -> str:
+def get_first_line(error: BaseException) -> str:
     """The first line of an error's message, or its class. After a colon the next line follows."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:

@@ -1,7 +1,7 @@
 """How an option is declared, once: its name, type, range, help and default are a dataclass field.
 
 The command line, `--config FILE`, Python's keywords, the HTTP body and the pages are views of these
-fields; `check` is the one check of a value. The names that options take stand here as plain text,
+fields; `check_options` is the one check of a value. The names that options take stand here as plain text,
 so that `--help` loads neither torch nor transformers. Tests hold them equal to the registries.
 """
 
@@ -17,31 +17,31 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 from treespec.errors import InputError
-from treespec.trees.policy import EXAMPLES
+from treespec.trees.policy import TREE_EXAMPLES
 from treespec.trees.ranges import Range
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-MANY = 10**9  # more steps, questions or positions than anybody has
-TOKENS = 10**6  # tokens of a text
-SEEDS = 2**63 - 1  # torch takes seeds below 2^64; later answers add to the first one's
+MAX_COUNT = 10**9  # more steps, questions or positions than anybody has
+MAX_TEXT_TOKENS = 10**6  # tokens of a text
+MAX_SEED = 2**63 - 1  # torch takes seeds below 2^64; later answers add to the first one's
 
-TREE_FORMS = EXAMPLES
+TREE_FORMS = TREE_EXAMPLES
 TREE_FILE = "a JSON file of paths"
 
 # Forms that a target is quantised to at loading: bitsandbytes' two, then torchao's.
 LOAD_IN = ("4bit", "8bit", "fp8", "int8")
 LOAD_IN_FORMS = LOAD_IN + ("gguf:FILE",)
-DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16", "float64")
 # accelerate's placements, torch's devices and their numbers
-PLACES = (
+DEVICE_MAPS = (
     r"auto|balanced|balanced_low_0|sequential|(cpu|cuda|mps|xpu|npu|hpu|mlu|musa|meta)(:\d+)?|\d+"
 )
-QUESTIONS = ("builtin", "mt-bench", "spec-bench", "humaneval", "gsm8k")
+QUESTION_SUITES = ("builtin", "mt-bench", "spec-bench", "humaneval", "gsm8k")
 
 
-def either(names: Iterable[str]) -> str:
+def join_or(names: Iterable[str]) -> str:
     """`a, b or c`."""
     listed = list(names)
     if len(listed) == 1:
@@ -66,7 +66,7 @@ def option(
         choices: the names that a str field may hold; () allows any.
         line: how the command line reads the option: (type, function from its words to the value).
             "" reads the field's own type; None leaves the option to Python and HTTP.
-        ends: `least`, `most`, `above`, `below`: the range of a number (`Range`); every int and float
+        ends: `least`, `most`, `above`, `score_children`: the range of a number (`Range`); every int and float
             has two ends. For a str field it is the range of each number in a list, and
             `whole=True` takes whole numbers only.
     """
@@ -83,7 +83,7 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def shared(group: type["DataclassInstance"], name: str, default: object = MISSING) -> Any:
+def reuse_option(group: type["DataclassInstance"], name: str, default: object = MISSING) -> Any:
     """Declare an option of another dataclass again, with its default or another one."""
     declared = group.__dataclass_fields__[name]
     if default is MISSING:
@@ -91,7 +91,7 @@ def shared(group: type["DataclassInstance"], name: str, default: object = MISSIN
     return dataclasses.field(default=default, metadata=declared.metadata)
 
 
-def range_of(field: Field) -> Range | None:
+def get_range(field: Field) -> Range | None:
     """The range of a field that `option` made; that of an int field holds whole numbers only."""
     allowed: Range | None = field.metadata["range"]
     if allowed is not None and field.type in (int, int | None):
@@ -111,12 +111,12 @@ class Options:
     PANEL: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
-        check(self, self.FLAG)
+        check_options(self, self.FLAG)
 
     @classmethod
-    def named(cls, name: str) -> str:
+    def format_option_name(cls, name: str) -> str:
         """An option as a message names it: --top-p on the command line, top_p in Python."""
-        return called(name, cls.FLAG)
+        return format_flag(name, cls.FLAG)
 
 
 @dataclass(frozen=True)
@@ -126,14 +126,14 @@ class CommandOptions(Options):
     FLAG = "--"
 
 
-def called(name: str, flag: str) -> str:
+def format_flag(name: str, flag: str) -> str:
     """An option as a message names it. flag: as `Options.FLAG`."""
     if flag:
         return flag + name.replace("_", "-")
     return name
 
 
-def check(options: "DataclassInstance", flag: str = "--") -> None:
+def check_options(options: "DataclassInstance", flag: str = "--") -> None:
     """Replace numbers of other libraries, such as NumPy's, by Python's, and check all values.
 
     Raises InputError for the first value that is not of its option's type, range or choices. NaN and
@@ -143,7 +143,7 @@ def check(options: "DataclassInstance", flag: str = "--") -> None:
         value = getattr(options, field.name)
         if value is None and NoneType in list_types(field):
             continue
-        name = called(field.name, flag)
+        name = format_flag(field.name, flag)
         check_choice(name, value, field, flag)
         object.__setattr__(options, field.name, check_type(name, value, field, flag))
 
@@ -162,8 +162,8 @@ def check_choice(name: str, value: object, field: Field, flag: str) -> None:
         raise InputError(f"{name} is empty: give a value, or leave the option out")
     choices = field.metadata["choices"]
     if choices and value not in choices:
-        hint = nearest(str(value), choices)
-        raise InputError(f"{name} is {value!r}, must be {either(choices)}{hint}")
+        hint = find_nearest_name(str(value), choices)
+        raise InputError(f"{name} is {value!r}, must be {join_or(choices)}{hint}")
 
 
 def check_type(name: str, value: Any, field: Field, flag: str) -> Any:
@@ -172,12 +172,12 @@ def check_type(name: str, value: Any, field: Field, flag: str) -> Any:
     Raises InputError for a value of another type or outside of the option's range.
     """
     types = list_types(field)
-    allowed = range_of(field)
+    allowed = get_range(field)
     if allowed and str in types and isinstance(value, str):
-        for number in numbers_in(name, value, allowed, field.metadata["words"]):
+        for number in parse_numbers(name, value, allowed, field.metadata["words"]):
             check_number(name, number, allowed)
     elif allowed:
-        value = plain(value)
+        value = to_python_number(value)
         check_number(name, value, allowed)
         if field.type is float:
             value = float(value)
@@ -208,7 +208,7 @@ def check_boolean(name: str, value: object) -> None:
         raise InputError(f"{name} is {value!r:.40}, must be True or False")
 
 
-def plain(value: Any) -> Any:
+def to_python_number(value: Any) -> Any:
     """A number of any library as Python's; anything else as it is."""
     if isinstance(value, bool | int | float) or not isinstance(value, Real):
         return value
@@ -217,7 +217,7 @@ def plain(value: Any) -> Any:
     return float(value)
 
 
-def whole(name: str, value: object, least: int | None = None) -> int:
+def require_whole_number(name: str, value: object, least: int | None = None) -> int:
     """Raises InputError for anything but a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise InputError(f"{name} is {value!r:.40}, must be a whole number")
@@ -226,7 +226,9 @@ def whole(name: str, value: object, least: int | None = None) -> int:
     return int(value)
 
 
-def chosen(options: "DataclassInstance", group: type["DataclassInstance"]) -> dict[str, Any]:
+def list_changed_options(
+    options: "DataclassInstance", group: type["DataclassInstance"]
+) -> dict[str, Any]:
     """The options of a group that differ from the group's own defaults, as keywords."""
     keywords = {}
     for field in fields(group):
@@ -236,7 +238,7 @@ def chosen(options: "DataclassInstance", group: type["DataclassInstance"]) -> di
     return keywords
 
 
-def refuse(complaints: Mapping[str, object]) -> None:
+def raise_first(complaints: Mapping[str, object]) -> None:
     """Raises InputError with the first complaint that holds."""
     for complaint, holds in complaints.items():
         if holds:
@@ -245,14 +247,14 @@ def refuse(complaints: Mapping[str, object]) -> None:
 
 def check_place(device_map: str | None) -> None:
     """Raises InputError for a `--device-map` that accelerate has not."""
-    if device_map is not None and not re.fullmatch(PLACES, device_map):
+    if device_map is not None and not re.fullmatch(DEVICE_MAPS, device_map):
         raise InputError(
             f"--device-map is {device_map!r}, must be auto, balanced, sequential, or a device such "
             "as cpu or cuda:0"
         )
 
 
-def numbers_in(name: str, text: str, allowed: Range, words: Collection[str]) -> list[float]:
+def parse_numbers(name: str, text: str, allowed: Range, words: Collection[str]) -> list[float]:
     """The numbers in a list such as `0,0.6` or `8;16`.
 
     words: parts to skip. Raises InputError for a part that is neither.
@@ -272,14 +274,14 @@ def numbers_in(name: str, text: str, allowed: Range, words: Collection[str]) -> 
     return numbers
 
 
-def command_line(
+def format_command_line(
     name: str, options: type["DataclassInstance"], config: Mapping[str, object]
 ) -> str:
     """The line of the command `name` with these options, without those that have their defaults."""
     words = ["treespec", name]
     for field in fields(options):
         value = config.get(field.name)
-        flag = called(field.name, "--")
+        flag = format_flag(field.name, "--")
         if value is None or value == field.default:
             continue
         if value is True:
@@ -291,7 +293,7 @@ def command_line(
     return shlex.join(words)
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
+def find_nearest_name(name: str, names: Iterable[str]) -> str:
     """` (did you mean rrs-wo?)`, or "" where none of the names is similar."""
     close = difflib.get_close_matches(name, list(names), n=1)
     if not close:
@@ -299,7 +301,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f" (did you mean {close[0]}?)"
 
 
-def installed(table: str) -> dict[str, Any]:
+def load_installed_entries(table: str) -> dict[str, Any]:
     """The entries that installed packages add to a table, by name.
 
     table: `drafters` or `verifiers`. A package names an entry as an entry point:

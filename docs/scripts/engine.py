@@ -23,9 +23,9 @@ from typing import Annotated, Any, Literal
 import typer
 
 from treespec.api.load import load
-from treespec.demo.known import head_of
+from treespec.demo.known import find_head_for
 from treespec.eval.questions import load_questions
-from treespec.files.openai_client import opened
+from treespec.files.openai_client import open_request
 from treespec.heads.checkpoint import load_head
 
 ASK = {
@@ -38,7 +38,7 @@ COUNTS = r"^vllm:spec_decode_num_(?:drafts|accepted_tokens_per_pos)_total\{.*\} 
 
 def answer(engine: str, server: str, prompt: list[int]) -> Any:
     path, options, most = ASK[engine]
-    with opened(
+    with open_request(
         f"{server}/{path}", options | {"prompt": prompt, "temperature": 0, most: TOKENS}
     ) as reply:
         return json.load(reply)
@@ -46,7 +46,7 @@ def answer(engine: str, server: str, prompt: list[int]) -> Any:
 
 def counted(server: str) -> list[int]:
     """vLLM's cycles with drafts so far, and its accepted drafts at depth 1, 2, …"""
-    with opened(f"{server}/metrics") as reply:
+    with open_request(f"{server}/metrics") as reply:
         found = re.findall(COUNTS, reply.read().decode(), re.MULTILINE)
     return [int(float(count)) for count in found]
 
@@ -59,7 +59,7 @@ def main(
     questions: Annotated[str, typer.Option(help="as of treespec eval")] = "builtin",
     limit: int = 8,
 ) -> None:  # fmt: skip
-    levels = load_head(head_of(head) or head).max_depth or 3
+    levels = load_head(find_head_for(head) or head).max_depth or 3
     spec = load(target, head=head, tree=f"chain:{levels}", verifier="topk", dtype="float32")
     before = counted(server) if engine == "vllm" else []
     same, tokens, cycles, accepted, ours_accepted = 0, 0, 0, 0, list[int]()

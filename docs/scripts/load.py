@@ -18,9 +18,9 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from treespec.files.openai_client import Reply, completed, served
+from treespec.files.openai_client import EndpointReply, find_served_model, stream_chat_completion
 from treespec.text.conversations import read_conversations
-from treespec.train.data.known import data_file
+from treespec.train.data.known import find_data_file
 
 COLUMNS = (
     "server", "clients", "requests", "tokens/s",
@@ -38,7 +38,7 @@ def main(
     max_new_tokens: int = 128,
 ) -> None:  # fmt: skip
     # 1. The questions, and the names of the models.
-    conversations, _ = read_conversations(data_file(data, print), answered=False)
+    conversations, _ = read_conversations(find_data_file(data, print), answered=False)
     said = [[m for m in one.messages if m["role"] == "user"] for one in conversations]
     questions = [turns[:1] for turns in said if turns and 0 < len(turns[0]["content"]) <= LONGEST]
     options = {"temperature": 0.0, "max_tokens": max_new_tokens}
@@ -46,8 +46,10 @@ def main(
     for server in servers:
         url, _, model = server.partition("=")
         address = f"{url}/v1"
-        bodies[address] = options | {"model": model or served(address)}
-        completed(address, bodies[address] | {"messages": questions[0], "max_tokens": 8})  # warm
+        bodies[address] = options | {"model": model or find_served_model(address)}
+        stream_chat_completion(
+            address, bodies[address] | {"messages": questions[0], "max_tokens": 8}
+        )  # warm
 
     # 2. The same requests at the same times for each.
     coins = random.Random(0)
@@ -70,7 +72,7 @@ def main(
 
 def loaded(
     address: str, bodies: Sequence[dict[str, object]], waits: Sequence[float], clients: int
-) -> tuple[list[Reply], float]:
+) -> tuple[list[EndpointReply], float]:
     """The replies, and the seconds from the first request to the last reply.
 
     waits: seconds before each request. One that finds all clients at work waits for one of them.
@@ -80,7 +82,7 @@ def loaded(
         futures = []
         for body, wait in zip(bodies, waits, strict=True):
             time.sleep(wait)
-            futures.append(pool.submit(completed, address, body))
+            futures.append(pool.submit(stream_chat_completion, address, body))
     for future in futures:
         if error := future.exception():
             print(repr(error), file=sys.stderr)

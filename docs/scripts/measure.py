@@ -16,23 +16,23 @@ import typer
 from torch import Tensor
 
 from treespec import load
-from treespec.draft.auto.measure import NODES, measure
+from treespec.draft.auto.measure import MEASURED_NODES, measure_model_costs
 from treespec.draft.builders import TreeBuilder
 from treespec.draft.lookup.guess import Guess
 from treespec.kernels.allocator import keep_freed_memory
-from treespec.kernels.processor import processor
+from treespec.kernels.processor import describe_processor
 from treespec.model.cache import TreeCache
 from treespec.model.cpu.fused_layers import fuse
 from treespec.model.cpu.packing import pack
 from treespec.model.target import Target
 from treespec.sampling.probs import SamplingParams
-from treespec.sampling.sampler import Distribution, TargetDistributions
-from treespec.trees.layout import layout
+from treespec.sampling.sampler import Sampler, TargetDistributions
+from treespec.trees.layout import get_layout
 from treespec.trees.static import StaticTree
 from treespec.trees.tree import TokenTree
-from treespec.verify.registry import verifier_by_name
+from treespec.verify.registry import load_verifier
 from treespec.verify.scheme import Scheme
-from treespec.verify.walk import answered
+from treespec.verify.walk import run_all_or_raise
 
 app = typer.Typer(help=__doc__, add_completion=False)
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ def medians(sides: Mapping[Any, Callable[[], float]], rounds: int) -> dict[Any, 
 def show(columns: Iterable[object], rows: Iterable[Iterable[object]]) -> None:
     """Print a line about the machine and the table."""
     columns = list(columns)
-    print(f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}\n")
+    print(f"{describe_processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}\n")
     for row in (columns, ["---"] * len(columns), *rows):
         print(f"| {' | '.join(map(str, row))} |")
 
@@ -73,15 +73,15 @@ def costs(target: str, head: str, contexts: str) -> None:
     """The target's forward over n nodes and the head's draft levels, in ms, after each number of tokens."""
     spec, rows = load(target, head), []
     for context in map(int, contexts.split(",")):
-        cost = measure(spec.target, spec.proposer, context=context)
+        cost = measure_model_costs(spec.target, spec.proposer, context=context)
         seconds = [*cost.forward, cost.begin + cost.level, cost.level]
         rows.append([context, *(f"{1e3 * one:.2f}" for one in seconds)])
-    show(["context", *NODES, "first draft level", "each further"], rows)
+    show(["context", *MEASURED_NODES, "first draft level", "each further"], rows)
 
 
 @cache
 def prefilled(target: Target, context: int) -> TreeCache:
-    committed = target.new_cache()
+    committed = target.build_cache()
     target.prefill(committed, torch.arange(context)[None] % target.vocab_size)
     return committed
 
@@ -119,7 +119,7 @@ def forwards(
     trees = {}
     for n in map(int, nodes.split(",")):
         guess = Guess(range(1, n), [max(0, i - 4) for i in range(1, n)])
-        trees[n] = guess.tree(0, torch.device("cpu"))
+        trees[n] = guess.build_token_tree(0, torch.device("cpu"))
     sides = {
         (form, context, n): partial(forward_ms, targets[form], context, trees[n])
         for form, context, n in itertools.product(targets, map(int, contexts.split(",")), trees)
@@ -155,9 +155,9 @@ def verify(
     leaves = itertools.product(range(4), range(3), range(4))
     shape = StaticTree(tuple(dict.fromkeys(leaf[:n] for leaf in leaves for n in (1, 2, 3))))
     logits = 4 * torch.randn(shape.size, vocabulary, generator=generator)  # [N, V]
-    p, rows = TargetDistributions(logits, Distribution(SamplingParams(1.0))), []
+    p, rows = TargetDistributions(logits, Sampler(SamplingParams(1.0))), []
     for name in verifiers.split(","):
-        verifier: Any = verifier_by_name(name)
+        verifier: Any = load_verifier(name)
         tree = drafted(verifier.scheme, shape, logits, generator)
         together = partial(at_once, verifier)
         ways = verifier, together
@@ -167,7 +167,7 @@ def verify(
 
 
 def at_once(verifier: Any, *tree_and_masses: Any) -> Any:
-    return answered([verifier.at_once(*tree_and_masses)])
+    return run_all_or_raise([verifier.verify_on_device(*tree_and_masses)])
 
 
 def drafted(
@@ -176,8 +176,8 @@ def drafted(
     """A tree of draws whose draft logits are the target's with noise. logits: [N, V]."""
     draft_logits = logits + torch.randn(logits.shape, generator=generator)
     root, params = torch.zeros(1, dtype=torch.int64), SamplingParams(1.0)
-    growth = TreeBuilder(shape, scheme).grow(root, draft_logits[:1], params, generator)
-    below = iter(layout(shape, CPU).levels[1:])
+    growth = TreeBuilder(shape, scheme).append(root, draft_logits[:1], params, generator)
+    below = iter(get_layout(shape, CPU).levels[1:])
     try:
         next(growth)
         while True:

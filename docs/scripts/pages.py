@@ -25,10 +25,10 @@ from treespec.draft.registry import DRAFTERS
 from treespec.draft.spec import DrafterSpec
 from treespec.errors import InputError
 from treespec.heads.architectures import KNOWN_ARCHITECTURES
-from treespec.trees.policy import POLICIES, policy
-from treespec.verify.facts import NAMES as VERIFIERS
-from treespec.verify.rates import optimal_iid, optimal_without_replacement
-from treespec.verify.registry import SCHEMES, verifier_by_name
+from treespec.trees.policy import TREE_FORMS_TABLE, parse_policy
+from treespec.verify.facts import VERIFIER_NAMES as VERIFIERS
+from treespec.verify.rates import compute_optimal_iid, compute_optimal_without_replacement
+from treespec.verify.registry import SCHEMES, load_verifier
 
 ROOT = Path(__file__).resolve().parents[2]
 PART = re.compile(r"(<!-- begin: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -62,7 +62,7 @@ def verifiers() -> str:
     """All values of --verifier."""
     rows = []
     for name in [*(name for name in VERIFIERS if name not in SCHEMES), *SCHEMES]:  # auto first
-        verifier: Any = verifier_by_name(name, allow_lossy=True)
+        verifier: Any = load_verifier(name, allow_lossy=True)
         scheme: Any = verifier.scheme
         options = options_of(scheme) if name in SCHEMES else ""
         kept = "yes" if scheme.lossless else "**no**; asks for `--allow-lossy`"
@@ -79,13 +79,15 @@ def example() -> str:
     counts = (1, 2, 3)
     rows = []
     for name in SCHEMES:
-        scheme: Any = verifier_by_name(name, allow_lossy=True).scheme
+        scheme: Any = load_verifier(name, allow_lossy=True).scheme
         if scheme.lossless:
             allowed = [k for k in counts if k <= (scheme.max_draws or k)]
             rates = {k: scheme.acceptance_rate(p, q, k) for k in allowed}
             rows.append([f"`{name}`", *(format_rate(rates.get(k)) for k in counts)])
-    rows.append(["α* of independent draws", *(format_rate(optimal_iid(p, q, k)) for k in counts)])
-    best = [format_rate(optimal_without_replacement(p, q, k)) for k in counts]
+    rows.append(
+        ["α* of independent draws", *(format_rate(compute_optimal_iid(p, q, k)) for k in counts)]
+    )
+    best = [format_rate(compute_optimal_without_replacement(p, q, k)) for k in counts]
     rows.append(["α* of draws without replacement", *best])
     return table(["scheme", *(f"K = {k}" for k in counts)], rows)
 
@@ -98,7 +100,7 @@ def format_rate(rate: Any) -> str:
 def fits(verifier: Any, tree: str) -> bool:
     """Whether the pairing rules let some head have this verifier and tree."""
     try:
-        check_named(DrafterSpec.parse(HEAD), verifier, policy(tree))
+        check_named(DrafterSpec.parse(HEAD), verifier, parse_policy(tree))
     except InputError:
         return False
     return True
@@ -107,9 +109,9 @@ def fits(verifier: Any, tree: str) -> bool:
 def trees() -> str:
     """All values of --tree."""
     rows = []
-    for name in POLICIES:
+    for name in TREE_FORMS_TABLE:
         values, what, source = WORDS["trees"][name]
-        tree: Any = policy(values.split("`")[1])
+        tree: Any = parse_policy(values.split("`")[1])
         rows.append([values, what, source, "" if hasattr(tree, "paths") else options_of(tree)])
     rows.append(["`tree.json`", "a JSON list of paths, as `treespec tree` writes it", "", ""])
     return table(["`--tree`", "shape", "source", "options"], rows)

@@ -18,28 +18,30 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from treespec.sampling.probs import sample, uniforms
+from treespec.sampling.probs import sample, sample_uniform
 from treespec.trees.tree import Draws
 from treespec.verify import traversal
 from treespec.verify.distributions import (
-    independent,
+    accept_one_draft,
+    clamp_positive,
+    draw_iid_children,
     keep_first,
-    most_likely,
-    normalise,
-    one_draft,
-    positive,
+    mask_out,
+    normalize_residual,
     scale,
+    select_most_likely,
     subtract,
-    without,
 )
 from treespec.verify.is_lp import IsLp, select
-from treespec.verify.kseq import shared, smallest_rho
+from treespec.verify.kseq import find_smallest_rho, share_mass
 from treespec.verify.optimal import Optimal
 from treespec.verify.rrs import RRSWithoutReplacement
 from treespec.verify.scheme import Scheme
 
-DRAWS = RRSWithoutReplacement()
-TINY = 1e-9  # mass of each draw of y in the choice of the selected one, which may be another token
+RRS_WITHOUT_REPLACEMENT = RRSWithoutReplacement()
+MIN_SELECTION_MASS = (
+    1e-9  # mass of each draw of y in the choice of the selected one, which may be another token
+)
 Form = Callable[["Nodes", int, Scheme], Tensor]
 
 
@@ -57,27 +59,27 @@ class Nodes:
     generator: torch.Generator
     samples: int
 
-    def on(self, masses: Tensor) -> Tensor:
+    def gather_mass(self, masses: Tensor) -> Tensor:
         """The mass on y [n] of masses [n, V]."""
         return masses.gather(1, self.y[:, None]).squeeze(1)
 
-    def repeated(self) -> "Nodes":
+    def repeat_samples(self) -> "Nodes":
         """Copy each node `samples` times, one node after another."""
         p = self.p.repeat_interleave(self.samples, 0)
         q = self.q.repeat_interleave(self.samples, 0)
         y = self.y.repeat_interleave(self.samples, 0)
         return Nodes(p, q, y, self.generator, 1)
 
-    def averaged(self, columns: Tensor) -> Tensor:
+    def average_samples(self, columns: Tensor) -> Tensor:
         """Average [n samples, k] over the samples of each node; [n, k]."""
         return columns.view(len(self.y), self.samples, -1).mean(1)
 
-    def first(self, tokens: Tensor) -> Tensor:
+    def mark_first_match(self, tokens: Tensor) -> Tensor:
         """Mark the first draw of y among draws [n, K]; [n, K] bool."""
         drawn = tokens == self.y[:, None]
         return drawn & (drawn.cumsum(1) == 1)
 
-    def containing(self, q: Tensor, number: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    def draw_containing_token(self, q: Tensor, number: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """Draw independently from q, given that one draw is y.
 
         Args:
@@ -93,33 +95,33 @@ class Nodes:
         column = torch.arange(width, device=q.device)
         here = (q.gather(1, y) * scale(q, number > 0)).double().clamp(max=1)
         chance = 1 - (1 - here) ** number
-        uniform = uniforms(y.shape, self.generator, q.device)
+        uniform = sample_uniform(y.shape, self.generator, q.device)
         miss = torch.log1p(-here).clamp(max=-torch.finfo(torch.float64).tiny)
         at = (torch.log1p(-uniform * chance) / miss).nan_to_num(0).long()
         at = at.clamp(max=(number - 1).clamp(min=0))
 
         # 2. Those before it are other tokens, those after it any.
-        before = independent(without(q, y), width, self.generator)
-        tokens = independent(q, width, self.generator)
+        before = draw_iid_children(mask_out(q, y), width, self.generator)
+        tokens = draw_iid_children(q, width, self.generator)
         tokens = torch.where(column < at, before, tokens).scatter(1, at, y)
         return keep_first(tokens, number), chance.to(q.dtype)
 
 
-def rrs(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
-    """The shares [n, k] of `rrs`. A refused draw leaves norm (p - q)+ whichever token it was."""
+def share_rrs(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
+    """The shares [n, k] of `share_rrs`. A refused draw leaves norm (p - q)+ whichever token it was."""
     left = nodes.p
     q = nodes.q
     reach = torch.ones_like(nodes.p[:, 0])
     columns = []
     for _ in range(k):
         both = torch.minimum(left, q)
-        columns.append(reach * nodes.on(both))
+        columns.append(reach * nodes.gather_mass(both))
         reach = reach * (1 - both.sum(-1))
-        left = normalise((left - q).clamp_(min=0), left)
+        left = normalize_residual((left - q).clamp_(min=0), left)
     return torch.stack(columns, 1)
 
 
-def in_turn(nodes: Nodes, k: int, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def accept_in_turn(nodes: Nodes, k: int, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Follow draws without replacement until one is y.
 
     The refused tokens are sampled from the others, and weighed: an earlier draw with S drawn before it is another token
@@ -137,15 +139,15 @@ def in_turn(nodes: Nodes, k: int, weight: Tensor | None = None) -> tuple[Tensor,
     if weight is None:
         weight = torch.ones_like(nodes.p[:, :1])
     y = nodes.y[:, None]
-    here = nodes.on(nodes.q)[:, None]
-    rest = without(nodes.q, y)
+    here = nodes.gather_mass(nodes.q)[:, None]
+    rest = mask_out(nodes.q, y)
     others = y[:, :0]
     if k > 1:
-        others = DRAWS.draw(rest, k - 1, nodes.generator).tokens
+        others = RRS_WITHOUT_REPLACEMENT.draw(rest, k - 1, nodes.generator).tokens
     at_q = nodes.q.gather(1, others.clamp(min=0)) * (others >= 0)
-    rest = without(rest, others).sum(-1, keepdim=True)
+    rest = mask_out(rest, others).sum(-1, keepdim=True)
     other = rest + pad(at_q, (0, 1)).flip(1).cumsum(1).flip(1)  # [n, k] the mass without y
-    left = positive(other + here)
+    left = clamp_positive(other + here)
 
     # 2. They are refused one after another.
     chance = torch.ones_like(here)
@@ -153,49 +155,51 @@ def in_turn(nodes: Nodes, k: int, weight: Tensor | None = None) -> tuple[Tensor,
     weights = []
     steps: Iterable[tuple[Tensor, Tensor, Tensor]] = [(weight, nodes.p * weight, weight)]
     if k > 1:
-        steps = traversal.in_turn(nodes.p, nodes.q, Draws(others), weight)
+        steps = traversal.refuse_in_order(nodes.p, nodes.q, Draws(others), weight)
     for i, (refused, p, _) in enumerate(steps):
         mass = left[:, i : i + 1]
         chances.append(chance * here / mass)
-        weights.append((p.gather(1, y) / positive(here / mass)).clamp(max=1))
+        weights.append((p.gather(1, y) / clamp_positive(here / mass)).clamp(max=1))
         chance = chance * other[:, i : i + 1] / mass * (1 - refused)
     return torch.cat(chances, 1), torch.cat(weights, 1)
 
 
-def rrs_wo(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
+def share_rrs_without_replacement(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
     """The shares [n, k] of `rrs-wo`. Refused tokens change the draws after them, so they are sampled."""
-    many = nodes.repeated()
-    chances, weights = in_turn(many, k)
-    return nodes.averaged(chances * weights)
+    many = nodes.repeat_samples()
+    chances, weights = accept_in_turn(many, k)
+    return nodes.average_samples(chances * weights)
 
 
-def gumbel(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
-    """The shares [n, k] of `gumbel`.
+def share_gumbel(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
+    """The shares [n, k] of `share_gumbel`.
 
     Target and draft share exponential times E: the output has the least E / p, the draws the k least E / q.
     Given that the output is y, the least E / p is exponential of rate 1, y's E is its p times that, and
     every other E is so, and an exponential time more.
     """
-    uniform = uniforms((1 + nodes.p.shape[1], len(nodes.p)), nodes.generator, nodes.p.device).T
+    uniform = sample_uniform(
+        (1 + nodes.p.shape[1], len(nodes.p)), nodes.generator, nodes.p.device
+    ).T
     more = -uniform[:, 1:].log().scatter(1, nodes.y[:, None], 0)
     times = more - uniform[:, :1].log() * nodes.p
-    drawn = most_likely(nodes.q / times, k) == nodes.y[:, None]
-    return drawn * (nodes.on(nodes.p) * (nodes.on(nodes.q) > 0))[:, None]
+    drawn = select_most_likely(nodes.q / times, k) == nodes.y[:, None]
+    return drawn * (nodes.gather_mass(nodes.p) * (nodes.gather_mass(nodes.q) > 0))[:, None]
 
 
-def kseq(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
-    """The shares [n, k] of `kseq`. If a draw of y is refused, a later one of y, or the residual, may output it too."""
+def share_kseq(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
+    """The shares [n, k] of `share_kseq`. If a draw of y is refused, a later one of y, or the residual, may output it too."""
     # 1. Of one draw, Pr(accepted), Pr(y, accepted), Pr(y, refused).
     p = nodes.p
     q = nodes.q
     number = torch.full_like(nodes.y[:, None], k)
-    both, beta = shared(p, q, smallest_rho(p, q, number))
-    paid = (1 - (1 - beta) ** number) / positive(beta)
+    both, beta = share_mass(p, q, find_smallest_rho(p, q, number))
+    paid = (1 - (1 - beta) ** number) / clamp_positive(beta)
     residual = subtract(p, both, paid.to(p.dtype))
-    last = nodes.on(residual) / positive(residual.sum(-1))
-    accepted = nodes.on(both)
+    last = nodes.gather_mass(residual) / clamp_positive(residual.sum(-1))
+    accepted = nodes.gather_mass(both)
     miss = 1 - beta.squeeze(1)
-    refused = nodes.on(q) - accepted
+    refused = nodes.gather_mass(q) - accepted
 
     # 2. The first draw of y is draw i; y is the output there, at a later draw, or at the end.
     columns = []
@@ -208,30 +212,32 @@ def kseq(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
     return torch.stack(columns, 1).to(p.dtype)
 
 
-def topk(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
-    """The shares [n, k] of `topk`: tokens that are drawn for sure carry all of their p. q: any scores."""
-    return (most_likely(nodes.q, k) == nodes.y[:, None]) * nodes.on(nodes.p)[:, None]
+def share_topk(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
+    """The shares [n, k] of `share_topk`: tokens that are drawn for sure carry all of their p. q: any scores."""
+    return (select_most_likely(nodes.q, k) == nodes.y[:, None]) * nodes.gather_mass(nodes.p)[
+        :, None
+    ]
 
 
-def greedy(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
-    """The shares [n, k] of `greedy`: k - 1 sure tokens, and a draw from the rest of q, accepted with min(1, p/q')."""
-    sure = topk(nodes, k - 1, scheme) * (nodes.on(nodes.q) > 0)[:, None]
-    rest = without(nodes.q, most_likely(nodes.q, k - 1))
+def share_greedy(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
+    """The shares [n, k] of `share_greedy`: k - 1 sure tokens, and a draw from the rest of q, accepted with min(1, p/q')."""
+    sure = share_topk(nodes, k - 1, scheme) * (nodes.gather_mass(nodes.q) > 0)[:, None]
+    rest = mask_out(nodes.q, select_most_likely(nodes.q, k - 1))
     last = torch.minimum(nodes.p, rest * scale(rest, torch.ones_like(rest[:, :1])))
-    return torch.cat([sure, nodes.on(last)[:, None]], 1)
+    return torch.cat([sure, nodes.gather_mass(last)[:, None]], 1)
 
 
-def spechub(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
-    """The shares [n, k] of `spechub`.
+def share_spechub(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
+    """The shares [n, k] of `share_spechub`.
 
     With a the most likely token, the draws are (y, a), (a, y), (i, a) or (a, j). i and j are sampled if y is a.
     """
     if k == 1:
-        return greedy(nodes, 1, scheme)
-    many = nodes.repeated()
+        return share_greedy(nodes, 1, scheme)
+    many = nodes.repeat_samples()
     y = nodes.y.repeat_interleave(nodes.samples)[:, None]
     a = many.q.argmax(-1, keepdim=True)
-    rest = without(many.q, a)
+    rest = mask_out(many.q, a)
     other = torch.where(y == a, sample(rest, nodes.generator)[:, None], y)
     absent = rest.sum(-1, keepdim=True) == 0
     other = other.masked_fill(absent, -1)
@@ -239,20 +245,23 @@ def spechub(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
     left = rest.sum(-1, keepdim=True)
     chance = torch.where(y == a, left, many.q.gather(1, other.clamp(min=0)))  # of (other, a)
     columns = []
-    for first, second, mass in ((other, a, chance), (a, other, at_a * chance / positive(left))):
+    for first, second, mass in (
+        (other, a, chance),
+        (a, other, at_a * chance / clamp_positive(left)),
+    ):
         plan = scheme.plan(many.p, many.q, Draws(torch.cat([first, second], 1))).gather(1, y) * mass
         columns.append(torch.cat([plan * (first == y), plan * (second == y)], 1))
     alone = many.p.gather(1, y) * (absent & (y == a))  # q is one-hot
     columns.append(torch.cat([alone, torch.zeros_like(alone)], 1))
-    return nodes.averaged(sum(columns, torch.zeros_like(columns[0])))
+    return nodes.average_samples(sum(columns, torch.zeros_like(columns[0])))
 
 
 def is_lp(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
     """The shares [n, k] of `is-lp`, whose draws are sampled."""
-    many = nodes.repeated()
-    tokens, chance = many.containing(many.q, torch.full_like(many.y[:, None], k), k)
+    many = nodes.repeat_samples()
+    tokens, chance = many.draw_containing_token(many.q, torch.full_like(many.y[:, None], k), k)
     chosen, selected = select(many.p, many.q, tokens, cast(IsLp, scheme).s)
-    return of_selected(nodes, many, chance, Selection(selected, tokens, chosen))
+    return share_selected(nodes, many, chance, Selection(selected, tokens, chosen))
 
 
 class Selection(NamedTuple):
@@ -264,7 +273,7 @@ class Selection(NamedTuple):
 
 
 class OptimalDraws(NamedTuple):
-    """Sampled draws of the `optimal` scheme at nodes, one of which is y.
+    """Sampled draws of the `share_optimal` scheme at nodes, one of which is y.
 
     samples: the `repeated` nodes. sure_tokens: [n, K] those that are draws for sure, -1 for none. chance: [n, 1] Pr(a
     random draw is y). selection: of one draw.
@@ -276,26 +285,30 @@ class OptimalDraws(NamedTuple):
     selection: Selection
 
 
-def of_optimal(nodes: Nodes, k: int, scheme: Optimal) -> OptimalDraws:
-    """Sample the draws of `optimal` at `repeated` nodes, given that one of them is y."""
-    many = nodes.repeated()
-    tops, number, rest = scheme.allot(many.q, torch.full_like(many.y[:, None], k), k)
-    tokens, chance = many.containing(rest, number, scheme.most(k))
-    draws = scheme.arranged(tops, tokens, nodes.generator)
-    selected, tokens, chosen = scheme.selection(many.p, many.q, draws)
+def draw_for_optimal(nodes: Nodes, k: int, scheme: Optimal) -> OptimalDraws:
+    """Sample the draws of `share_optimal` at `repeated` nodes, given that one of them is y."""
+    many = nodes.repeat_samples()
+    tops, number, rest = scheme.split_certain_and_random(
+        many.q, torch.full_like(many.y[:, None], k), k
+    )
+    tokens, chance = many.draw_containing_token(rest, number, scheme.count_max_iid_draws(k))
+    draws = scheme.arrange_draws(tops, tokens, nodes.generator)
+    selected, tokens, chosen = scheme.select_draw(many.p, many.q, draws)
     return OptimalDraws(many, tops, chance, Selection(selected, tokens, chosen))
 
 
-def optimal(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
-    """The shares [n, k] of `optimal`: those of the selected draw, and of the sure tokens."""
-    draws = of_optimal(nodes, k, cast(Optimal, scheme))
+def share_optimal(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
+    """The shares [n, k] of `share_optimal`: those of the selected draw, and of the sure tokens."""
+    draws = draw_for_optimal(nodes, k, cast(Optimal, scheme))
     many = draws.samples
-    share = of_selected(nodes, many, draws.chance, draws.selection)
-    sure = nodes.averaged((draws.sure_tokens == many.y[:, None]) * many.on(many.p)[:, None])
+    share = share_selected(nodes, many, draws.chance, draws.selection)
+    sure = nodes.average_samples(
+        (draws.sure_tokens == many.y[:, None]) * many.gather_mass(many.p)[:, None]
+    )
     return share[:, :k] * ~(sure > 0).any(-1, keepdim=True) + sure
 
 
-def of_selected(nodes: Nodes, many: Nodes, chance: Tensor, of: Selection) -> Tensor:
+def share_selected(nodes: Nodes, many: Nodes, chance: Tensor, of: Selection) -> Tensor:
     """The shares [n, K] if one draw is selected, and accepted as a draw of its distribution x.
 
     All draws of y together have min(p, x). The sampled draws only divide that among them, and add the residual's part.
@@ -306,27 +319,33 @@ def of_selected(nodes: Nodes, many: Nodes, chance: Tensor, of: Selection) -> Ten
         chance: [n samples, 1] Pr(a draw is y), as in the sampled draws.
         of: the selected draws at the repeated nodes.
     """
-    first = many.first(of.tokens)
+    first = many.mark_first_match(of.tokens)
     drawn = of.tokens == many.y[:, None]
-    accepted, unclaimed = one_draft(many.p, of.selected, of.tokens, of.chosen)
+    accepted, unclaimed = accept_one_draft(many.p, of.selected, of.tokens, of.chosen)
     refused = (1 - accepted.sum(-1, keepdim=True)).clamp(min=0)
-    residual = refused * many.on(unclaimed)[:, None] / positive(unclaimed.sum(-1, keepdim=True))
-    accepted_here = (accepted * drawn).sum(-1, keepdim=True) + TINY
-    which = nodes.averaged(first * accepted_here)
-    total = nodes.averaged(torch.minimum(many.on(many.p), many.on(of.selected))[:, None])
-    residual_share = nodes.averaged(first * residual * chance)
-    return total * which / positive(which.sum(-1, keepdim=True)) + residual_share
+    residual = (
+        refused
+        * many.gather_mass(unclaimed)[:, None]
+        / clamp_positive(unclaimed.sum(-1, keepdim=True))
+    )
+    accepted_here = (accepted * drawn).sum(-1, keepdim=True) + MIN_SELECTION_MASS
+    which = nodes.average_samples(first * accepted_here)
+    total = nodes.average_samples(
+        torch.minimum(many.gather_mass(many.p), many.gather_mass(of.selected))[:, None]
+    )
+    residual_share = nodes.average_samples(first * residual * chance)
+    return total * which / clamp_positive(which.sum(-1, keepdim=True)) + residual_share
 
 
-FORMS: Mapping[str, Form] = {
-    "single": greedy,
-    "greedy": greedy,
-    "topk": topk,
-    "rrs": rrs,
-    "rrs-wo": rrs_wo,
-    "gumbel": gumbel,
-    "kseq": kseq,
-    "spechub": spechub,
+SHARES_BY_SCHEME: Mapping[str, Form] = {
+    "single": share_greedy,
+    "greedy": share_greedy,
+    "topk": share_topk,
+    "rrs": share_rrs,
+    "rrs-wo": share_rrs_without_replacement,
+    "gumbel": share_gumbel,
+    "kseq": share_kseq,
+    "spechub": share_spechub,
     "is-lp": is_lp,
-    "optimal": optimal,
+    "optimal": share_optimal,
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from treespec.api.options import (
-    DRAFTER,
+    DRAFTER_HELP,
     HeadOptions,
     PlacementOptions,
     TargetOptions,
@@ -17,11 +17,11 @@ from treespec.api.options import (
 )
 from treespec.draft.spec import DrafterSpec
 from treespec.errors import InputError
-from treespec.eval.common import listed
-from treespec.options import MANY, SEEDS, TOKENS, either, option, shared
-from treespec.verify.facts import SCHEMES, known_scheme
+from treespec.eval.common import split_list
+from treespec.options import MAX_COUNT, MAX_SEED, MAX_TEXT_TOKENS, join_or, option, reuse_option
+from treespec.verify.facts import SCHEME_INFOS, parse_scheme
 
-LOSSLESS = tuple(name for name, scheme in SCHEMES.items() if scheme.lossless)
+LOSSLESS_SCHEMES = tuple(name for name, scheme in SCHEME_INFOS.items() if scheme.lossless)
 
 DRAWN_BY = {  # verifiers beyond the node: the scheme that makes the draws
     "block": "single",
@@ -34,13 +34,13 @@ DRAWN_BY = {  # verifiers beyond the node: the scheme that makes the draws
 FORMER_BOUNDS = {"bound": "rrs", "bound-wo": "rrs-wo"}
 
 
-def drawn_by(verifier: str) -> str:
+def find_draw_scheme(verifier: str) -> str:
     """The scheme that makes a verifier's draws, with its options."""
     kind, colon, options = verifier.partition(":")
     return DRAWN_BY.get(kind, kind) + colon + options
 
 
-PRESETS: dict[str, list[dict[str, Any]]] = tomllib.loads(
+PAPER_PRESETS: dict[str, list[dict[str, Any]]] = tomllib.loads(
     Path(__file__).with_name("presets.toml").read_text()
 )  # by name: its sweeps, each with the options that it settles
 
@@ -50,13 +50,18 @@ class AcceptanceConfig(HeadOptions, VariantOptions, PlacementOptions, TextOption
     """Raises InputError for a number out of its range, and without models."""
 
     out: str = option("folder for the rates")
-    target: str | None = shared(TargetOptions, "target", None)
-    preset: str | None = option(f"sweeps of a paper: {either(PRESETS)}", None, choices=PRESETS)
+    target: str | None = reuse_option(TargetOptions, "target", None)
+    preset: str | None = option(
+        f"sweeps of a paper: {join_or(PAPER_PRESETS)}", None, choices=PAPER_PRESETS
+    )
     answers_temperature: ClassVar[float] = 1.0
     max_length: ClassVar[int] = 1024  # most tokens of a conversation or piece
-    max_new_tokens: int = shared(TextOptions, "max_new_tokens", 256)
+    max_new_tokens: int = reuse_option(TextOptions, "max_new_tokens", 256)
     positions: int = option(
-        "number of positions, evenly spread over the text; 0 takes all", 200, least=0, most=MANY
+        "number of positions, evenly spread over the text; 0 takes all",
+        200,
+        least=0,
+        most=MAX_COUNT,
     )
     step: int = option(
         "draft step that q belongs to; from step 2 on the head runs on its own features",
@@ -65,7 +70,7 @@ class AcceptanceConfig(HeadOptions, VariantOptions, PlacementOptions, TextOption
         most=64,
     )
     verifier: str = option(
-        f"schemes, separated by commas: all, {either(LOSSLESS)}; with options as in is-lp:s=8",
+        f"schemes, separated by commas: all, {join_or(LOSSLESS_SCHEMES)}; with options as in is-lp:s=8",
         "all",
     )
     temperature: str = option("temperatures, separated by commas", "0.6,1", least=0, most=100)
@@ -83,7 +88,7 @@ class AcceptanceConfig(HeadOptions, VariantOptions, PlacementOptions, TextOption
         "keep the k most likely tokens of both distributions; 0 is off",
         0,
         least=0,
-        most=TOKENS * 10,
+        most=MAX_TEXT_TOKENS * 10,
     )
     top_p: float = option(
         "keep the most likely tokens of both distributions that hold this probability; 1 is off",
@@ -91,8 +96,8 @@ class AcceptanceConfig(HeadOptions, VariantOptions, PlacementOptions, TextOption
         above=0,
         most=1,
     )
-    samples: int = option("Monte-Carlo samples per position", 16, least=2, most=MANY)
-    seed: int = option("seed of the answers and samples", 0, least=0, most=SEEDS)
+    samples: int = option("Monte-Carlo samples per position", 16, least=2, most=MAX_COUNT)
+    seed: int = option("seed of the answers and samples", 0, least=0, most=MAX_SEED)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -116,7 +121,7 @@ class Case(NamedTuple):
     draws: int
 
 
-def sweeps(config: AcceptanceConfig) -> list[AcceptanceConfig]:
+def list_sweeps(config: AcceptanceConfig) -> list[AcceptanceConfig]:
     """List the configurations of the preset's sweeps; without a preset, the one that is given.
 
     Raises InputError for an option that the preset settles.
@@ -124,36 +129,36 @@ def sweeps(config: AcceptanceConfig) -> list[AcceptanceConfig]:
     if not config.preset:
         return [config]
     configs = []
-    for sweep in PRESETS[config.preset]:
+    for sweep in PAPER_PRESETS[config.preset]:
         for name in sweep:
             if getattr(config, name) != getattr(AcceptanceConfig, name):
-                flag = config.named(name)
+                flag = config.format_option_name(name)
                 raise InputError(f"--preset {config.preset} settles {flag}: leave out one")
         configs.append(replace(config, **sweep))
     return configs
 
 
-def cases(sweep: AcceptanceConfig) -> list[Case]:
+def list_cases(sweep: AcceptanceConfig) -> list[Case]:
     """List the cases of a sweep: each temperature with each draft temperature and number of draws."""
     combinations = product(
-        listed("temperature", sweep.temperature),
-        listed("draft-temperature", sweep.draft_temperature),
-        listed("draws", sweep.draws),
+        split_list("temperature", sweep.temperature),
+        split_list("draft-temperature", sweep.draft_temperature),
+        split_list("draws", sweep.draws),
     )
     return [Case(float(heat), draft, int(draws)) for heat, draft, draws in combinations]
 
 
-def schemes_in(verifiers: str, others: Iterable[str] = ()) -> list[str]:
+def parse_schemes(verifiers: str, others: Iterable[str] = ()) -> list[str]:
     """The distinct names in `--verifier`, all of them for "all". others: to offer in the error about an unknown one.
 
     Raises InputError for an unknown or lossy scheme.
     """
     names: list[str] = []
-    for name in listed("verifier", verifiers):
+    for name in split_list("verifier", verifiers):
         if name == "all":
-            names += LOSSLESS
+            names += LOSSLESS_SCHEMES
             continue
-        scheme, _ = known_scheme(name, True, others)
+        scheme, _ = parse_scheme(name, True, others)
         if not scheme.lossless:
             raise InputError(
                 f"verifier {name} is not lossless: its rate is not comparable; leave it out"
@@ -181,11 +186,11 @@ class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
 
     out: str = option("folder for the figures and the texts")
     drafter: str | None = option(
-        f"{DRAFTER}; several are separated by commas; those without a draft distribution have trees of their own",
+        f"{DRAFTER_HELP}; several are separated by commas; those without a draft distribution have trees of their own",
         None,
     )
     verifier: str = option(
-        f"verifiers, separated by commas: all, {either([*LOSSLESS, *DRAWN_BY])}; with options as in is-lp:s=8",
+        f"verifiers, separated by commas: all, {join_or([*LOSSLESS_SCHEMES, *DRAWN_BY])}; with options as in is-lp:s=8",
         "all",
     )
     tree: str = option(
@@ -210,15 +215,15 @@ class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
         "10^12 operations per second of that processor", None, above=0, most=1e6
     )
     temperature: str = option("temperatures, separated by commas", "0.3,0.6,1", least=0, most=100)
-    top_k: int = shared(AcceptanceConfig, "top_k", 0)
-    top_p: float = shared(AcceptanceConfig, "top_p", 1.0)
+    top_k: int = reuse_option(AcceptanceConfig, "top_k", 0)
+    top_p: float = reuse_option(AcceptanceConfig, "top_p", 1.0)
     samples: int = option(
         "samples of draws at each position, for schemes without a closed form",
         1,
         least=1,
-        most=MANY,
+        most=MAX_COUNT,
     )
-    seed: int = option("seed of the answers and samples", 0, least=0, most=SEEDS)
+    seed: int = option("seed of the answers and samples", 0, least=0, most=MAX_SEED)
 
     def __post_init__(self) -> None:
         if self.head and self.drafter:
@@ -235,7 +240,7 @@ class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
 
     @property
     def temperatures(self) -> list[str]:
-        return listed("temperature", self.temperature)
+        return split_list("temperature", self.temperature)
 
     @property
     def drafters(self) -> list[DrafterSpec]:
@@ -245,11 +250,11 @@ class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
 
     @property
     def trees(self) -> list[str]:
-        return listed("tree", self.tree)
+        return split_list("tree", self.tree)
 
     @property
     def batches(self) -> list[int]:
-        return list(map(int, listed("batch", self.batch)))
+        return list(map(int, split_list("batch", self.batch)))
 
     @property
     def verifiers(self) -> list[str]:
@@ -257,7 +262,7 @@ class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
         # 1. Schemes judge a node, the others whole paths.
         schemes = []
         path_verifiers = []
-        for name in listed("verifier", self.verifier):
+        for name in split_list("verifier", self.verifier):
             if name in FORMER_BOUNDS:
                 raise InputError(
                     f'--verifier {name} is no verifier: leave it out. The column "Bound of its draws" has each '
@@ -270,10 +275,10 @@ class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
 
         # 2. Those that are known; `all` names both kinds.
         for name in path_verifiers:
-            known_scheme(drawn_by(name))
+            parse_scheme(find_draw_scheme(name))
         names = []
         if schemes:
-            names += schemes_in(",".join(schemes), DRAWN_BY)
+            names += parse_schemes(",".join(schemes), DRAWN_BY)
         if "all" in schemes:
             names += DRAWN_BY
         return list(dict.fromkeys(names + path_verifiers))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from treespec.verify.distributions import positive, without
+from treespec.verify.distributions import clamp_positive, mask_out
 
 ORDER = 16  # terms of a series
 
@@ -37,9 +37,9 @@ class Parted:
 def split_masses(masses: Tensor, k: int) -> Parted:
     """The masses [n, V] so parted that k draws come from the others rarely, each."""
     tops, tokens = masses.topk(min(64 + 16 * k, masses.shape[-1]))
-    others = without(masses, tokens)
+    others = mask_out(masses, tokens)
     largest = others.amax(-1, keepdim=True)
-    ratios = others / positive(largest)
+    ratios = others / clamp_positive(largest)
     square = ratios * ratios
     low = torch.stack([torch.ones_like(ratios), ratios, square, square * ratios], 1)  # [n, 4, V]
     high = [ratios]  # of powers 1, 5, 9, 13
@@ -98,7 +98,7 @@ def find_distinct_chances(q: Tensor, y: Tensor, number: Tensor, k: int) -> Tenso
     q: [n, V], of sum 1 or 0. y: [n, 1]. number: [n, 1] how many draws are made.
     """
     most = max(1, int(number.max()))
-    before = count_distinct(without(q, y), most - 1, k)  # [n, k, most]
+    before = count_distinct(mask_out(q, y), most - 1, k)  # [n, k, most]
     is_drawn = torch.arange(most, device=q.device) < number
     return q.gather(1, y) * (before * is_drawn[:, None]).sum(-1)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from treespec.api.spec import Spec
-from treespec.draft.auto.cost import Cost, CostBy
+from treespec.draft.auto.cost import CostBy, CycleCost
 from treespec.engine.events import Cycle
 from treespec.errors import InputError
 from treespec.eval.texts import Text
@@ -17,10 +17,10 @@ from treespec.sampling.probs import SamplingParams
 from treespec.trees.shape import Policy
 from treespec.trees.tree import TokenTree
 from treespec.verify.topk import TopK
-from treespec.verify.walk import Judging, Verdict, answered, by_token, path_along
+from treespec.verify.walk import Judging, Verdict, index_links, run_all_or_raise, walk_chosen_path
 
-APART = ("embed", "lm_head", "output.")  # embeddings, in names of parameters
-SIZES = [2**i for i in range(13)]  # nodes at which a roofline is known
+EMBEDDING_NAMES = ("embed", "lm_head", "output.")  # embeddings, in names of parameters
+ROOFLINE_NODES = [2**i for i in range(13)]  # nodes at which a roofline is known
 
 
 @final
@@ -41,12 +41,12 @@ class Along:
         self.ahead = chain(tokens, repeat(0))
 
     def __call__(self, tree: TokenTree, p: Any, generator: torch.Generator) -> Verdict:
-        verdict: Verdict = answered([self.at_once(tree, p, generator)])[0]
+        verdict: Verdict = run_all_or_raise([self.verify_on_device(tree, p, generator)])[0]
         return verdict
 
-    def at_once(self, tree: TokenTree, p: Any, generator: torch.Generator) -> Judging:
+    def verify_on_device(self, tree: TokenTree, p: Any, generator: torch.Generator) -> Judging:
         links = yield torch.stack([tree.parents, tree.tokens])
-        return path_along(by_token(links.mT.tolist()), lambda node: next(self.ahead))
+        return walk_chosen_path(index_links(links.mT.tolist()), lambda node: next(self.ahead))
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Decoded:
     shape: str
     tree: Policy | None
 
-    def cycles(
-        self, spec: Spec, cost: Cost, text: Text, params: SamplingParams, seed: int
+    def decode_cycles(
+        self, spec: Spec, cost: CycleCost, text: Text, params: SamplingParams, seed: int
     ) -> list[Cycle]:
         """Decode along a text, cycle by cycle.
 
@@ -102,15 +102,15 @@ class Decoded:
         return cycles
 
 
-def seconds_of(cycle: Cycle, cost: Cost) -> float:
+def predict_cycle_seconds(cycle: Cycle, cost: CycleCost) -> float:
     """Predict the seconds of a cycle with this tree by the cost model."""
     depth = [0]
     for parent in cycle.parents[1:]:
         depth.append(depth[parent] + 1)
-    return float(cost.seconds(len(depth), max(depth), len(set(cycle.parents[1:]))))
+    return float(cost.predict_cycle(len(depth), max(depth), len(set(cycle.parents[1:]))))
 
 
-def roofline(spec: Spec, bandwidth: float, flops: float) -> CostBy:
+def build_roofline_cost(spec: Spec, bandwidth: float, flops: float) -> CostBy:
     """Model the cost of cycles by batch size on a processor with these bytes and operations per second.
 
     A forward reads each weight once, and takes two operations of it for each token. Keys and values do not count.
@@ -127,17 +127,17 @@ def roofline(spec: Spec, bandwidth: float, flops: float) -> CostBy:
         width = target.model.config.get_text_config().hidden_size
         read = rows * width * size
         for name, weight in model.named_parameters():
-            if not any(part in name for part in APART):
+            if not any(part in name for part in EMBEDDING_NAMES):
                 read += weight.nbytes
         return max(read / bandwidth, 2 * read / size * tokens / flops)
 
-    def cost(batch: int) -> Cost:
-        forward = tuple(seconds(target.model, target.vocab_size, batch * n) for n in SIZES)
+    def cost(batch: int) -> CycleCost:
+        forward = tuple(seconds(target.model, target.vocab_size, batch * n) for n in ROOFLINE_NODES)
         if head is None:
-            return Cost(tuple(SIZES), forward)
+            return CycleCost(tuple(ROOFLINE_NODES), forward)
         draft_tokens = target.vocab_size
         if head.vocabulary is not None:
             draft_tokens = len(head.vocabulary)
-        return Cost(tuple(SIZES), forward, seconds(head, draft_tokens, batch))
+        return CycleCost(tuple(ROOFLINE_NODES), forward, seconds(head, draft_tokens, batch))
 
     return cost

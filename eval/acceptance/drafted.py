@@ -25,7 +25,7 @@ from treespec.eval.acceptance.counts import count_rung_clocks, find_distinct_cha
 from treespec.eval.acceptance.path_probability import Pair
 from treespec.eval.intervals import Array
 from treespec.trees.static import StaticTree
-from treespec.verify.distributions import most_likely, positive, scale, without
+from treespec.verify.distributions import clamp_positive, mask_out, scale, select_most_likely
 from treespec.verify.optimal import Optimal
 from treespec.verify.rrs import RRS, RRSWithoutReplacement
 from treespec.verify.scheme import Scheme
@@ -54,7 +54,7 @@ def find_in_turn(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
 
         Pr(draw i + 1 is y) = integral over t of q(y) e^(-q(y) t) Pr(N(t) = i)
 
-    The integral is a trapezoid sum in log t, as that of `treespec.verify.rates.inside_prefixes`.
+    The integral is a trapezoid sum in log t, as that of `treespec.verify.rates.integrate_prefixes`.
     """
     # 1. The first draw is y with q(y).
     q = scale_to_one(nodes.q)
@@ -65,17 +65,17 @@ def find_in_turn(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
 
     # 2. The interval of log t. Of s tokens, s < k, the last to ring is the s-th.
     last = (q > 0).sum(-1, keepdim=True).clamp(max=k)
-    top_tokens = most_likely(q, k - 1)
+    top_tokens = select_most_likely(q, k - 1)
     is_before_last = torch.arange(k - 1, device=q.device) < last - 1
-    left = without(q, top_tokens.masked_fill(~is_before_last, -1)).sum(-1, keepdim=True)
+    left = mask_out(q, top_tokens.masked_fill(~is_before_last, -1)).sum(-1, keepdim=True)
     start = math.log(gammaincinv(2, LOST_MASS))
-    span = math.log(gammainccinv(k, LOST_MASS)) - start - positive(left).log()
+    span = math.log(gammainccinv(k, LOST_MASS)) - start - clamp_positive(left).log()
     points = math.ceil(span.max().item() * (3 + k / 4))
     step = span / points
 
     # 3. The sum.
     times = (start + step * torch.arange(points + 1, device=q.device)).exp()  # [n, T]
-    rung = count_rung_clocks(without(q, y), times, k)  # [n, T, k]
+    rung = count_rung_clocks(mask_out(q, y), times, k)  # [n, T, k]
     density = here * times * (-here * times).exp() * step
     chances = (density[..., None] * rung).sum(1)
     chances[:, 0] = here.squeeze(1)
@@ -86,9 +86,9 @@ def find_in_tops_and_one(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
     """[n, k] Pr(draw i is y) of the k - 1 most likely tokens and one draw from the rest."""
     q = scale_to_one(nodes.q)
     y = nodes.y[:, None]
-    top_tokens = most_likely(q, k - 1)
+    top_tokens = select_most_likely(q, k - 1)
     is_top = (top_tokens == y) & (q.gather(1, y) > 0)
-    rest = scale_to_one(without(q, top_tokens))
+    rest = scale_to_one(mask_out(q, top_tokens))
     return torch.cat([is_top.double(), rest.gather(1, y)], 1)
 
 
@@ -100,22 +100,26 @@ def find_in_hub_pairs(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
     if k == 1:
         return here
     hub = q.argmax(-1, keepdim=True)
-    rest = without(q, hub)
+    rest = mask_out(q, hub)
     left = rest.sum(-1, keepdim=True)
-    second = torch.where(y == hub, left, q.gather(1, hub) * rest.gather(1, y) / positive(left))
+    second = torch.where(
+        y == hub, left, q.gather(1, hub) * rest.gather(1, y) / clamp_positive(left)
+    )
     return torch.cat([here, second], 1)
 
 
 def find_in_tops(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
     """[n, k] whether draw i is y, of the k most likely tokens. q: any scores."""
-    return (most_likely(nodes.q, k) == nodes.y[:, None]).double()
+    return (select_most_likely(nodes.q, k) == nodes.y[:, None]).double()
 
 
 def find_in_tops_and_tail(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
     """[n, k] Pr(child i is y) of `optimal`: sure tokens, then the distinct ones of its independent draws."""
     # 1. The sure tokens, and the place of y among the distinct draws.
     scheme = cast(Optimal, scheme)
-    tops, number, rest = scheme.allot(nodes.q, torch.full_like(nodes.y[:, None], k), k)
+    tops, number, rest = scheme.split_certain_and_random(
+        nodes.q, torch.full_like(nodes.y[:, None], k), k
+    )
     distinct = find_distinct_chances(scale_to_one(rest), nodes.y[:, None], number, k)
 
     # 2. The draws stand behind the sure tokens.
@@ -166,7 +170,7 @@ class DraftedTexts:
         return find, SAME_FOR_MORE.get(find, pair.scheme)
 
     def add_level(self, nodes: Nodes, scored: Nodes) -> None:
-        """Take the draws of the next level; as `treespec.eval.acceptance.path_probability.followed` has them."""
+        """Take the draws of the next level; as `treespec.eval.acceptance.path_probability.follow_pairs` has them."""
         # 1. Which draws, and how many of them.
         numbers = defaultdict[tuple[FindDraws, Scheme], set[int]](set)
         for pair in self.pairs:
@@ -186,7 +190,7 @@ class DraftedTexts:
                 for k in counts:
                     level[find, scheme, k] = find(source, k, scheme)
         self.chances.append(level)
-        self.odds.append(positive(nodes.on(nodes.p)).double())
+        self.odds.append(clamp_positive(nodes.gather_mass(nodes.p)).double())
 
     def limit_kept(self, pair: Pair) -> Tensor:
         """[n, D + 1] C_0 … C_D, D the depth of the pair's tree: no lossless verifier of its draws has a larger R."""

@@ -20,66 +20,74 @@ import torch
 from torch import Tensor
 
 from treespec.eval.acceptance.acceptance_shares import (
-    DRAWS,
-    FORMS,
-    TINY,
+    MIN_SELECTION_MASS,
+    RRS_WITHOUT_REPLACEMENT,
+    SHARES_BY_SCHEME,
     Nodes,
-    in_turn,
-    of_optimal,
+    accept_in_turn,
+    draw_for_optimal,
 )
 from treespec.trees.static import StaticTree
-from treespec.verify.distributions import positive
+from treespec.verify.distributions import clamp_positive
 from treespec.verify.optimal import Optimal
 from treespec.verify.scheme import Scheme
 from treespec.verify.topk import TopK
 
 
 @dataclass(frozen=True)
-class Way:
+class PathTerm:
     """A node that may hold the next tokens of a text. reach, weight: [n]; their product is its part of R."""
 
     reach: Tensor
     weight: Tensor
 
 
-def shared(columns: Tensor, nodes: Nodes) -> Tensor:
+def share_columns(columns: Tensor, nodes: Nodes) -> Tensor:
     """Divide probabilities [n, k] by the target's probability of y; [k, n] in float64."""
-    return (columns / positive(nodes.on(nodes.p))[:, None]).double().T
+    return (columns / clamp_positive(nodes.gather_mass(nodes.p))[:, None]).double().T
 
 
-def judged_last(way: Way, nodes: Nodes, parts: tuple[Tensor, Tensor]) -> list[Way]:
+def list_leaf_first_ways(
+    way: PathTerm, nodes: Nodes, parts: tuple[Tensor, Tensor]
+) -> list[PathTerm]:
     """Follow k draws that are judged after all nodes below them: a way for each.
 
     parts: [n, k] Pr(draw k is y, and all before it are refused), and w of it.
     """
     chances, weights = parts
     below = []
-    for chance, weight in zip(shared(chances, nodes), weights.double().T, strict=True):
-        below.append(Way(way.reach * chance, weight))
+    for chance, weight in zip(share_columns(chances, nodes), weights.double().T, strict=True):
+        below.append(PathTerm(way.reach * chance, weight))
     return below
 
 
-def block_optimal(nodes: Nodes, k: int, weight: Tensor, scheme: Optimal) -> tuple[Tensor, Tensor]:
-    """Follow the draws of `treespec.verify.block_optimal`; as `in_turn`."""
+def weigh_block_optimal(
+    nodes: Nodes, k: int, weight: Tensor, scheme: Optimal
+) -> tuple[Tensor, Tensor]:
+    """Follow the draws of `treespec.verify.block_optimal`; as `accept_in_turn`."""
     # 1. y is the selected draw with x(y): which draw that is.
     nodes = replace(nodes, p=nodes.p * weight)
-    optimal = of_optimal(nodes, k, scheme)
+    optimal = draw_for_optimal(nodes, k, scheme)
     many = optimal.samples
     tokens = optimal.selection.tokens
-    chosen = (optimal.selection.chosen * (tokens == many.y[:, None])).sum(-1, keepdim=True) + TINY
-    which = nodes.averaged(many.first(tokens) * chosen)
+    chosen = (optimal.selection.chosen * (tokens == many.y[:, None])).sum(
+        -1, keepdim=True
+    ) + MIN_SELECTION_MASS
+    which = nodes.average_samples(many.mark_first_match(tokens) * chosen)
     x = optimal.selection.selected.view(len(nodes.y), nodes.samples, -1)[:, 0]
     tops = optimal.sure_tokens.view(len(nodes.y), nodes.samples, -1)[:, 0]
-    at_x = nodes.on(x)[:, None]
-    at_p = nodes.on(nodes.p)[:, None]
-    chances = at_x * which[:, :k] / positive(which.sum(-1, keepdim=True))
+    at_x = nodes.gather_mass(x)[:, None]
+    at_p = nodes.gather_mass(nodes.p)[:, None]
+    chances = at_x * which[:, :k] / clamp_positive(which.sum(-1, keepdim=True))
 
     # 2. Or it is sure, and those before it are refused.
     rest = (nodes.p - x).clamp(min=0)
     taken = rest.gather(1, tops.clamp(min=0)) * (tops >= 0)
     left = rest.sum(-1, keepdim=True) + (1 - weight) - taken.cumsum(-1) + taken
     sure = tops == nodes.y[:, None]
-    weights = torch.where(sure, taken / positive(left), at_p / positive(at_x)).clamp(max=1)
+    weights = torch.where(sure, taken / clamp_positive(left), at_p / clamp_positive(at_x)).clamp(
+        max=1
+    )
     return torch.where(sure, left, chances), weights
 
 
@@ -110,12 +118,12 @@ class Pair:
         if greedy or self.sure:
             return TopK.drawing
         if self.verifier == "gumbel":
-            return DRAWS.drawing
+            return RRS_WITHOUT_REPLACEMENT.drawing
         return self.scheme.drawing
 
-    def below(
-        self, way: Way, nodes: Nodes, k: int, sure: bool, shares: dict[tuple[str, int], Tensor]
-    ) -> list[Way]:
+    def list_ways_below(
+        self, way: PathTerm, nodes: Nodes, k: int, sure: bool, shares: dict[tuple[str, int], Tensor]
+    ) -> list[PathTerm]:
         """Follow k draws below a way at n nodes: a way for each.
 
         Args:
@@ -128,10 +136,10 @@ class Pair:
         # 1. Verifiers of whole paths.
         weight = way.weight[:, None].to(nodes.p.dtype)
         if not sure and self.verifier in ("block", "traversal"):
-            return judged_last(way, nodes, in_turn(nodes, k, weight))
+            return list_leaf_first_ways(way, nodes, accept_in_turn(nodes, k, weight))
         if not sure and self.verifier.startswith("block-optimal"):
-            parts = block_optimal(nodes, k, weight, cast(Optimal, self.scheme))
-            return judged_last(way, nodes, parts)
+            parts = weigh_block_optimal(nodes, k, weight, cast(Optimal, self.scheme))
+            return list_leaf_first_ways(way, nodes, parts)
 
         # 2. Others step by step. Of one draw, all schemes but gumbel make the same.
         name = self.verifier
@@ -140,9 +148,11 @@ class Pair:
         elif k == 1 and self.verifier != "gumbel":
             name = "single"
         if (name, k) not in shares:
-            share = FORMS.get(name, FORMS[self.scheme.name])(nodes, k, self.scheme)
-            shares[name, k] = shared(share, nodes)
-        return [Way(way.reach * share, way.weight) for share in shares[name, k]]
+            share = SHARES_BY_SCHEME.get(name, SHARES_BY_SCHEME[self.scheme.name])(
+                nodes, k, self.scheme
+            )
+            shares[name, k] = share_columns(share, nodes)
+        return [PathTerm(way.reach * share, way.weight) for share in shares[name, k]]
 
 
 @dataclass
@@ -153,7 +163,7 @@ class FollowedPair:
     """
 
     pair: Pair
-    ways: dict[tuple[int, ...], Way]
+    ways: dict[tuple[int, ...], PathTerm]
     kept: list[Tensor]
 
     def follow_level(
@@ -165,7 +175,7 @@ class FollowedPair:
             nodes: p, q and y after each token of the text.
             is_greedy: whether the temperature is 0, where the draws are the most likely tokens.
             scored: `nodes` with scores for q, which tell the most likely tokens.
-            shares: those of `Pair.below` at this level.
+            shares: those of `Pair.score_children` at this level.
         """
         # 1. The ways one token further.
         depth = len(self.kept) - 1
@@ -175,7 +185,9 @@ class FollowedPair:
         total = torch.zeros_like(self.kept[0])
         for path in list(self.ways):
             if len(path) == depth and path in self.pair.draws:
-                below = self.pair.below(self.ways[path], nodes, self.pair.draws[path], sure, shares)
+                below = self.pair.list_ways_below(
+                    self.ways[path], nodes, self.pair.draws[path], sure, shares
+                )
                 # 2. What they keep of the text.
                 for i, way in enumerate(below):
                     self.ways[(*path, i)] = way
@@ -183,7 +195,7 @@ class FollowedPair:
         self.kept.append(total)
 
 
-def followed(
+def follow_pairs(
     pairs: Sequence[Pair], steps: Iterable[tuple[Nodes, Nodes]], greedy: bool
 ) -> list[Tensor]:
     """Follow a text of n tokens down the trees of pairs.
@@ -201,7 +213,9 @@ def followed(
     for depth, (nodes, scored) in enumerate(steps):
         if depth == 0:
             ones = torch.ones(len(nodes.y), dtype=torch.float64)
-            followed_pairs = [FollowedPair(pair, {(): Way(ones, ones)}, [ones]) for pair in pairs]
+            followed_pairs = [
+                FollowedPair(pair, {(): PathTerm(ones, ones)}, [ones]) for pair in pairs
+            ]
         shares: dict[tuple[str, int], Tensor] = {}
         for followed_pair in followed_pairs:
             if depth < followed_pair.pair.tree.max_depth:

@@ -11,19 +11,30 @@ import torch
 from torch import Tensor
 
 from treespec.errors import InputError
-from treespec.eval.acceptance.config import AcceptanceConfig, Case, cases, schemes_in, sweeps
-from treespec.eval.acceptance.sources import Coordinates, Logits, collected, given
-from treespec.eval.acceptance.table import Row, report_of
-from treespec.eval.common import Report, Step, silent
+from treespec.eval.acceptance.config import (
+    AcceptanceConfig,
+    Case,
+    list_cases,
+    list_sweeps,
+    parse_schemes,
+)
+from treespec.eval.acceptance.sources import (
+    Coordinates,
+    Logits,
+    collect_logits,
+    load_published_distributions,
+)
+from treespec.eval.acceptance.table import Row, build_acceptance_report
+from treespec.eval.common import ProgressStep, Report, ignore_report
 from treespec.eval.intervals import Figure, Z, compute_t_quantile
-from treespec.eval.report import markdown, page
+from treespec.eval.report import render_markdown, render_page
 from treespec.files.atomic import locked, write_json, write_text
-from treespec.sampling.probs import SamplingParams, probs
-from treespec.verify.rates import find_optimum, measured
-from treespec.verify.registry import scheme_by_name
+from treespec.sampling.probs import SamplingParams, compute_probs
+from treespec.verify.rates import find_optimum, measure_rate
+from treespec.verify.registry import load_scheme
 from treespec.verify.scheme import Scheme
 
-ELEMENTS = 1 << 24  # most elements of a [rows, V] tensor: 64 MiB in float32
+MAX_TENSOR_ELEMENTS = 1 << 24  # most elements of a [rows, V] tensor: 64 MiB in float32
 
 # The name of a scheme, or None for α*; and how its draws are made, None if α* of that is not known
 RateKey = tuple[str | None, str | None]
@@ -31,7 +42,7 @@ RateKey = tuple[str | None, str | None]
 Rates = dict[RateKey, Tensor]
 
 
-def accept(config: AcceptanceConfig, report: Report = silent) -> dict[str, Any]:
+def accept(config: AcceptanceConfig, report: Report = ignore_report) -> dict[str, Any]:
     """Collect logits, or take the given distributions, then rate every scheme.
 
     Writes and returns OUT/acceptance.json; also writes OUT/acceptance.md and .html. Its fields:
@@ -40,14 +51,14 @@ def accept(config: AcceptanceConfig, report: Report = silent) -> dict[str, Any]:
     """
     # 1. What is compared, and where p and q come from.
     planned = []
-    for sweep in sweeps(config):
-        for case in cases(sweep):
-            planned.append((sweep, case, schemes_in(sweep.verifier)))
+    for sweep in list_sweeps(config):
+        for case in list_cases(sweep):
+            planned.append((sweep, case, parse_schemes(sweep.verifier)))
     with locked(config.out):
         if config.given:
-            logits, environment = given()
+            logits, environment = load_published_distributions()
         else:
-            logits, environment = collected(config, report)
+            logits, environment = collect_logits(config, report)
 
         # 2. The rates of every case.
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -57,13 +68,13 @@ def accept(config: AcceptanceConfig, report: Report = silent) -> dict[str, Any]:
         tables: dict[AcceptanceConfig, list[Row]] = defaultdict(list)
         for done, (sweep, case, names) in enumerate(planned):
             text = f"rates at temperature {case.temperature:g} of {case.draws} draws"
-            report(Step(done, len(planned), text))
-            schemes = {name: scheme_by_name(name) for name in names}
-            rated, refused = rate(logits, sweep, case, schemes, generator)
+            report(ProgressStep(done, len(planned), text))
+            schemes = {name: load_scheme(name) for name in names}
+            rated, refused = compute_scheme_rates(logits, sweep, case, schemes, generator)
             left_out = refused | left_out
             if not rated:
                 raise InputError("; ".join(refused.values()))
-            tables[sweep] += rows_of(rated, case, logits)
+            tables[sweep] += build_rate_rows(rated, case, logits)
 
         # 3. The files.
         environment |= {"treespec": version("treespec"), "rates on": str(generator.device)}
@@ -74,14 +85,14 @@ def accept(config: AcceptanceConfig, report: Report = silent) -> dict[str, Any]:
             "sweeps": list(tables.values()),
         }
         out = Path(config.out)
-        tables_and_notes = report_of(result)
+        tables_and_notes = build_acceptance_report(result)
         write_json(out / "acceptance.json", result)
-        write_text(out / "acceptance.md", markdown(tables_and_notes))
-        write_text(out / "acceptance.html", page(tables_and_notes, "Acceptance rates"))
+        write_text(out / "acceptance.md", render_markdown(tables_and_notes))
+        write_text(out / "acceptance.html", render_page(tables_and_notes, "Acceptance rates"))
     return result
 
 
-def rate(
+def compute_scheme_rates(
     logits: Logits,
     sweep: AcceptanceConfig,
     case: Case,
@@ -104,20 +115,20 @@ def rate(
     # 1. Positions in chunks, so that a [rows, V] tensor fits in memory.
     chunks: dict[Any, list[Tensor]] = defaultdict(list)  # [2, rows] each
     refused: dict[str, str] = {}
-    rows = max(1, ELEMENTS // logits.p.shape[1])
+    rows = max(1, MAX_TENSOR_ELEMENTS // logits.p.shape[1])
     params = SamplingParams(case.temperature, sweep.top_k, sweep.top_p)
     draft_params = params
     if case.draft != "same":
         draft_params = SamplingParams(float(case.draft), sweep.top_k, sweep.top_p)
     for p_logits, q_logits in zip(logits.p.split(rows), logits.q.split(rows), strict=True):
-        p = probs(p_logits.to(generator.device), params)  # [B, V]
-        q = probs(q_logits.to(generator.device), draft_params)  # [B, V]
+        p = compute_probs(p_logits.to(generator.device), params)  # [B, V]
+        q = compute_probs(q_logits.to(generator.device), draft_params)  # [B, V]
 
         # 2. The schemes, and α* of their draws.
         rated_schemes = list[Scheme]()
         for name, scheme in schemes.items():
             try:
-                rates_and_errors = measured(scheme, p, q, case.draws, generator, sweep.samples)
+                rates_and_errors = measure_rate(scheme, p, q, case.draws, generator, sweep.samples)
             except InputError as error:
                 refused[name] = str(error).partition(";")[0]
             else:
@@ -136,7 +147,7 @@ def rate(
 
 
 def order_by_draws(rated: Rates) -> list[RateKey]:
-    """Order the keys of rates as `rate` returns them."""
+    """Order the keys of rates as `compute_scheme_rates` returns them."""
     kinds: list[str | None] = []
     for _, kind in rated:
         if kind is not None and kind not in kinds:
@@ -163,7 +174,7 @@ def find_optima(schemes: Iterable[Scheme], p: Tensor, q: Tensor, k: int) -> dict
     return optima
 
 
-def rows_of(rated: Rates, case: Case, logits: Logits) -> Iterator[Row]:
+def build_rate_rows(rated: Rates, case: Case, logits: Logits) -> Iterator[Row]:
     """Make a row for each method; with given distributions, for each pair of them and method.
 
     at: temperature, draft (its temperature), draws and, for given distributions, which. method: of

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from treespec.api.spec import Spec
-from treespec.draft.heads.loading import draft_steps, rollout
+from treespec.draft.heads.loading import draft_steps, roll_out_drafts
 from treespec.errors import InputError
 from treespec.eval.acceptance.config import AcceptanceConfig
 from treespec.eval.common import Report
-from treespec.eval.texts import Passage, describe, load_models, passages_of
+from treespec.eval.texts import Passage, describe, iterate_passages, load_models
 
 FIGURE_2 = Path(__file__).with_name("figure2.json")
 Coordinates = dict[str, str | float]
@@ -34,14 +34,16 @@ class Logits:
     names: Sequence[Coordinates] = ()
 
 
-def collected(config: AcceptanceConfig, report: Report) -> Collected:
+def collect_logits(config: AcceptanceConfig, report: Report) -> Collected:
     """Collect the models' logits along a text. Raises InputError for models and texts that cannot be used."""
     spec = load_models(config, config.head, Path(config.out) / "acceptance.json", report)
-    passages = list(passages_of(config, spec, report))
-    return logits_of(spec, passages, config.step, config.positions), describe(spec.target)
+    passages = list(iterate_passages(config, spec, report))
+    return gather_step_logits(spec, passages, config.step, config.positions), describe(spec.target)
 
 
-def logits_of(spec: Spec, passages: Sequence[Passage], step: int, positions: int = 0) -> Logits:
+def gather_step_logits(
+    spec: Spec, passages: Sequence[Passage], step: int, positions: int = 0
+) -> Logits:
     """Compute the logits at draft step `step`, on the CPU in the model's dtype.
 
     positions: their number, evenly spread over all passages; 0 takes all. Raises InputError if the
@@ -82,17 +84,19 @@ def logits_of(spec: Spec, passages: Sequence[Passage], step: int, positions: int
         rows = counted_rows[is_taken]
         if len(rows):
             aux_layers = head.aux_layers
-            features = target.features(passage.tokens[None], aux_layers, last=True)[0]  # [T, F]
-            inputs, last = target.parted(features, aux_layers)
+            features = target.compute_features(passage.tokens[None], aux_layers, last=True)[
+                0
+            ]  # [T, F]
+            inputs, last = target.split_features(features, aux_layers)
             tokens = passage.tokens.to(features.device)
-            *_, draft_logits = rollout(head, target, tokens, inputs, step, spec.sharpness)
-            p.append(target.output_logits(last[rows + step]).cpu())
+            *_, draft_logits = roll_out_drafts(head, target, tokens, inputs, step, spec.sharpness)
+            p.append(target.compute_output_logits(last[rows + step]).cpu())
             q.append(draft_logits[rows].cpu())
             group.append(torch.full((len(rows),), passage.group))
     return Logits(torch.cat(p), torch.cat(q), torch.cat(group))
 
 
-def given() -> Collected:
+def load_published_distributions() -> Collected:
     """Load the distributions of Khisti et al. 2025, Figure 2, and a toy example.
 
     A uniform draft on 3 tokens against the target (t1, t2, 1 - t1 - t2), for two t1 and 13 t2.

@@ -8,31 +8,33 @@ and a column per method. τ has a table for each temperature, and plots.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from treespec.eval.report import Cell, Plot, Report, Table, notes, percent
+from treespec.eval.report import Cell, EvalReport, Plot, Table, list_notes, to_percent
 
 Row = dict[str, Any]  # one method at one combination, as `rows_of` makes it
-KINDS = {  # of figures in a row, by what their tables are called
+FIGURE_KINDS = {  # of figures in a row, by what their tables are called
     "rate": "Acceptance rate α in %",
     "gap": "Below α* of its own draws, in points",
 }
-SHORT = {"temperature": "T", "draws": "K"}
-SHOWN = 8  # depths whose α a table has
+SHORT_LABELS = {"temperature": "T", "draws": "K"}
+MAX_SHOWN_DEPTHS = 8  # depths whose α a table has
 
 
-def report_of(result: dict[str, Any]) -> Report:
+def build_acceptance_report(result: dict[str, Any]) -> EvalReport:
     """Make the report of acceptance rates: OUT/acceptance.md, OUT/acceptance.html and the terminal show it."""
     tables = []
     sampled = []
     for rows in result["sweeps"]:
-        for kind in KINDS:
-            tables.append(table_of(rows, kind))
+        for kind in FIGURE_KINDS:
+            tables.append(build_sweep_table(rows, kind))
         sampled += [row for row in rows if row["noise"]]
     first = result["sweeps"][0][0]
-    return Report(tables, notes("acceptance/notes.txt", **result, sampled=sampled, first=first))
+    return EvalReport(
+        tables, list_notes("acceptance/notes.txt", **result, sampled=sampled, first=first)
+    )
 
 
-def table_of(rows: Sequence[Row], kind: str) -> Table:
-    """Make the table of one kind of figures of a sweep. kind: a key of `KINDS`."""
+def build_sweep_table(rows: Sequence[Row], kind: str) -> Table:
+    """Make the table of one kind of figures of a sweep. kind: a key of `FIGURE_KINDS`."""
     by_pair = set(rows[0]["at"]) > {"temperature", "draft", "draws"}
     lines: dict[str, dict[str, Cell]] = {}
     for row in rows:
@@ -41,8 +43,8 @@ def table_of(rows: Sequence[Row], kind: str) -> Table:
         if by_pair:
             line, column = column, line
         if row[kind] is not None:
-            lines.setdefault(line, {"": line})[column] = percent(row[kind])
-    return Table(KINDS[kind], [""], list(lines.values()))
+            lines.setdefault(line, {"": line})[column] = to_percent(row[kind])
+    return Table(FIGURE_KINDS[kind], [""], list(lines.values()))
 
 
 def name_place(at: Mapping[str, Any]) -> str:
@@ -51,11 +53,11 @@ def name_place(at: Mapping[str, Any]) -> str:
     for name, x in at.items():
         if x != "same":
             value = f"{x:.3g}" if isinstance(x, float) else x
-            words.append(f"{SHORT.get(name, name)}={value}")
+            words.append(f"{SHORT_LABELS.get(name, name)}={value}")
     return " ".join(words)
 
 
-def report_of_tau(found: Mapping[str, Any]) -> Report:
+def report_of_tau(found: Mapping[str, Any]) -> EvalReport:
     """Make the report of OUT/tau.json: a table by temperature, plots of τ, and how to read them."""
     rows = found["rows"]
     temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
@@ -63,7 +65,7 @@ def report_of_tau(found: Mapping[str, Any]) -> Report:
     if len({row["drafter"] for row in rows}) > 1:
         labels = ["drafter", "tree", "verifier"]
     tables = [make_tau_table(rows, temperature, labels) for temperature in temperatures]
-    return Report(tables, list_tau_notes(found), plots=plot_tau(found, temperatures, labels))
+    return EvalReport(tables, list_tau_notes(found), plots=plot_tau(found, temperatures, labels))
 
 
 def make_tau_table(rows: Sequence[Row], temperature: float, labels: Sequence[str]) -> Table:
@@ -78,7 +80,7 @@ def make_tau_table(rows: Sequence[Row], temperature: float, labels: Sequence[str
             cells["Of the first"] = row["ratio"]
             for batch, speed in row["speed"].items():
                 cells[f"Speed, batch {batch}"] = speed["over_one"]
-            for depth, alpha in enumerate(row["alpha"][:SHOWN], 1):
+            for depth, alpha in enumerate(row["alpha"][:MAX_SHOWN_DEPTHS], 1):
                 cells[f"α {depth}"] = alpha
             lines.append(cells)
     columns = [name.capitalize() for name in labels]
@@ -92,10 +94,10 @@ def plot_tau(
     plots = []
     for temperature in temperatures:
         title = f"τ by nodes, temperature {temperature:g}"
-        lines = lines_of(found, labels, "nodes", temperature=temperature)
+        lines = collect_plot_lines(found, labels, "nodes", temperature=temperature)
         plots.append(Plot(title, "nodes", lines))
     for tree in dict.fromkeys(row["tree"] for row in found["rows"]):
-        lines = lines_of(found, labels, "temperature", tree=tree)
+        lines = collect_plot_lines(found, labels, "temperature", tree=tree)
         plots.append(Plot(f"τ by temperature, {tree}", "temperature", lines))
     return [plot for plot in plots if max(map(len, plot.lines.values()), default=0) > 1]
 
@@ -140,7 +142,7 @@ def describe_bounds(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def lines_of(
+def collect_plot_lines(
     found: Mapping[str, Any], by: Sequence[str], along: str, **where: Any
 ) -> dict[str, list[tuple[float, Any]]]:
     """Collect the lines of a plot of τ.

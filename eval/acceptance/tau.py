@@ -28,23 +28,23 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from treespec.api.spec import Spec
-from treespec.draft.calibration import sharpened
+from treespec.draft.calibration import scale_by_sharpness
 from treespec.draft.heads.loading import draft_along, draft_steps
 from treespec.errors import InputError
 from treespec.eval.acceptance.acceptance_shares import Nodes
 from treespec.eval.acceptance.config import TauConfig
-from treespec.eval.acceptance.decoded import Decoded, roofline, seconds_of
+from treespec.eval.acceptance.decoded import Decoded, build_roofline_cost, predict_cycle_seconds
 from treespec.eval.acceptance.drafted import DraftedTexts, count_fewest_cycles
-from treespec.eval.acceptance.path_probability import Pair, followed
+from treespec.eval.acceptance.path_probability import Pair, follow_pairs
 from treespec.eval.acceptance.table import report_of_tau
-from treespec.eval.acceptance.tau_pairs import Costs, Measured, MeasuredPair, pairs_of
-from treespec.eval.acceptance.tau_rows import TauRow, TextTotals, rows_of, tabulate_totals
-from treespec.eval.common import Report, Step, silent
+from treespec.eval.acceptance.tau_pairs import Costs, Measured, MeasuredPair, list_pairs
+from treespec.eval.acceptance.tau_rows import TauRow, TextTotals, build_tau_rows, tabulate_totals
+from treespec.eval.common import ProgressStep, Report, ignore_report
 from treespec.eval.intervals import Array
-from treespec.eval.report import markdown, page
-from treespec.eval.texts import Text, describe, kept_texts, load_specs
+from treespec.eval.report import render_markdown, render_page
+from treespec.eval.texts import Text, describe, load_or_write_texts, load_specs
 from treespec.files.atomic import locked, write_json, write_text
-from treespec.sampling.probs import SamplingParams, probs
+from treespec.sampling.probs import SamplingParams, compute_probs
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class MeasuredDrafter:
     costs: Costs
 
 
-def measure(config: TauConfig, report: Report = silent) -> dict[str, Any]:
+def measure_tau(config: TauConfig, report: Report = ignore_report) -> dict[str, Any]:
     """Write and return OUT/tau.json: config, environment, left_out, and rows by temperature, drafter, tree, verifier.
 
     Also writes OUT/tau.md and .html. Raises InputError for bad input.
@@ -65,7 +65,7 @@ def measure(config: TauConfig, report: Report = silent) -> dict[str, Any]:
     # 1. The models, and what is compared.
     out = Path(config.out)
     rows = list[TauRow]()
-    pairs_by_drafter, left_out = pairs_of(config)
+    pairs_by_drafter, left_out = list_pairs(config)
     with locked(out):
         names = [drafter.written for drafter in config.drafters]
         specs = load_specs(config, names, out / "tau.json", report)
@@ -73,7 +73,7 @@ def measure(config: TauConfig, report: Report = silent) -> dict[str, Any]:
         for spec, pairs in zip(specs, pairs_by_drafter, strict=True):
             check_depths(spec, pairs)
         for drafter, spec, pairs in zip(config.drafters, specs, pairs_by_drafter, strict=True):
-            drafters.append(MeasuredDrafter(drafter.short, spec, pairs, costs_of(spec, config)))
+            drafters.append(MeasuredDrafter(drafter.short, spec, pairs, load_costs(spec, config)))
 
         # 2. Cycles and tokens, text by text.
         for temperature in config.temperatures:
@@ -87,8 +87,8 @@ def measure(config: TauConfig, report: Report = silent) -> dict[str, Any]:
             "rows": rows,
         }
         write_json(out / "tau.json", result)
-        write_text(out / "tau.md", markdown(report_of_tau(result)))
-        write_text(out / "tau.html", page(report_of_tau(result), "Tokens per cycle"))
+        write_text(out / "tau.md", render_markdown(report_of_tau(result)))
+        write_text(out / "tau.html", render_page(report_of_tau(result), "Tokens per cycle"))
     return result
 
 
@@ -104,11 +104,11 @@ def check_depths(spec: Spec, pairs: Sequence[Measured]) -> None:
         )
 
 
-def costs_of(spec: Spec, config: TauConfig) -> Costs:
+def load_costs(spec: Spec, config: TauConfig) -> Costs:
     """Load the cost model of a drafter's cycles by batch size: of this machine, or of the processor in the options."""
     cost_at = spec.times
     if config.bandwidth and config.flops:
-        cost_at = roofline(spec, config.bandwidth * 1e9, config.flops * 1e12)
+        cost_at = build_roofline_cost(spec, config.bandwidth * 1e9, config.flops * 1e12)
     return {batch: cost_at(batch) for batch in config.batches}
 
 
@@ -118,13 +118,13 @@ def measure_temperature(
     """Measure all drafters' pairs on the target's texts of one temperature; a row for each pair."""
     # 1. The totals of each text, pair by pair.
     params = SamplingParams(temperature, config.top_k, config.top_p)
-    texts = kept_texts(config, params, drafters[0].spec, report)
+    texts = load_or_write_texts(config, params, drafters[0].spec, report)
     totals_by_text = []
     for done, text in enumerate(texts):
-        report(Step(done, len(texts), f"cycles at temperature {temperature:g}"))
+        report(ProgressStep(done, len(texts), f"cycles at temperature {temperature:g}"))
         of_text = []
         for drafter in drafters:
-            of_text += totals(text, drafter, params, config)
+            of_text += sum_text_totals(text, drafter, params, config)
         totals_by_text.append(of_text)
 
     # 2. Their ratios over all texts.
@@ -133,11 +133,11 @@ def measure_temperature(
         for pair in drafter.pairs:
             pairs.append(MeasuredPair(drafter.name, pair, drafter.costs))
     groups = np.array([text.group for text in texts])
-    return rows_of(pairs, temperature, groups, tabulate_totals(totals_by_text))
+    return build_tau_rows(pairs, temperature, groups, tabulate_totals(totals_by_text))
 
 
 @torch.no_grad()
-def totals(
+def sum_text_totals(
     text: Text, drafter: MeasuredDrafter, params: SamplingParams, config: TauConfig
 ) -> list[TextTotals]:
     """Compute the expected cycles of decoding a text, their nodes and seconds, for each of a drafter's pairs."""
@@ -178,27 +178,27 @@ def compute_fixed_totals(
     drafted = DraftedTexts(pairs, params.greedy)
 
     def list_steps() -> Iterator[tuple[Nodes, Nodes]]:
-        for p, scores, y in along_text(drafter.spec, text, depth, params):
+        for p, scores, y in run_teacher_forced(drafter.spec, text, depth, params):
             ranked = pad(scores.softmax(-1), (0, 1))
-            q = pad(probs(scores, params), (0, 1))
+            q = pad(compute_probs(scores, params), (0, 1))
             scored = Nodes(p, ranked, y, generator, config.samples)
             drawn = Nodes(p, q, y, generator, config.samples)
             drafted.add_level(drawn, scored)
             yield drawn, scored
 
-    kept = followed(pairs, list_steps(), params.greedy)
+    kept = follow_pairs(pairs, list_steps(), params.greedy)
 
     # 2. Its expected cycles.
     of_pairs = []
     for pair, r in zip(pairs, kept, strict=True):
         w = (r - pad(r[:, 1:], (0, 1))).numpy()
-        u = ends(w)
+        u = count_cycle_starts(w)
         cycles = u.sum()
         inside = max(0, text.count - pair.tree.max_depth)
         inner_nodes = len(pair.draws)
         seconds = []
         for cost in drafter.costs.values():
-            seconds_of_cycle = cost.seconds(pair.tree.size, pair.tree.max_depth, inner_nodes)
+            seconds_of_cycle = cost.predict_cycle(pair.tree.size, pair.tree.max_depth, inner_nodes)
             seconds.append(cycles * float(seconds_of_cycle))
         of_pair = TextTotals(
             tokens=text.count,
@@ -226,10 +226,10 @@ def decode_and_count(
     """
     # 1. Cycles at each batch size, by whose cost the tree may be chosen.
     costs = drafter.costs.values()
-    cycles_by_cost = [pair.cycles(drafter.spec, cost, text, params, seed) for cost in costs]
+    cycles_by_cost = [pair.decode_cycles(drafter.spec, cost, text, params, seed) for cost in costs]
     seconds = []
     for cost, cycles in zip(costs, cycles_by_cost, strict=True):
-        seconds.append(sum(seconds_of(cycle, cost) for cycle in cycles))
+        seconds.append(sum(predict_cycle_seconds(cycle, cost) for cycle in cycles))
 
     # 2. Nodes and lengths of the cycles at the first one.
     first_cycles = cycles_by_cost[0]
@@ -244,7 +244,7 @@ def decode_and_count(
     )
 
 
-def along_text(
+def run_teacher_forced(
     spec: Spec, text: Text, depth: int, params: SamplingParams
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Score a text by target and head, as a cycle after each of its n tokens does at draft step 1, 2, … `depth`.
@@ -259,9 +259,9 @@ def along_text(
     ids = text.tokens
     n = text.count
     assert head
-    features = target.features(ids[None], head.aux_layers, last=True)[0]
-    inputs, last = target.parted(features, head.aux_layers)
-    masses = probs(target.output_logits(last[text.root :]), params).cpu()
+    features = target.compute_features(ids[None], head.aux_layers, last=True)[0]
+    inputs, last = target.split_features(features, head.aux_layers)
+    masses = compute_probs(target.compute_output_logits(last[text.root :]), params).cpu()
 
     # 2. Columns of the tokens that the head drafts, and one of the others.
     if head.vocabulary is None:
@@ -284,11 +284,11 @@ def along_text(
         rows = (torch.arange(n) + step).clamp_max(len(masses) - 1)
         begin = text.root + 1 + step
         drafts = logits[text.root - 1 : text.root - 1 + n].float().cpu()
-        scores = sharpened(drafts, step, sharpness)
+        scores = scale_by_sharpness(drafts, step, sharpness)
         yield masses[rows], scores, column_of_token[longer[begin : begin + n]]
 
 
-def ends(w: Array) -> Array:
+def count_cycle_starts(w: Array) -> Array:
     """[n] u: how often, on average, a cycle begins after each token of a text.
 
     w: [n, D + 1] the probability that a cycle that begins there emits the next 1 … D + 1 tokens.

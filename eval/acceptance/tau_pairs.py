@@ -3,20 +3,20 @@
 from dataclasses import dataclass
 from typing import TypeAlias, TypeGuard
 
-from treespec.draft.auto.cost import Cost
+from treespec.draft.auto.cost import CycleCost
 from treespec.draft.spec import DrafterSpec
 from treespec.errors import InputError
-from treespec.eval.acceptance.config import TauConfig, drawn_by
+from treespec.eval.acceptance.config import TauConfig, find_draw_scheme
 from treespec.eval.acceptance.decoded import Decoded
 from treespec.eval.acceptance.path_probability import Pair
-from treespec.trees.policy import policy
+from treespec.trees.policy import parse_policy
 from treespec.trees.shape import Policy
 from treespec.trees.static import StaticTree
-from treespec.verify.registry import scheme_by_name
+from treespec.verify.registry import load_scheme
 
 Measured: TypeAlias = Pair | Decoded
-Costs: TypeAlias = dict[int, Cost]  # by batch size
-OWN = "its own"  # the tree of a drafter without a head
+Costs: TypeAlias = dict[int, CycleCost]  # by batch size
+OWN_TREE_LABEL = "its own"  # the tree of a drafter without a head
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class MeasuredPair:
     costs: Costs
 
 
-def pairs_of(config: TauConfig) -> tuple[list[list[Measured]], dict[str, str]]:
+def list_pairs(config: TauConfig) -> tuple[list[list[Measured]], dict[str, str]]:
     """List the pairs to compare.
 
     Returns:
@@ -44,7 +44,7 @@ def pairs_of(config: TauConfig) -> tuple[list[list[Measured]], dict[str, str]]:
         for shape in list_shapes(drafter, config):
             for verifier in config.verifiers:
                 tree = parse_shape(shape)
-                reason = misfit(verifier, tree, drafter, bool(config.text))
+                reason = explain_misfit(verifier, tree, drafter, bool(config.text))
                 if reason:
                     left_out[f"{drafter.short} {verifier}@{shape}"] = reason
                 else:
@@ -60,15 +60,15 @@ def list_shapes(drafter: DrafterSpec, config: TauConfig) -> list[str]:
     if drafter.tree:
         return [drafter.tree]
     if drafter.kind.one_hot:
-        return [OWN]
+        return [OWN_TREE_LABEL]
     return config.trees
 
 
 def parse_shape(shape: str) -> Policy | None:
-    """Parse the policy that `shape` names; None stands for the drafter's own tree."""
-    if shape == OWN:
+    """Parse the policy that `process_logits` names; None stands for the drafter's own tree."""
+    if shape == OWN_TREE_LABEL:
         return None
-    return policy(shape)
+    return parse_policy(shape)
 
 
 def has_fixed_shape(tree: Policy | None) -> TypeGuard[StaticTree]:
@@ -77,11 +77,11 @@ def has_fixed_shape(tree: Policy | None) -> TypeGuard[StaticTree]:
 
 
 def make_pair(verifier: str, shape: str, tree: Policy | None) -> Measured:
-    """Make a pair of a verifier and a tree that `misfit` allows."""
+    """Make a pair of a verifier and a tree that `explain_misfit` allows."""
     if not has_fixed_shape(tree):
         return Decoded(verifier, shape, tree)
-    draws = {path: tree.draws(path) for path in find_inner_nodes(tree)}
-    return Pair(verifier, shape, scheme_by_name(drawn_by(verifier)), tree, draws)
+    draws = {path: tree.count_draws(path) for path in find_inner_nodes(tree)}
+    return Pair(verifier, shape, load_scheme(find_draw_scheme(verifier)), tree, draws)
 
 
 def find_inner_nodes(tree: StaticTree) -> set[tuple[int, ...]]:
@@ -89,7 +89,9 @@ def find_inner_nodes(tree: StaticTree) -> set[tuple[int, ...]]:
     return {path[:-1] for path in tree.paths[1:]}
 
 
-def misfit(verifier: str, tree: Policy | None, drafter: DrafterSpec, are_texts_given: bool) -> str:
+def explain_misfit(
+    verifier: str, tree: Policy | None, drafter: DrafterSpec, are_texts_given: bool
+) -> str:
     """Explain why a verifier is not measured on a drafter's tree; "" if it is.
 
     Args:
@@ -98,14 +100,14 @@ def misfit(verifier: str, tree: Policy | None, drafter: DrafterSpec, are_texts_g
         drafter: drafts the tree.
         are_texts_given: whether the texts are those of `--text`, not the target's answers.
     """
-    max_draws = scheme_by_name(drawn_by(verifier)).max_draws
+    max_draws = load_scheme(find_draw_scheme(verifier)).max_draws
     if not has_fixed_shape(tree):
         return explain_redrafted_misfit(verifier, are_texts_given)
     if drafter.cache or not drafter.kind.is_head:
         return (
             "it has no draft distribution along a text: take another tree, such as dynamic or auto"
         )
-    if len(tree.paths) - 1 < sum(map(tree.draws, find_inner_nodes(tree))):
+    if len(tree.paths) - 1 < sum(map(tree.count_draws, find_inner_nodes(tree))):
         return "a draw has no node: treespec eval measures it"
     if verifier == "auto":
         return "auto chooses its trees: take --tree auto"

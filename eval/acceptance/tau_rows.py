@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from treespec.eval.acceptance.path_probability import Pair
 from treespec.eval.acceptance.tau_pairs import Costs, MeasuredPair
-from treespec.eval.intervals import Array, Figure, interval, leave_one_out
+from treespec.eval.intervals import Array, Figure, compute_interval, leave_one_out
 
 TauRow = dict[str, Any]
 TotalsTable = NDArray[np.void]  # fields of `describe_totals`
@@ -83,7 +83,7 @@ def sum_and_leave_out(table: TotalsTable, groups: Array) -> TotalsTable:
     return resampled.view(columns)
 
 
-def rows_of(
+def build_tau_rows(
     pairs: Sequence[MeasuredPair], temperature: float, groups: Array, table: TotalsTable
 ) -> list[TauRow]:
     """Make the rows of one temperature, a row for each pair. Their figures have intervals over groups.
@@ -119,7 +119,7 @@ def make_tau_row(
     bound = None
     draws = None
     if isinstance(pair, Pair):
-        bound = interval(totals["tokens"] / totals["fewest_cycles"])
+        bound = compute_interval(totals["tokens"] / totals["fewest_cycles"])
         draws = pair.name_draws(not temperature)
 
     # 2. Cycles by their tokens, as far as the tree is deep.
@@ -132,7 +132,7 @@ def make_tau_row(
     at_least = counts[:, ::-1].cumsum(1)[:, ::-1]  # cycles of 1, 2, … tokens or more
     alpha = []
     for reached, accepted in pairwise(at_least.T):
-        alpha.append(interval(accepted / reached, most=1.0))
+        alpha.append(compute_interval(accepted / reached, most=1.0))
 
     # 3. The row.
     return {
@@ -140,10 +140,10 @@ def make_tau_row(
         "drafter": measured.drafter,
         "tree": pair.shape,
         "verifier": pair.verifier,
-        "tau": interval(tau),
+        "tau": compute_interval(tau),
         "bound": bound,
         "draws": draws,
-        "ratio": interval(tau / first_tau),
+        "ratio": compute_interval(tau / first_tau),
         "nodes": float(totals["nodes"][0] / cycles[0]),
         "speed": predict_speeds(measured.costs, totals),
         "alpha": alpha,
@@ -156,5 +156,8 @@ def predict_speeds(costs: Costs, totals: TotalsTable) -> dict[int, dict[str, Fig
     speeds = {}
     for at, (batch, cost) in enumerate(costs.items()):
         rate = totals["tokens"] / totals["of_batch"]["seconds"][:, at]
-        speeds[batch] = {"tokens": interval(batch * rate), "over_one": interval(rate / cost.plain)}
+        speeds[batch] = {
+            "tokens": compute_interval(batch * rate),
+            "over_one": compute_interval(rate / cost.baseline_speed),
+        }
     return speeds

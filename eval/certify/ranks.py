@@ -13,13 +13,18 @@ import torch
 from torch import Tensor
 
 from treespec.api.spec import Spec
-from treespec.draft.heads.loading import rollout
+from treespec.draft.heads.loading import roll_out_drafts
 from treespec.eval.certify import statistics
-from treespec.eval.certify.draws import DRAWS, POWER, REPEATS, placed
+from treespec.eval.certify.draws import (
+    DRAWS_QUESTION,
+    POWER_QUESTION,
+    REPEATS_QUESTION,
+    place_tokens,
+)
 from treespec.eval.certify.samples import Sample
-from treespec.sampling.probs import SamplingParams, probs
+from treespec.sampling.probs import SamplingParams, compute_probs
 
-AT_ONCE = 1 << 23  # probabilities in one tensor
+MAX_TENSOR_PROBABILITIES = 1 << 23  # probabilities in one tensor
 
 
 class Statistic(NamedTuple):
@@ -29,54 +34,66 @@ class Statistic(NamedTuple):
     least_fault: Callable[[int, float], float | None]
 
 
-GAP = Statistic(statistics.uniform, statistics.least_gap)
-PAIRS = Statistic(statistics.independent, statistics.least_correlation)
-BET = Statistic(statistics.lost, lambda n, error: None)
+UNIFORMITY_TEST = Statistic(statistics.compute_uniform_p_value, statistics.find_least_gap)
+INDEPENDENCE_TEST = Statistic(
+    statistics.compute_independence_p_value, statistics.find_least_correlation
+)
+BETTING_TEST = Statistic(statistics.compute_bet_p_value, lambda n, error: None)
 
 BY_RATIO = "tokens follow the target's distribution, by p/q"
 BY_P = "tokens follow the target's distribution, by p"
-FIRST = "first tokens of cycles follow it, by p over the reported q"
-TOKENS = "tokens are independent of the token before"
-CYCLES = "cycles are independent of the cycle before"
-PATHS = "draws are independent of the draws before"
-QUESTIONS = {
-    **dict.fromkeys((BY_RATIO, BY_P, FIRST, DRAWS), GAP),
-    **dict.fromkeys((POWER, REPEATS), BET),
-    **dict.fromkeys((TOKENS, CYCLES, PATHS), PAIRS),
+FIRST_TOKENS_QUESTION = "first tokens of cycles follow it, by p over the reported q"
+TOKENS_QUESTION = "tokens are independent of the token before"
+CYCLES_QUESTION = "cycles are independent of the cycle before"
+PATHS_QUESTION = "draws are independent of the draws before"
+TESTS_BY_QUESTION = {
+    **dict.fromkeys((BY_RATIO, BY_P, FIRST_TOKENS_QUESTION, DRAWS_QUESTION), UNIFORMITY_TEST),
+    **dict.fromkeys((POWER_QUESTION, REPEATS_QUESTION), BETTING_TEST),
+    **dict.fromkeys((TOKENS_QUESTION, CYCLES_QUESTION, PATHS_QUESTION), INDEPENDENCE_TEST),
 }
-RANK = "samples look like model.generate's, by the draft's rank"
-ALIKE = "samples look like plain ones, by p"
+RANK_QUESTION = "samples look like model.generate's, by the draft's rank"
+ALIKE_QUESTION = "samples look like plain ones, by p"
 
 
 @torch.no_grad()
-def places(spec: Spec, samples: Sequence[Sample], **changes: Any) -> Iterator[dict[str, Tensor]]:
+def iterate_sequence_ranks(
+    spec: Spec, samples: Sequence[Sample], **changes: Any
+) -> Iterator[dict[str, Tensor]]:
     """Yield the numbers of each sample by question. changes: options of `Spec.generate` that change the logits."""
     coins = torch.Generator().manual_seed(len(samples))
     target = spec.target
     longest = max(len(sample.output) for sample in samples)
-    size = max(1, AT_ONCE // (longest * target.vocab_size))
+    size = max(1, MAX_TENSOR_PROBABILITIES // (longest * target.vocab_size))
     layers = spec.head.aux_layers if spec.head else ()
     for start in range(0, len(samples), size):
         # 1. One plain forward over several sequences, padded on the right.
         some = samples[start : start + size]
         sequences = [torch.tensor(sample.prompt + sample.output) for sample in some]
         rows = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True).to(target.output_device)
-        features, last = target.parted(target.features(rows, layers, last=True), layers)
+        features, last = target.split_features(
+            target.compute_features(rows, layers, last=True), layers
+        )
         for row, sample in enumerate(some):
             # 2. The distributions p and q [n, V] of each new token.
             first = len(sample.prompt) - 1
             length = len(sequences[row])
-            logits = target.output_logits(last[row, first : length - 1])
+            logits = target.compute_output_logits(last[row, first : length - 1])
             if changes:
                 paths = [tuple(sample.output[:n]) for n in range(len(logits))]
-                logits = spec.request(sample.prompt, **changes).distribution.shape(paths, logits)
-            p = probs(logits, sample.params)
-            q = q_of(spec, rows[row, :length], features[row, :length], first, sample.params)
-            yield numbers_of(p, q, sample, coins)
+                logits = spec.request(sample.prompt, **changes).sampler.process_logits(
+                    paths, logits
+                )
+            p = compute_probs(logits, sample.params)
+            q = draft_probabilities(
+                spec, rows[row, :length], features[row, :length], first, sample.params
+            )
+            yield compute_sequence_ranks(p, q, sample, coins)
 
 
-def numbers_of(p: Tensor, q: Tensor, sample: Sample, coins: torch.Generator) -> dict[str, Tensor]:
-    """Compute the numbers of one sequence by question; `RANK`: [n] places in q, tokens ordered by q.
+def compute_sequence_ranks(
+    p: Tensor, q: Tensor, sample: Sample, coins: torch.Generator
+) -> dict[str, Tensor]:
+    """Compute the numbers of one sequence by question; `RANK_QUESTION`: [n] places in q, tokens ordered by q.
 
     Cycles of three and two tokens, of which the output keeps the first four, begin at 0 and 3:
 
@@ -89,20 +106,20 @@ def numbers_of(p: Tensor, q: Tensor, sample: Sample, coins: torch.Generator) -> 
     cycles = sample.cycles
     ratio = p / q.clamp(min=torch.finfo(q.dtype).tiny)
     by_token = torch.arange(p.shape[1])
-    by_number = placed(p, by_token.to(p.device).expand_as(p), tokens, coins)
+    by_number = place_tokens(p, by_token.to(p.device).expand_as(p), tokens, coins)
     lengths = [len(cycle.tokens) for cycle in cycles[:-1]]
     begins = list(accumulate(lengths, initial=0))
     numbers = {
-        BY_RATIO: placed(p, ratio, tokens, coins),
-        BY_P: placed(p, p, tokens, coins),
-        RANK: placed(q, q, tokens, coins),
-        TOKENS: successive(by_number),
+        BY_RATIO: place_tokens(p, ratio, tokens, coins),
+        BY_P: place_tokens(p, p, tokens, coins),
+        RANK_QUESTION: place_tokens(q, q, tokens, coins),
+        TOKENS_QUESTION: match_successive(by_number),
     }
     if not cycles:
         return numbers
 
     # 2. Of the first tokens of cycles, ordered by number, and by p over the root's q.
-    numbers[CYCLES] = successive(by_number[begins])
+    numbers[CYCLES_QUESTION] = match_successive(by_number[begins])
     drafted_at = []
     root_qs = []
     for begin, cycle in zip(begins, cycles, strict=True):
@@ -112,24 +129,26 @@ def numbers_of(p: Tensor, q: Tensor, sample: Sample, coins: torch.Generator) -> 
     if drafted_at:
         roots = torch.stack(root_qs)
         order = p[drafted_at] / roots.clamp(min=torch.finfo(roots.dtype).tiny)
-        numbers[FIRST] = placed(p[drafted_at], order, tokens[drafted_at], coins)
+        numbers[FIRST_TOKENS_QUESTION] = place_tokens(
+            p[drafted_at], order, tokens[drafted_at], coins
+        )
 
     # 3. Of draws; those of first draws at successive nodes, and at the same node of successive trees.
-    for name in (DRAWS, POWER, REPEATS):
+    for name in (DRAWS_QUESTION, POWER_QUESTION, REPEATS_QUESTION):
         parts = [cycle.numbers[name] for cycle in cycles if name in cycle.numbers]
         if parts:
             numbers[name] = torch.cat(parts)
-    pairs = [successive(cycle.first) for cycle in cycles]
+    pairs = [match_successive(cycle.first) for cycle in cycles]
     for cycle, following in pairwise(cycles):
-        pairs.append(paired(cycle.first, following.first))
-    numbers[PATHS] = torch.cat(pairs)
+        pairs.append(match_common(cycle.first, following.first))
+    numbers[PATHS_QUESTION] = torch.cat(pairs)
     return numbers
 
 
-def q_of(
+def draft_probabilities(
     spec: Spec, tokens: Tensor, features: Tensor, first: int, params: SamplingParams
 ) -> Tensor:
-    """Probabilities [n, V] of each token after position `first`, by a head's first draft step, else `repeats`.
+    """Probabilities [n, V] of each token after position `first`, by a head's first draft step, else `predict_repeats`.
 
     Row t of a draft step is for token t + 2. For five tokens and first = 1:
 
@@ -142,16 +161,16 @@ def q_of(
     head = spec.head
     target = spec.target
     if head is None:
-        return repeats(tokens, first, target.vocab_size)
-    drafted = next(rollout(head, target, tokens, features, 1), None)
+        return predict_repeats(tokens, first, target.vocab_size)
+    drafted = next(roll_out_drafts(head, target, tokens, features, 1), None)
     even = torch.full((1, target.vocab_size), 1 / target.vocab_size, device=tokens.device)
     if drafted is None:
         return even
-    q = probs(drafted[max(0, first - 1) :], params)
+    q = compute_probs(drafted[max(0, first - 1) :], params)
     return torch.cat([even, q]) if first == 0 else q
 
 
-def repeats(tokens: Tensor, first: int, vocab_size: int) -> Tensor:
+def predict_repeats(tokens: Tensor, first: int, vocab_size: int) -> Tensor:
     """[T - first - 1, V] probabilities after each token from `first` on, for drafters without a model.
 
     A token's mass is proportional to the sum of three terms: how often it followed the same token
@@ -165,12 +184,12 @@ def repeats(tokens: Tensor, first: int, vocab_size: int) -> Tensor:
     return counts / counts.sum(-1, keepdim=True)
 
 
-def successive(numbers: Tensor) -> Tensor:
+def match_successive(numbers: Tensor) -> Tensor:
     """[n - 1, 2] the pairs of successive numbers [n]."""
-    return paired(numbers[:-1], numbers[1:])
+    return match_common(numbers[:-1], numbers[1:])
 
 
-def paired(before: Tensor, now: Tensor) -> Tensor:
+def match_common(before: Tensor, now: Tensor) -> Tensor:
     """[n, 2] pairs of the numbers that both have."""
     both = min(len(before), len(now))
     return torch.stack([before[:both], now[:both]], dim=1)

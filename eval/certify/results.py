@@ -37,7 +37,7 @@ class StatisticalResult:
             "samples": self.samples,
             "error": self.error,
             "finds": self.finds,
-            "power": statistics.POWER,
+            "power": statistics.TEST_POWER,
             "p_value": self.p_value,
             "passed": self.passed,
         }
@@ -49,7 +49,7 @@ class StatisticalResult:
 def judge_greedy(outputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The certificate's entry for greedy outputs: they must be equal, but for rounding.
 
-    outputs: each as `treespec.eval.certify.samples.difference` describes it.
+    outputs: each as `treespec.eval.certify.samples.describe_difference` describes it.
     """
     return {
         "test": "greedy answers are the plain ones, token for token",

@@ -27,30 +27,38 @@ from treespec.api.load import load_options, load_sources
 from treespec.api.spec import Spec
 from treespec.draft.spec import DrafterSpec
 from treespec.eval.certify import statistics
-from treespec.eval.certify.ranks import ALIKE, BY_P, BY_RATIO, QUESTIONS, RANK, TOKENS, places
+from treespec.eval.certify.ranks import (
+    ALIKE_QUESTION,
+    BY_P,
+    BY_RATIO,
+    RANK_QUESTION,
+    TESTS_BY_QUESTION,
+    TOKENS_QUESTION,
+    iterate_sequence_ranks,
+)
 from treespec.eval.certify.results import StatisticalResult, concat_numbers, judge_greedy
 from treespec.eval.certify.samples import (
     Sample,
-    difference,
-    greedy_output,
-    own_samples,
-    own_settings,
-    plain_outputs,
+    compare_greedy_output,
+    describe_difference,
+    draw_own_samples,
+    generate_plain_outputs,
+    list_ignored_settings,
 )
-from treespec.eval.certify.served import Asked, Served, reply_of, tokens_of
-from treespec.eval.common import Report, Step, silent
+from treespec.eval.certify.served import ServedEndpoint, ServedQuestion, read_reply_tokens, reply_of
+from treespec.eval.common import ProgressStep, Report, ignore_report
 from treespec.eval.config import CertifyConfig
 from treespec.eval.questions import load_questions
 from treespec.eval.texts import describe
 from treespec.files.atomic import check_writable, write_json
-from treespec.files.openai_client import Reply
+from treespec.files.openai_client import EndpointReply
 from treespec.model.tree_check import has_equal_bits
-from treespec.options import chosen
+from treespec.options import list_changed_options
 from treespec.sampling.params import LogitOptions
 from treespec.sampling.probs import SamplingParams
 
 
-def certify(config: CertifyConfig, report: Report = silent) -> dict[str, Any]:
+def certify(config: CertifyConfig, report: Report = ignore_report) -> dict[str, Any]:
     """Run all tests and write the certificate; its field `passed` is the verdict.
 
     report: called with each step of the work. Raises InputError for bad input.
@@ -59,11 +67,11 @@ def certify(config: CertifyConfig, report: Report = silent) -> dict[str, Any]:
     check_writable(config.out)
     asked = load_questions(config.questions)[0][: config.limit]
     if config.endpoint:  # a server drafts by itself
-        report(Step(0, 1, f"loading {config.target}"))
+        report(ProgressStep(0, 1, f"loading {config.target}"))
         target, _ = load_sources(config.target, [], config.placement)
         spec = Spec(target, None, template=config.template)
     else:
-        report(Step(0, 1, f"loading {config.target} and {config.drafter or config.head}"))
+        report(ProgressStep(0, 1, f"loading {config.target} and {config.drafter or config.head}"))
         spec = load_options(config)
 
     # 2. The tests of its answers.
@@ -73,9 +81,9 @@ def certify(config: CertifyConfig, report: Report = silent) -> dict[str, Any]:
         questions[tuple(spec.encode([{"role": "user", "content": turn}]))] = turn
     examined = Examination(spec, list(map(list, questions)), config, report)
     if config.endpoint:
-        verdict = examined_server(examined, questions)
+        verdict = examine_server(examined, questions)
     else:
-        verdict = examined.verdict()
+        verdict = examined.decide_verdict()
 
     # 3. The certificate.
     certificate = {"config": asdict(config), "environment": describe(spec.target)} | verdict
@@ -85,13 +93,13 @@ def certify(config: CertifyConfig, report: Report = silent) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How the texts of both sides are compared. numbers: which of `places`. name: of the test."""
+    """How the texts of both sides are compared. numbers: which of `iterate_sequence_ranks`. name: of the test."""
 
     numbers: str
     name: str
 
 
-RANK_COMPARISON = Comparison(RANK, RANK)
+RANK_COMPARISON = Comparison(RANK_QUESTION, RANK_QUESTION)
 
 
 @final
@@ -108,14 +116,14 @@ class Examination:
         spec: Spec,
         prompts: Sequence[list[int]],
         config: CertifyConfig,
-        report: Report = silent,
+        report: Report = ignore_report,
     ) -> None:
         # 1. What is examined.
         self.spec = spec
         self.config = config
         self.report = report
         self.prompts = list(map(list, dict.fromkeys(map(tuple, prompts))))
-        self.changes = chosen(config, LogitOptions)
+        self.changes = list_changed_options(config, LogitOptions)
         if config.json_schema:
             self.changes["json_schema"] = config.json_schema
         self.remember = True
@@ -131,15 +139,15 @@ class Examination:
         self.copies = -(-config.tokens // (cells * config.length))
         self.total = cells * self.copies
 
-    def verdict(self) -> dict[str, Any]:
+    def decide_verdict(self) -> dict[str, Any]:
         """Generate all answers and samples of both sides, and `judge` them."""
         greedy_outputs = []
         length = self.config.length
         for number, prompt in enumerate(self.prompts, 1):
             greedy_outputs.append(
-                greedy_output(self.spec, prompt, length, self.remember, **self.changes)
+                compare_greedy_output(self.spec, prompt, length, self.remember, **self.changes)
             )
-            self.report(Step(number, len(self.prompts), "greedy answers"))
+            self.report(ProgressStep(number, len(self.prompts), "greedy answers"))
         return self.judge(greedy_outputs, self.sample(), self.sample_plain())
 
     def sample(self) -> list[Sample]:
@@ -159,8 +167,10 @@ class Examination:
             for start in range(0, len(copied), stretch):
                 some = copied[start : start + stretch]
                 more = options | self.changes
-                samples += own_samples(self.spec, some, batch, generator, **more)
-                self.report(Step(len(samples), self.total, f"sampled by {self.spec.verifier.name}"))
+                samples += draw_own_samples(self.spec, some, batch, generator, **more)
+                self.report(
+                    ProgressStep(len(samples), self.total, f"sampled by {self.spec.verifier.name}")
+                )
         return sorted(samples, key=lambda sample: self.groups.index((sample.params, sample.prompt)))
 
     def sample_plain(self) -> list[Sample]:
@@ -170,11 +180,11 @@ class Examination:
         with torch.random.fork_rng():
             torch.manual_seed(self.config.seed + 1)
             for params, prompt in self.groups:
-                outputs = plain_outputs(
+                outputs = generate_plain_outputs(
                     self.spec, prompt, self.config.length, params, copies, **self.changes
                 )
                 samples += [Sample(params, prompt, output) for output in outputs]
-                self.report(Step(len(samples), self.total, "sampled by model.generate"))
+                self.report(ProgressStep(len(samples), self.total, "sampled by model.generate"))
         return samples
 
     def judge(
@@ -182,13 +192,13 @@ class Examination:
         outputs: Sequence[Mapping[str, Any]],
         ours: Sequence[Sample],
         plain: Sequence[Sample],
-        asked: Iterable[str] = QUESTIONS,
+        asked: Iterable[str] = TESTS_BY_QUESTION,
         comparison: Comparison = RANK_COMPARISON,
     ) -> dict[str, Any]:
         """Test the greedy outputs and the samples of both sides.
 
         Args:
-            outputs: greedy ones, each as `difference` describes it.
+            outputs: greedy ones, each as `describe_difference` describes it.
             ours: the samples of the examined decoder.
             plain: those of the other side; without any, both sides are not compared.
             asked: the questions about ours.
@@ -198,24 +208,24 @@ class Examination:
             The fields of the certificate that say what was tested, and the tests.
         """
         # 1. The questions about our samples and the comparison with plain ones share the error.
-        sample_numbers = list(places(self.spec, ours, **self.changes))
+        sample_numbers = list(iterate_sequence_ranks(self.spec, ours, **self.changes))
         numbers = concat_numbers(sample_numbers, asked)
         error = self.config.error / (len(numbers) + 1)
         tests = [judge_greedy(outputs)]
         for name, values in numbers.items():
-            statistic = QUESTIONS[name]
+            statistic = TESTS_BY_QUESTION[name]
             p_value = statistic.p_value(values)
             finds = statistic.least_fault(len(values), error)
             result = StatisticalResult(name, len(values), error, finds, p_value)
             if not result.passed:
-                worst_sample = self.shown_by(name, sample_numbers, ours)
+                worst_sample = self.find_worst_sample(name, sample_numbers, ours)
                 result = replace(result, worst_sample=worst_sample)
             tests.append(result.to_json())
         if plain:
-            plain_numbers = places(self.spec, plain, **self.changes)
+            plain_numbers = iterate_sequence_ranks(self.spec, plain, **self.changes)
             our_side = [sample[comparison.numbers] for sample in sample_numbers]
             plain_side = [sample[comparison.numbers] for sample in plain_numbers]
-            p_value, finds = statistics.exchangeable([our_side, plain_side], error)
+            p_value, finds = statistics.compute_exchangeable_p_value([our_side, plain_side], error)
             result = StatisticalResult(comparison.name, len(ours), error, finds, p_value)
             tests.append(result.to_json())
 
@@ -229,12 +239,12 @@ class Examination:
             "tree": tree,
             "lossless": spec.verifier.scheme.lossless,
             "equal_bits": has_equal_bits(spec.target),
-            "not_applied": own_settings(spec.target.model),
+            "not_applied": list_ignored_settings(spec.target.model),
             "passed": all(test["passed"] for test in tests),
             "tests": tests,
         }
 
-    def shown_by(
+    def find_worst_sample(
         self, name: str, numbers: Sequence[Mapping[str, Tensor]], samples: Sequence[Sample]
     ) -> dict[str, Any]:
         """Find the sample that shows a fault most clearly, with its own p-value.
@@ -242,7 +252,7 @@ class Examination:
         name: the question. numbers: those of each sample, by question.
         """
         # 1. The sample with the least p-value.
-        p_value_of = QUESTIONS[name].p_value
+        p_value_of = TESTS_BY_QUESTION[name].p_value
         least = math.inf
         worst = samples[0]
         for of_sample, sample in zip(numbers, samples, strict=True):
@@ -260,7 +270,7 @@ class Examination:
         return {**asdict(worst.params), **texts, "p_value": least}
 
 
-def examined_server(
+def examine_server(
     examined: Examination, questions: Mapping[tuple[int, ...], str]
 ) -> dict[str, Any]:
     """Examine a server, beside the same one without drafts or the target itself.
@@ -272,27 +282,29 @@ def examined_server(
     spec = examined.spec
     config = examined.config
     changes = examined.changes
-    server = Served("endpoint", str(config.endpoint), config.length, changes)
-    our_replies = asked_of(server, examined, questions)
-    plain_replies = list[Reply]()
+    server = ServedEndpoint("endpoint", str(config.endpoint), config.length, changes)
+    our_replies = ask_server(server, examined, questions)
+    plain_replies = list[EndpointReply]()
     if config.plain:
-        other = Served("plain", config.plain, config.length, changes)
-        plain_replies = asked_of(other, examined, questions)
+        other = ServedEndpoint("plain", config.plain, config.length, changes)
+        plain_replies = ask_server(other, examined, questions)
     else:
         for prompt in examined.prompts:
-            [output] = plain_outputs(spec, prompt, config.length, SamplingParams(), **changes)
+            [output] = generate_plain_outputs(
+                spec, prompt, config.length, SamplingParams(), **changes
+            )
             plain_replies.append(reply_of(output, spec))
         for sample in examined.sample_plain():
             plain_replies.append(reply_of(sample.output, spec))
 
     # 2. As tokens.
     exact = all(reply.token_ids for reply in our_replies + plain_replies)
-    our_tokens = [tokens_of(reply, exact, spec) for reply in our_replies]
-    plain_tokens = [tokens_of(reply, exact, spec) for reply in plain_replies]
+    our_tokens = [read_reply_tokens(reply, exact, spec) for reply in our_replies]
+    plain_tokens = [read_reply_tokens(reply, exact, spec) for reply in plain_replies]
     outputs = list[dict[str, Any]]()
     for i, (prompt_ids, question) in enumerate(questions.items()):
         prompt = list(prompt_ids)
-        comparison = difference(spec, prompt, our_tokens[i], plain_tokens[i], **changes)
+        comparison = describe_difference(spec, prompt, our_tokens[i], plain_tokens[i], **changes)
         outputs.append({"question": question, **comparison})
 
     # 3. The tests.
@@ -300,8 +312,8 @@ def examined_server(
     plain = make_samples(examined, plain_tokens[len(questions) :])
     asked: Sequence[str] = ()
     if exact:
-        asked = (BY_RATIO, BY_P, TOKENS)
-    verdict = examined.judge(outputs, ours, plain, asked, Comparison(BY_P, ALIKE))
+        asked = (BY_RATIO, BY_P, TOKENS_QUESTION)
+    verdict = examined.judge(outputs, ours, plain, asked, Comparison(BY_P, ALIKE_QUESTION))
     return verdict | {"verifier": config.endpoint, "tree": None, "equal_bits": None}
 
 
@@ -315,17 +327,19 @@ def make_samples(examined: Examination, outputs: Sequence[list[int]]) -> list[Sa
     return samples
 
 
-def asked_of(
-    server: Served, examined: Examination, questions: Mapping[tuple[int, ...], str]
-) -> list[Reply]:
+def ask_server(
+    server: ServedEndpoint, examined: Examination, questions: Mapping[tuple[int, ...], str]
+) -> list[EndpointReply]:
     """Ask a server all questions greedily, then all groups at each batch size.
 
     Returns its replies in the order of the questions, then in that of the groups.
     """
     seeds = count(examined.config.seed)
-    greedy = [Asked(question, SamplingParams(), next(seeds)) for question in questions.values()]
-    replies = server.replies(greedy, 1)
-    by_group: list[list[Reply]] = [[] for _ in examined.groups]
+    greedy = [
+        ServedQuestion(question, SamplingParams(), next(seeds)) for question in questions.values()
+    ]
+    replies = server.ask_questions(greedy, 1)
+    by_group: list[list[EndpointReply]] = [[] for _ in examined.groups]
     done = 0
     for batch in examined.batches:
         groups = list(range(len(by_group))) * examined.copies
@@ -335,11 +349,11 @@ def asked_of(
             asks = []
             for group in some:
                 params, prompt = examined.groups[group]
-                asks.append(Asked(questions[tuple(prompt)], params, next(seeds)))
-            for group, reply in zip(some, server.replies(asks, batch), strict=True):
+                asks.append(ServedQuestion(questions[tuple(prompt)], params, next(seeds)))
+            for group, reply in zip(some, server.ask_questions(asks, batch), strict=True):
                 by_group[group].append(reply)
             done += len(some)
-            examined.report(Step(done, examined.total, f"sampled by {server.address}"))
+            examined.report(ProgressStep(done, examined.total, f"sampled by {server.address}"))
     for group_replies in by_group:
         replies += group_replies
     return replies

@@ -11,23 +11,23 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from treespec.api.spec import Spec
-from treespec.engine.request import Recorded
-from treespec.eval.certify.draws import Cycle, shown
-from treespec.eval.peers import plain_tokens
+from treespec.engine.request import CycleRecord
+from treespec.eval.certify.draws import SampledCycle, build_shown_cycle
+from treespec.eval.peers import generate_plain_tokens
 from treespec.sampling.probs import SamplingParams
-from treespec.sampling.sampler import Distribution
-from treespec.text.strings import common_prefix
+from treespec.sampling.sampler import Sampler
+from treespec.text.strings import count_common_prefix
 
-AT_ONCE = 16  # outputs of one prompt in one call of model.generate
+MAX_OUTPUTS_A_CALL = 16  # outputs of one prompt in one call of model.generate
 # Fields of a generation config that are options of treespec, or that change no token.
-OWN = {
+HARMLESS_SETTINGS = {
     "do_sample", "temperature", "top_k", "top_p", "min_p", "max_length", "max_new_tokens",
     "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id",
     "transformers_version", "use_cache", "cache_implementation", "return_dict_in_generate",
     "output_scores", "output_logits", "output_attentions", "output_hidden_states",
     "num_return_sequences", "disable_compile", "_from_model_config",
 }  # fmt: skip
-NEUTRAL: tuple[object, ...] = (None, 0, 1, [], {})  # values that change no token
+NEUTRAL_VALUES: tuple[object, ...] = (None, 0, 1, [], {})  # values that change no token
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Sample:
     params: SamplingParams
     prompt: list[int]
     output: list[int]
-    cycles: list[Cycle] = field(default_factory=list)
+    cycles: list[SampledCycle] = field(default_factory=list)
 
 
-def own_samples(
+def draw_own_samples(
     spec: Spec,
     groups: Sequence[tuple[SamplingParams, list[int]]],
     batch: int,
@@ -55,11 +55,11 @@ def own_samples(
     requests = []
     random_draws = spec.verifier.scheme.random_draws
 
-    def listen(cycles: list[Cycle], seen: Recorded) -> None:
+    def listen(cycles: list[SampledCycle], seen: CycleRecord) -> None:
         tokens = list[int]()
         for piece in seen.answer:
             tokens += piece.token_ids
-        cycles.append(shown(tokens, seen.tree.drafts, random_draws, generator))
+        cycles.append(build_shown_cycle(tokens, seen.tree.drafts, random_draws, generator))
 
     for params, prompt in groups:
         samples.append(Sample(params, prompt, []))
@@ -71,29 +71,33 @@ def own_samples(
     return samples
 
 
-def own_settings(model: PreTrainedModel) -> dict[str, object]:
+def list_ignored_settings(model: PreTrainedModel) -> dict[str, object]:
     """The settings of the model's generation config that change completions and treespec ignores."""
     fields = (model.generation_config or GenerationConfig()).to_diff_dict()
-    return {name: x for name, x in fields.items() if name not in OWN and x not in NEUTRAL}
+    return {
+        name: x
+        for name, x in fields.items()
+        if name not in HARMLESS_SETTINGS and x not in NEUTRAL_VALUES
+    }
 
 
 @final
-class Changed(LogitsProcessor):
+class DistributionRecorder(LogitsProcessor):
     """The processors of a request for `model.generate`: each row's logits from its whole sequence."""
 
-    def __init__(self, distribution: Distribution, prompt: list[int]) -> None:
+    def __init__(self, distribution: Sampler, prompt: list[int]) -> None:
         self.distribution = distribution
         self.prompt = prompt
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         outputs = input_ids[:, len(self.prompt) :].tolist()
-        shaped = self.distribution.shape([tuple(output) for output in outputs], scores)
+        shaped = self.distribution.process_logits([tuple(output) for output in outputs], scores)
         if self.distribution.error:
             raise self.distribution.error
         return shaped
 
 
-def plain_outputs(
+def generate_plain_outputs(
     spec: Spec,
     prompt: list[int],
     tokens: int,
@@ -120,32 +124,34 @@ def plain_outputs(
         fields |= {"do_sample": True, "temperature": params.temperature}
         fields |= {"top_k": params.top_k, "top_p": params.top_p}
     processors = LogitsProcessorList()
-    if request.distribution.shapers:
-        processors.append(Changed(request.distribution, prompt))
+    if request.sampler.processors:
+        processors.append(DistributionRecorder(request.sampler, prompt))
     outputs = list[list[int]]()
     while len(outputs) < number:  # several at a time, cut where ours would end
-        fields["num_return_sequences"] = min(AT_ONCE, number - len(outputs))
-        for row in plain_tokens(spec.target.model, prompt, fields, logits_processor=processors):
+        fields["num_return_sequences"] = min(MAX_OUTPUTS_A_CALL, number - len(outputs))
+        for row in generate_plain_tokens(
+            spec.target.model, prompt, fields, logits_processor=processors
+        ):
             ending = spec.request(prompt, max_new_tokens=tokens, **changes).ending
             outputs.append(ending.take(row)[0])
     return outputs
 
 
 @torch.no_grad()
-def greedy_output(
+def compare_greedy_output(
     spec: Spec, prompt: list[int], tokens: int, remember: bool = True, **changes: Any
 ) -> dict[str, object]:
-    """`difference` of the greedy output and model.generate's.
+    """`describe_difference` of the greedy output and model.generate's.
 
     remember: whether later outputs may be drafted from it.
     """
     ours = spec.generate(prompt, max_new_tokens=tokens, remember=remember, **changes).token_ids
-    [theirs] = plain_outputs(spec, prompt, tokens, SamplingParams(), **changes)
-    return difference(spec, prompt, ours, theirs, **changes)
+    [theirs] = generate_plain_outputs(spec, prompt, tokens, SamplingParams(), **changes)
+    return describe_difference(spec, prompt, ours, theirs, **changes)
 
 
 @torch.no_grad()
-def difference(
+def describe_difference(
     spec: Spec, prompt: list[int], ours: list[int], theirs: list[int], **changes: Any
 ) -> dict[str, object]:
     """Describe where two greedy outputs differ, and whether rounding explains it.
@@ -159,7 +165,7 @@ def difference(
 
     # 1. At the first difference: the two tokens' logits, and the same logits in other shapes.
     model = spec.target.model
-    at = common_prefix(ours, theirs)
+    at = count_common_prefix(ours, theirs)
     margin = noise = math.inf
     if at < min(len(ours), len(theirs)) and spec.target.dtype != torch.float32:
         prefix = torch.tensor([prompt + theirs[:at]], device=spec.target.device)
@@ -173,8 +179,8 @@ def difference(
         for shape in shapes[1:]:
             other = shape.logits[0, -1].float()
             noise = max(noise, float((once - other).abs().max()))
-        distribution = spec.request(prompt, **changes).distribution
-        [shaped] = distribution.shape([tuple(theirs[:at])], once[None])
+        distribution = spec.request(prompt, **changes).sampler
+        [shaped] = distribution.process_logits([tuple(theirs[:at])], once[None])
         margin = abs(float(shaped[theirs[at]] - shaped[ours[at]]))
 
     # 2. Is the margin within rounding?

@@ -8,14 +8,24 @@ from typing import NamedTuple, final
 
 from treespec.api.spec import Spec
 from treespec.errors import InputError
-from treespec.files.openai_client import FAILURES, Reply, completed, said_by, served
+from treespec.files.openai_client import (
+    ENDPOINT_ERRORS,
+    EndpointReply,
+    describe_error,
+    find_served_model,
+    stream_chat_completion,
+)
 from treespec.sampling.probs import SamplingParams
 
 # Fields that ask for the ids of tokens: of vLLM and treespec; of llama.cpp; other servers give only words.
-WAYS: Sequence[Mapping[str, object]] = ({"return_token_ids": True}, {"logprobs": True}, {})
+TOKEN_ID_REQUESTS: Sequence[Mapping[str, object]] = (
+    {"return_token_ids": True},
+    {"logprobs": True},
+    {},
+)
 
 
-class Asked(NamedTuple):
+class ServedQuestion(NamedTuple):
     """A question, how it is answered, and the seed of the answer."""
 
     question: str
@@ -24,7 +34,7 @@ class Asked(NamedTuple):
 
 
 @final
-class Served:
+class ServedEndpoint:
     """A server that completes chats. Raises InputError where it does not answer.
 
     Args:
@@ -40,21 +50,21 @@ class Served:
         self.way = 0  # of WAYS
         try:
             if not name:
-                name = served(self.address)
+                name = find_served_model(self.address)
             self.body = {"model": name, "max_tokens": length, **changes}
             schema = self.body.pop("json_schema", None)
             if schema:
                 form = {"name": "answer", "schema": json.loads(str(schema)), "strict": True}
                 self.body["response_format"] = {"type": "json_schema", "json_schema": form}
-        except FAILURES as error:
-            raise self.refused(error) from error
+        except ENDPOINT_ERRORS as error:
+            raise self.explain_refusal(error) from error
 
-    def replies(self, asked: Sequence[Asked], batch: int) -> list[Reply]:
+    def ask_questions(self, asked: Sequence[ServedQuestion], batch: int) -> list[EndpointReply]:
         """Ask questions, `batch` at a time."""
         with ThreadPoolExecutor(batch) as pool:
             return list(pool.map(self.reply, asked))
 
-    def reply(self, asked: Asked) -> Reply:
+    def reply(self, asked: ServedQuestion) -> EndpointReply:
         messages = [{"role": "user", "content": asked.question}]
         params = asked.params
         body = self.body | {"messages": messages, "seed": asked.seed}
@@ -63,34 +73,34 @@ class Served:
             body["top_k"] = params.top_k
         way = self.way
         try:
-            reply = completed(self.address, {**body, **WAYS[way]})
-            if reply.token_ids or not (reply.text and WAYS[way]):
+            reply = stream_chat_completion(self.address, {**body, **TOKEN_ID_REQUESTS[way]})
+            if reply.token_ids or not (reply.text and TOKEN_ID_REQUESTS[way]):
                 return reply
-        except FAILURES as error:
+        except ENDPOINT_ERRORS as error:
             unknown = isinstance(error, urllib.error.HTTPError) and error.code in (400, 422)
-            if not (unknown and WAYS[way]):
-                raise self.refused(error) from error
+            if not (unknown and TOKEN_ID_REQUESTS[way]):
+                raise self.explain_refusal(error) from error
         self.way = max(self.way, way + 1)  # it does not know the field
         return self.reply(asked)
 
-    def refused(self, error: Exception) -> InputError:
+    def explain_refusal(self, error: Exception) -> InputError:
         """The error for a server that does not answer."""
-        reason = said_by(error)
+        reason = describe_error(error)
         if "top_k" in reason:  # not a field of OpenAI's
             reason += "; --top-k 0 leaves it out"
         return InputError(f"--{self.option} {self.address}: {reason}")
 
 
-def reply_of(output: Sequence[int], spec: Spec) -> Reply:
+def reply_of(output: Sequence[int], spec: Spec) -> EndpointReply:
     """Make the reply of a server to an output of the plain model."""
     assert spec.target.tokenizer
     tokens = list(output)
     text = spec.target.tokenizer.decode(tokens, skip_special_tokens=True)
     has_end = bool(tokens) and tokens[-1] in spec.target.eos
-    return Reply(text, tokens, cut=not has_end)
+    return EndpointReply(text, tokens, cut=not has_end)
 
 
-def tokens_of(reply: Reply, exact: bool, spec: Spec) -> list[int]:
+def read_reply_tokens(reply: EndpointReply, exact: bool, spec: Spec) -> list[int]:
     """Read the tokens of a reply, with its end.
 
     exact: whether the reply has their ids; without them its words are encoded again. Raises InputError for a token that

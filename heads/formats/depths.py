@@ -5,9 +5,14 @@ of zankner/Hydra. Their configs lack some of the target's sizes, which the tenso
 import torch
 from transformers import PretrainedConfig
 
-from treespec.heads.folder import BLOCK, WHOLE, hydra_levels, medusa_levels
+from treespec.heads.folder import (
+    VLLM_BLOCK_PATTERN,
+    WHOLE_MODEL_PREFIX,
+    count_hydra_levels,
+    count_medusa_levels,
+)
 from treespec.heads.formats import fields
-from treespec.heads.formats.llama_fields import dtype_of, renamed
+from treespec.heads.formats.llama_fields import name_dtype, rename_tensors
 from treespec.heads.formats.rotary import read_rotary
 from treespec.heads.head import Config, Stored, Tensors
 from treespec.heads.medusa import MedusaHead
@@ -22,13 +27,15 @@ FROM_VLLM = (
     (r"^blocks\.(\d+)\.layers\.(\d+)\.", r"\1.\2.linear."),
     (r"^lm_heads\.(\d+)\.", r"\1.{layers}."),
 )
-OUTPUT = "hydra_lm_head.0.weight"  # of Hydra's first head
+HYDRA_OUTPUT_PATTERN = "hydra_lm_head.0.weight"  # of Hydra's first head
 PLUS = "hydra_lm_head.0.1.weight"  # of Hydra++'s
-PREFIX = "prefix_embeding_layer."
-LAYER = PREFIX + "layers.0."
-ANGLES = LAYER + "self_attn.rotary_emb.inv_freq"  # [D / 2], which follows from the config
+HYDRA_PREFIX = "prefix_embeding_layer."
+HYDRA_PREFIX_LAYER = HYDRA_PREFIX + "layers.0."
+ROTARY_BUFFER = (
+    HYDRA_PREFIX_LAYER + "self_attn.rotary_emb.inv_freq"
+)  # [D / 2], which follows from the config
 # The target's embedding, one of the prefix layer that is never read, and the angles.
-UNUSED = {"input_embed_fn.weight", PREFIX + "embed_tokens.weight", ANGLES}
+UNUSED_TENSORS = {"input_embed_fn.weight", HYDRA_PREFIX + "embed_tokens.weight", ROTARY_BUFFER}
 
 
 def read_medusa(config: Config, tensors: Tensors) -> Stored:
@@ -47,7 +54,7 @@ def read_medusa(config: Config, tensors: Tensors) -> Stored:
             f"truncated_vocab_size is {drafted} of {config.get('vocab_size')}: treespec's Medusa heads draft "
             "all tokens"
         )
-    if any(map(BLOCK.match, tensors)):
+    if any(map(VLLM_BLOCK_PATTERN.match, tensors)):
         if "medusa_num_layers" not in config:
             layers = config.get("num_hidden_layers", 1)
         tensors = rename_from_vllm(tensors, layers)
@@ -60,7 +67,7 @@ def read_medusa(config: Config, tensors: Tensors) -> Stored:
     config.setdefault("hidden_size", hidden_size)
     config.setdefault("vocab_size", vocab_size)
     config.setdefault("medusa_num_layers", layers)
-    config["medusa_num_heads"] = medusa_levels(config, tensors)
+    config["medusa_num_heads"] = count_medusa_levels(config, tensors)
     return config, tensors
 
 
@@ -68,8 +75,8 @@ def take_out_heads(config: Config, tensors: Tensors) -> Stored:
     """Take Medusa's heads out of a whole model, whose config is the model's; other files stay as they are."""
     heads: Tensors = {}
     for name, value in tensors.items():
-        if name.startswith(WHOLE):
-            heads[name.removeprefix(WHOLE)] = value
+        if name.startswith(WHOLE_MODEL_PREFIX):
+            heads[name.removeprefix(WHOLE_MODEL_PREFIX)] = value
     if not heads:
         return config, tensors
     own = {name: value for name, value in config.items() if name.startswith("medusa")}
@@ -79,7 +86,7 @@ def take_out_heads(config: Config, tensors: Tensors) -> Stored:
 def rename_from_vllm(tensors: Tensors, layers: int) -> Tensors:
     """vLLM's tensors of Medusa's heads by their published names. layers: residual blocks of each head."""
     patterns = [(pattern, new.format(layers=layers)) for pattern, new in FROM_VLLM]
-    return renamed(tensors, *patterns)
+    return rename_tensors(tensors, *patterns)
 
 
 def make_zero_biases(tensors: Tensors) -> Tensors:
@@ -102,9 +109,9 @@ def write_medusa(head: MedusaHead, served: PretrainedConfig, to: str) -> Stored:
         "medusa_num_layers": head.blocks,
         "medusa_fc_bias": True,
         "truncated_vocab_size": head.vocab_size,
-        "torch_dtype": dtype_of(head),
+        "torch_dtype": name_dtype(head),
     }
-    return config, renamed(head.state_dict(), *TO_VLLM)
+    return config, rename_tensors(head.state_dict(), *TO_VLLM)
 
 
 def read_hydra(config: Config, tensors: Tensors) -> Stored:
@@ -114,24 +121,24 @@ def read_hydra(config: Config, tensors: Tensors) -> Stored:
     tensors tell the number of attention heads of the prefix layer.
     """
     # 1. What the config and the first head tell.
-    prefixed = f"{LAYER}mlp.gate_proj.weight" in tensors
+    prefixed = f"{HYDRA_PREFIX_LAYER}mlp.gate_proj.weight" in tensors
     table = fields.HYDRA_TABLE
     if prefixed:
         table = fields.HYDRA_PLUS_TABLE
     table.check(config)
     config = dict(read_rotary(config))
-    output = OUTPUT
+    output = HYDRA_OUTPUT_PATTERN
     if PLUS in tensors:
         output = PLUS
     vocab_size, width = tensors[output].shape
-    config.setdefault("hydra_num_heads", hydra_levels(config, tensors))
+    config.setdefault("hydra_num_heads", count_hydra_levels(config, tensors))
     config.setdefault("hidden_size", width)
     config.setdefault("vocab_size", vocab_size)
 
     # 2. A prefix layer's sizes.
     if prefixed:
         derive_prefix_sizes(config, tensors, width)
-    return config, fields.drop_names(tensors, UNUSED)
+    return config, fields.drop_names(tensors, UNUSED_TENSORS)
 
 
 def derive_prefix_sizes(config: Config, tensors: Tensors, width: int) -> None:
@@ -141,13 +148,13 @@ def derive_prefix_sizes(config: Config, tensors: Tensors, width: int) -> None:
     file that has none of them, with a config that does not say it.
     """
     if "num_attention_heads" not in config:
-        if ANGLES not in tensors:
+        if ROTARY_BUFFER not in tensors:
             base = config.get("base_model_name_or_path", "the target")
             raise ValueError(
                 f"num_attention_heads is missing, and the file does not tell: add what {base} has"
             )
-        config["num_attention_heads"] = width // (2 * len(tensors[ANGLES]))
-    key_rows = len(tensors[f"{LAYER}self_attn.k_proj.weight"])
-    inner = len(tensors[f"{LAYER}mlp.gate_proj.weight"])
+        config["num_attention_heads"] = width // (2 * len(tensors[ROTARY_BUFFER]))
+    key_rows = len(tensors[f"{HYDRA_PREFIX_LAYER}self_attn.k_proj.weight"])
+    inner = len(tensors[f"{HYDRA_PREFIX_LAYER}mlp.gate_proj.weight"])
     config.setdefault("num_key_value_heads", key_rows * config["num_attention_heads"] // width)
     config.setdefault("intermediate_size", inner)

@@ -13,10 +13,10 @@ from treespec.heads.formats.sglang import from_sglang
 from treespec.heads.formats.speculators import flatten_speculators
 from treespec.heads.formats.vocabulary import OUTPUT_TENSOR, derive_vocabulary
 from treespec.heads.head import Config, Stored, Tensors
-from treespec.heads.layers import SLIDING
-from treespec.heads.registry import DFLASH, KIND
+from treespec.heads.layers import SLIDING_ATTENTION
+from treespec.heads.registry import DFLASH_KIND, SPECULATORS_KIND_FIELD
 
-LAYER_IDS = fields.DFLASH_LAYER_IDS  # in speculators and treespec
+DFLASH_CONFIG_LAYER_IDS = fields.DFLASH_LAYER_IDS  # in speculators and treespec
 NESTED_FIELDS = ("block_size", "mask_token_id", "sample_from_anchor", "target_hidden_size")
 
 
@@ -29,9 +29,9 @@ def read_dflash(config: Config, tensors: Tensors) -> Stored:
     # 1. One object of fields.
     table = fields.DFLASH_TABLE
     layers_field = "dflash_config.target_layer_ids"
-    if KIND in config:
+    if SPECULATORS_KIND_FIELD in config:
         table = fields.SPECULATORS_DFLASH_TABLE
-        layers_field = LAYER_IDS
+        layers_field = DFLASH_CONFIG_LAYER_IDS
     table.check(config)
     nested: Config = config.get("dflash_config") or {}
     settled = read_rotary(as_qwen3(flatten_speculators(config)))
@@ -43,8 +43,8 @@ def read_dflash(config: Config, tensors: Tensors) -> Stored:
     # 2. Aux layers: those that the features leave.
     ids = nested.get("target_layer_ids")
     if ids:
-        settled[LAYER_IDS] = from_sglang(ids)
-    if not settled.get(LAYER_IDS):
+        settled[DFLASH_CONFIG_LAYER_IDS] = from_sglang(ids)
+    if not settled.get(DFLASH_CONFIG_LAYER_IDS):
         raise ValueError(
             f"{layers_field} is missing: it names the target's layers that the head was trained on, and nothing else "
             "tells them; take it from the head's repository"
@@ -55,7 +55,7 @@ def read_dflash(config: Config, tensors: Tensors) -> Stored:
     settled = count_layers(derive_sizes(settled, tensors, "layers.0"), tensors)
     settled, tensors = derive_vocabulary(settled, tensors)
     settled = derive_windows(settled, config, nested)
-    return settled | {"model_type": DFLASH, "own_output": OUTPUT_TENSOR in tensors}, tensors
+    return settled | {"model_type": DFLASH_KIND, "own_output": OUTPUT_TENSOR in tensors}, tensors
 
 
 def derive_windows(settled: Config, config: Config, nested: Config) -> Config:
@@ -65,8 +65,8 @@ def derive_windows(settled: Config, config: Config, nested: Config) -> Config:
     """
     layers = int(settled.get("num_hidden_layers", 1))
     causal = read_causality(config, nested)
-    if nested.get("use_swa") and SLIDING not in (settled.get("layer_types") or ()):
-        settled = settled | {"layer_types": [SLIDING] * layers}
+    if nested.get("use_swa") and SLIDING_ATTENTION not in (settled.get("layer_types") or ()):
+        settled = settled | {"layer_types": [SLIDING_ATTENTION] * layers}
         causal = bool(causal)
     if "swa_window_size" in nested:
         settled = settled | {"sliding_window": nested["swa_window_size"]}

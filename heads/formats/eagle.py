@@ -10,9 +10,9 @@ z-lab and SpecForge's DFlash name the layer that it leaves. In a target of five 
 """
 
 from treespec.heads.eagle3 import AUX_LAYERS
-from treespec.heads.folder import p_eagle_levels
+from treespec.heads.folder import count_p_eagle_levels
 from treespec.heads.formats import fields
-from treespec.heads.formats.eagle3_fields import IDS, QWEN3
+from treespec.heads.formats.eagle3_fields import AUX_LAYERS_FIELD, EAGLE3_QWEN3_ARCHITECTURE
 from treespec.heads.formats.layers import (
     VERIFIER_TENSORS,
     as_qwen3,
@@ -21,14 +21,14 @@ from treespec.heads.formats.layers import (
     derive_biases,
     derive_sizes,
 )
-from treespec.heads.formats.llama_fields import renamed
+from treespec.heads.formats.llama_fields import rename_tensors
 from treespec.heads.formats.rotary import read_rotary
 from treespec.heads.formats.sglang import from_sglang
 from treespec.heads.formats.speculators import flatten_speculators
 from treespec.heads.formats.vllm import read_token_map
 from treespec.heads.formats.vocabulary import OUTPUT_TENSOR, derive_vocabulary
 from treespec.heads.head import Config, Stored, Tensors
-from treespec.heads.registry import KIND, P_EAGLE
+from treespec.heads.registry import P_EAGLE_KIND, SPECULATORS_KIND_FIELD
 
 EAGLE = "eagle"  # model_type of a head whose own output layer would make it look like EAGLE-3
 MASK_HIDDEN = "mask_hidden"
@@ -59,10 +59,10 @@ def read_eagle(config: Config, tensors: Tensors) -> Stored:
     layer of its own.
     """
     # 1. The layer's fields at the top, and SafeAILab's names of tensors.
-    if KIND in config:
+    if SPECULATORS_KIND_FIELD in config:
         fields.SPECULATORS_EAGLE_TABLE.check(config)
         config = dict(config["transformer_layer_config"])
-        tensors = renamed(tensors, *SPECULATORS_NAMES)
+        tensors = rename_tensors(tensors, *SPECULATORS_NAMES)
     elif isinstance(config.get("model"), dict):
         fields.EAGLE_NESTED_TABLE.check(config)
         config = config["model"] | fields.drop_names(config, ("model", "model_type"))
@@ -115,7 +115,7 @@ def read_eagle3(config: Config, tensors: Tensors) -> Stored:
 
 def read_p_eagle(config: Config, tensors: Tensors) -> Stored:
     """As EAGLE-3's, with the mask token and its learnt feature."""
-    changes: Config = {"model_type": P_EAGLE, "levels": p_eagle_levels(config)}
+    changes: Config = {"model_type": P_EAGLE_KIND, "levels": count_p_eagle_levels(config)}
     for name in reversed(fields.MASK_TOKEN_FIELDS):  # the first of them counts
         if config.get(name) is not None:
             changes["mask_token_id"] = config[name]
@@ -138,15 +138,15 @@ def read_features(
         table: the fields that may stand in the config.
         nested: those of a config of speculators, whose layers are nested.
     """
-    if KIND in config:
+    if SPECULATORS_KIND_FIELD in config:
         table = nested
     table.check(config)
     config = flatten_eagle_config(flatten_speculators(config, norm_before_residual=True))
     config = read_rotary(config)
     tensors = fields.drop_names(tensors, VERIFIER_TENSORS)
-    tensors = renamed(tensors, *TENSOR_NAMES)
+    tensors = rename_tensors(tensors, *TENSOR_NAMES)
     architectures = config.get("architectures")
-    if architectures and QWEN3 in architectures:
+    if architectures and EAGLE3_QWEN3_ARCHITECTURE in architectures:
         config = as_qwen3(config)
     config = derive_norms(config, tensors)
     config = derive_biases(config, tensors, FIRST_LAYER)
@@ -170,14 +170,14 @@ def flatten_eagle_config(config: Config) -> Config:
     for name, flag in NORM_FLAGS.items():
         if inner.get(name) or flat.get(name):
             flat[flag] = True
-    if inner.get(IDS):
-        flat[IDS] = from_sglang(inner[IDS])
+    if inner.get(AUX_LAYERS_FIELD):
+        flat[AUX_LAYERS_FIELD] = from_sglang(inner[AUX_LAYERS_FIELD])
     count = flat.get("num_aux_hidden_states")
-    ids = flat.get(IDS)
+    ids = flat.get(AUX_LAYERS_FIELD)
     expected = len(ids) if ids else AUX_LAYERS
     if count is not None and count != expected:
         raise ValueError(
-            f"num_aux_hidden_states is {count}, and {IDS} is {ids}: it must name as many layers"
+            f"num_aux_hidden_states is {count}, and {AUX_LAYERS_FIELD} is {ids}: it must name as many layers"
         )
     return flat
 

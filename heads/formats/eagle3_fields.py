@@ -3,18 +3,18 @@
 from transformers import PretrainedConfig
 
 from treespec.heads.eagle3 import Eagle3Head
-from treespec.heads.formats.llama_fields import llama_fields
+from treespec.heads.formats.llama_fields import build_llama_fields
 from treespec.heads.head import Config
-from treespec.heads.layers import SLIDING
+from treespec.heads.layers import SLIDING_ATTENTION
 
-IDS = "eagle_aux_hidden_state_layer_ids"
-LLAMA = "LlamaForCausalLMEagle3"
-QWEN3 = "Eagle3Qwen3ForCausalLM"  # vLLM's architecture for layers of Qwen3
+AUX_LAYERS_FIELD = "eagle_aux_hidden_state_layer_ids"
+EAGLE3_ARCHITECTURE = "LlamaForCausalLMEagle3"
+EAGLE3_QWEN3_ARCHITECTURE = "Eagle3Qwen3ForCausalLM"  # vLLM's architecture for layers of Qwen3
 TO_FIRST = (r"^midlayer\.", "layers.0.")
-NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+EXPORTED_NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # The parts that newer heads have, by their names in config.json, and the formats that have a place
 # for each. EAGLE-3.1 is `fc_norm` and `norm_output`.
-PARTS = {
+PARTS_BY_ENGINE = {
     "qk_norm": ("vllm", "speculators"),
     "sliding_window": ("vllm", "speculators"),
     "norm_before_residual": ("vllm", "speculators", "gguf", "mlx"),
@@ -25,19 +25,19 @@ PARTS = {
 }
 
 
-def parts_of(head: Eagle3Head) -> set[str]:
-    """The parts of a head that `PARTS` names: those that EAGLE-3 as published does not have."""
+def list_head_parts(head: Eagle3Head) -> set[str]:
+    """The parts of a head that `PARTS_BY_ENGINE` names: those that EAGLE-3 as published does not have."""
     config = head.config
     has_parts = dict(config)
     has_parts["num_hidden_layers"] = head.cached_layers > 1
-    has_parts["sliding_window"] = SLIDING in (config.get("layer_types") or ())
-    return {name for name in PARTS if has_parts.get(name)}
+    has_parts["sliding_window"] = SLIDING_ATTENTION in (config.get("layer_types") or ())
+    return {name for name in PARTS_BY_ENGINE if has_parts.get(name)}
 
 
 def check_parts(head: Eagle3Head, to: str) -> None:
     """Raises ValueError for a part of a head that the format `to` has no place for."""
-    for name in sorted(parts_of(head)):
-        formats = PARTS[name]
+    for name in sorted(list_head_parts(head)):
+        formats = PARTS_BY_ENGINE[name]
         if to not in formats:
             known = f"{', '.join(formats[:-1])} and {formats[-1]}"
             raise ValueError(f"its config.json has {name}, which only {known} know")
@@ -45,8 +45,8 @@ def check_parts(head: Eagle3Head, to: str) -> None:
 
 def build_eagle3_layer_fields(head: Eagle3Head, served: PretrainedConfig) -> Config:
     """The fields of the decoder layers: Llama's or Qwen3's, their number, and their windows."""
-    parts = parts_of(head)
-    fields = llama_fields(head, served)
+    parts = list_head_parts(head)
+    fields = build_llama_fields(head, served)
     fields["num_hidden_layers"] = head.cached_layers
     if "qk_norm" in parts:
         fields["model_type"] = "qwen3"
@@ -59,11 +59,11 @@ def build_eagle3_layer_fields(head: Eagle3Head, served: PretrainedConfig) -> Con
 
 def build_eagle3_own_fields(head: Eagle3Head, served: PretrainedConfig) -> Config:
     """The fields around the layers: draft vocabulary, the target's width, and which norms there are."""
-    parts = parts_of(head)
+    parts = list_head_parts(head)
     fields: Config = {
         "draft_vocab_size": head.output_layers[0].out_features,
         "target_hidden_size": served.get_text_config().hidden_size,
     }
-    for name in NORMS:
+    for name in EXPORTED_NORM_FLAGS:
         fields[name] = name in parts
     return fields

@@ -15,16 +15,16 @@ from transformers import PretrainedConfig
 
 from treespec.errors import InputError
 from treespec.heads.checkpoint import load_head, write_head
-from treespec.heads.folder import GGUF, check_new
+from treespec.heads.folder import GGUF_FILE, check_new
 from treespec.heads.formats.gguf import write_gguf
 from treespec.heads.formats.rules import RULES
-from treespec.heads.formats.speculators import DRAFTED
+from treespec.heads.formats.speculators import DEFAULT_DRAFT_TOKENS
 from treespec.heads.formats.upstream import Ends, read_as
 from treespec.heads.head import Head
-from treespec.heads.registry import HEADS, check_export
+from treespec.heads.registry import HEAD_KINDS, check_export
 
-TOKENS = 8  # length of the random sequence on which heads are compared
-SERVING = {  # the command that serves a head, or answers MT-Bench with it
+COMPARED_TOKENS = 8  # length of the random sequence on which heads are compared
+SERVE_COMMANDS = {  # the command that serves a head, or answers MT-Bench with it
     "speculators": "vllm serve {folder}",
     "vllm": "vllm serve {target} --speculative-config {drafts}",
     "sglang": "python -m sglang.launch_server --model-path {target} "
@@ -32,7 +32,7 @@ SERVING = {  # the command that serves a head, or answers MT-Bench with it
     "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4",
     "tensorrt-llm": "trtllm-serve {target} --config <(echo {captured})",
     "mlx": "python -m mlx_vlm.server --model {target} --draft-model {folder}",
-    "gguf": f"llama-server --model TARGET.gguf --model-draft {{folder}}/{GGUF} --spec-type draft-{{kind}} "
+    "gguf": f"llama-server --model TARGET.gguf --model-draft {{folder}}/{GGUF_FILE} --spec-type draft-{{kind}} "
     "--spec-draft-n-max {number}",
     "eagle": "python -m eagle.evaluation.gen_ea_answer_{prompts} --base-model-path {target} "
     "--ea-model-path {folder}{three}",
@@ -72,7 +72,7 @@ def export(
     # 1. Refuse what needs no conversion to be refused.
     head = load_head(head_path)
     text = served.get_text_config()
-    kind = HEADS[head.kind]
+    kind = HEAD_KINDS[head.kind]
     check_export(head.kind, to, head_path)
     check_new(out)
 
@@ -94,10 +94,10 @@ def export(
             write_gguf(temporary, config, tensors)
         else:
             write_head(temporary, config, tensors)  # no checksum: engines may refuse fields
-        ends = ends_of(head)
-        compare(head, load_head(temporary), ends)
+        ends = find_ends(head)
+        compare_exported(head, load_head(temporary), ends)
         theirs = read_as(to, head.kind, temporary, ends, text.num_hidden_layers)
-        compared = compare(head, theirs, ends, f" as {to} reads it")
+        compared = compare_exported(head, theirs, ends, f" as {to} reads it")
         os.replace(temporary, out)
     except ValueError as error:
         raise InputError(f"{head_path} is not exported to {to}: {error}") from error
@@ -123,9 +123,9 @@ def leave_out_mask_token(head: Head, to: str) -> int | None:
     return token
 
 
-def command(to: str, head: Head, served: PretrainedConfig, out: Path) -> str:
+def build_serve_command(to: str, head: Head, served: PretrainedConfig, out: Path) -> str:
     """The shell command that serves the target with the head in `out`, or answers MT-Bench."""
-    number = DRAFTED
+    number = DEFAULT_DRAFT_TOKENS
     if head.max_depth:
         number = head.max_depth
     drafts = {"method": head.kind, "model": str(out), "num_speculative_tokens": number}
@@ -141,7 +141,7 @@ def command(to: str, head: Head, served: PretrainedConfig, out: Path) -> str:
     three = ""
     if head.aux_layers:
         three = " --use_eagle3"
-    return SERVING[to].format(
+    return SERVE_COMMANDS[to].format(
         target=shlex.quote(str(served.name_or_path)),
         folder=shlex.quote(str(out)),
         drafts=shlex.quote(json.dumps(drafts, separators=(",", ":"))),
@@ -154,7 +154,7 @@ def command(to: str, head: Head, served: PretrainedConfig, out: Path) -> str:
     )
 
 
-def ends_of(head: Head) -> Ends:
+def find_ends(head: Head) -> Ends:
     """A target's ends beside a head: random ones, but for the embedding of a head that has one already."""
     generator = torch.Generator().manual_seed(1)
     embedding = torch.randn(head.vocab_size, head.hidden_size, generator=generator)
@@ -164,20 +164,20 @@ def ends_of(head: Head) -> Ends:
     return Ends(embedding, output)
 
 
-def compare(one: Head, other: Head, ends: Ends | None = None, reading: str = "") -> int:
+def compare_exported(one: Head, other: Head, ends: Ends | None = None, reading: str = "") -> int:
     """The number of logits of two heads on the same random sequence, all of them equal.
 
     ends: the target's embedding and output, which either head may take; default: `ends_of(one)`.
     reading: " as … reads it", for the message. Raises ValueError where one differs.
     """
     if ends is None:
-        ends = ends_of(one)
+        ends = find_ends(one)
     if one.aux_layers != other.aux_layers:
         raise ValueError(
             f"read back{reading} it reads layers {other.aux_layers}, the head {one.aux_layers}"
         )
-    logits = outputs(one.float(), ends)
-    again = outputs(other.float(), ends)
+    logits = compute_outputs(one.float(), ends)
+    again = compute_outputs(other.float(), ends)
     if logits.shape != again.shape:
         raise ValueError(f"read back{reading} it drafts {len(again)} rows, the head {len(logits)}")
     difference = float((logits - again).abs().max())
@@ -187,19 +187,19 @@ def compare(one: Head, other: Head, ends: Ends | None = None, reading: str = "")
 
 
 @torch.no_grad()
-def outputs(head: Head, ends: Ends | None = None) -> Tensor:
+def compute_outputs(head: Head, ends: Ends | None = None) -> Tensor:
     """[M, N] logits of a head in float32 on a random sequence: of all its levels, or of two steps.
 
     ends: the target's; default: any.
     """
     if ends is None:
-        ends = ends_of(head)
+        ends = find_ends(head)
     generator = torch.Generator().manual_seed(0)
     if head.lacks_embedding:
         head.share_embedding(nn.Parameter(ends.embedding, requires_grad=False))
-    features = torch.randn(1, TOKENS, head.feature_size, generator=generator)
-    tokens = torch.randint(head.vocab_size, (1, TOKENS + 2), generator=generator)
-    counts = torch.ones(1, TOKENS, dtype=torch.bool)
+    features = torch.randn(1, COMPARED_TOKENS, head.feature_size, generator=generator)
+    tokens = torch.randint(head.vocab_size, (1, COMPARED_TOKENS + 2), generator=generator)
+    counts = torch.ones(1, COMPARED_TOKENS, dtype=torch.bool)
     steps = head.max_depth
     if steps is None:
         steps = 2

@@ -22,19 +22,19 @@ from transformers import LlamaConfig
 
 from treespec.errors import InputError
 from treespec.files.atomic import write_json
-from treespec.heads.folder import GGUF
+from treespec.heads.folder import GGUF_FILE
 from treespec.heads.head import Config, Tensors
-from treespec.heads.layers import SLIDING, Rotary
+from treespec.heads.layers import SLIDING_ATTENTION, Rotary
 
 FUSED_NORM = {"eagle3": "input_norm", "dflash": "hidden_norm"}  # of the fused aux hidden states
-LAYERS = {"eagle3": r"midlayer()", "dflash": r"layers\.(\d+)"}
-NAMES = {  # of modules: llama.cpp's
+LAYER_PATTERNS = {"eagle3": r"midlayer()", "dflash": r"layers\.(\d+)"}
+MODULE_NAMES = {  # of modules: llama.cpp's
     "fc": "fc",
     "embed_tokens": "token_embd",
     "norm": "output_norm",
     "lm_head": "output",
 }
-LAYER = {  # of modules of a layer: llama.cpp's below `blk.N`
+LAYER_MODULE_NAMES = {  # of modules of a layer: llama.cpp's below `blk.N`
     "input_layernorm": "attn_norm",
     "hidden_norm": "attn_norm_2",
     "self_attn.q_proj": "attn_q",
@@ -48,9 +48,9 @@ LAYER = {  # of modules of a layer: llama.cpp's below `blk.N`
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-NAME_BY_GGUF = {known: name for name, known in NAMES.items()}
-LAYER_BY_GGUF = {known: name for name, known in LAYER.items()}
-TURNED = {  # in EAGLE-3: the key of the number of their heads
+NAME_BY_GGUF = {known: name for name, known in MODULE_NAMES.items()}
+LAYER_BY_GGUF = {known: name for name, known in LAYER_MODULE_NAMES.items()}
+PERMUTED_TENSORS = {  # in EAGLE-3: the key of the number of their heads
     "blk.0.attn_q.weight": "attention.head_count",
     "blk.0.attn_k.weight": "attention.head_count_kv",
 }
@@ -81,9 +81,9 @@ KIND_KEYS = {
         "attention.sliding_window_pattern",
     ),
 }
-FACTORS = "rope_freqs.weight"
-ROTARY = ("default", "linear", "llama3")  # that factors of the frequencies describe
-TYPES = {torch.float16: Type.F16, torch.bfloat16: Type.BF16}
+FREQUENCY_FACTORS = "rope_freqs.weight"
+GGUF_ROTARY_TYPES = ("default", "linear", "llama3")  # that factors of the frequencies describe
+GGUF_TYPES = {torch.float16: Type.F16, torch.bfloat16: Type.BF16}
 DTYPES_BY_GGUF = {Type.F16: torch.float16, Type.BF16: torch.bfloat16}
 
 
@@ -93,7 +93,7 @@ def write_gguf(folder: Path, config: Config, tensors: Tensors) -> None:
     Raises ValueError for rotary positions that llama.cpp computes otherwise.
     """
     # 1. The fields.
-    writer = GGUFWriter(str(folder / GGUF), choose_gguf_kind(config))
+    writer = GGUFWriter(str(folder / GGUF_FILE), choose_gguf_kind(config))
     if choose_gguf_kind(config) == "dflash":
         add_dflash_fields(writer, config)
     else:
@@ -103,9 +103,9 @@ def write_gguf(folder: Path, config: Config, tensors: Tensors) -> None:
 
     # 2. The tensors.
     own = {name: value for name, value in config.items() if name != "model_type"}
-    factors = factors_of(LlamaConfig(**own))
+    factors = compute_frequency_factors(LlamaConfig(**own))
     if not factors.allclose(torch.ones(1)):
-        writer.add_tensor(FACTORS, factors.numpy())
+        writer.add_tensor(FREQUENCY_FACTORS, factors.numpy())
     for name in sorted(tensors.keys() - {"t2d"}):
         add_head_tensor(writer, config, name, tensors[name].detach().cpu().contiguous())
     writer.write_header_to_file()
@@ -136,7 +136,7 @@ def add_dflash_fields(writer: GGUFWriter, config: Config) -> None:
     # 1. Windows and the mask token.
     sliding = bool(config.get("layer_types"))
     if sliding:
-        windows = [kind == SLIDING for kind in config["layer_types"]]
+        windows = [kind == SLIDING_ATTENTION for kind in config["layer_types"]]
         writer.add_array("dflash.attention.sliding_window_pattern", windows)
     writer.add_tokenizer_model("llama")
     writer.add_token_list([str(token) for token in range(config["vocab_size"])])
@@ -159,38 +159,38 @@ def add_sizes(writer: GGUFWriter, config: Config) -> None:
 
 def add_head_tensor(writer: GGUFWriter, config: Config, name: str, value: Tensor) -> None:
     """Add a tensor under llama.cpp's name. llama.cpp takes vectors in float32, and d2t as absolute ids."""
-    known = theirs(name, writer.arch)
+    known = to_gguf_name(name, writer.arch)
     if known == "d2t":
         writer.add_tensor(known, (value + torch.arange(len(value))).numpy())
         return
-    if writer.arch == "eagle3" and known in TURNED:
-        heads = config[SIZE_KEYS[TURNED[known]]]
-        value = turned(value, heads)
+    if writer.arch == "eagle3" and known in PERMUTED_TENSORS:
+        heads = config[SIZE_KEYS[PERMUTED_TENSORS[known]]]
+        value = permute_rotary_rows(value, heads)
     stored = Type.F32
     if value.dim() > 1:
-        stored = TYPES.get(value.dtype, Type.F32)
+        stored = GGUF_TYPES.get(value.dtype, Type.F32)
     writer.add_tensor(known, quants.quantize(value.float().numpy(), stored), raw_dtype=stored)
 
 
-def theirs(name: str, kind: str) -> str:
+def to_gguf_name(name: str, kind: str) -> str:
     """llama.cpp's name of a tensor. Raises ValueError for one that it has no place for."""
     if name == "d2t":
         return name
     module = name.removesuffix(".weight")
-    layer = re.fullmatch(rf"{LAYERS[kind]}\.(.+)", module)
+    layer = re.fullmatch(rf"{LAYER_PATTERNS[kind]}\.(.+)", module)
     if layer is not None:
         number = layer[1] or "0"
-        inside = LAYER.get(layer[2])
+        inside = LAYER_MODULE_NAMES.get(layer[2])
         if inside is not None:
             return f"blk.{number}.{inside}.weight"
-    elif module in NAMES:
-        return f"{NAMES[module]}.weight"
+    elif module in MODULE_NAMES:
+        return f"{MODULE_NAMES[module]}.weight"
     elif module == FUSED_NORM[kind]:
         return "enc.output_norm.weight"
     raise ValueError(f"its tensor {name} has no place in llama.cpp's file")
 
 
-def ours(known: str, kind: str) -> str:
+def from_gguf_name(known: str, kind: str) -> str:
     """treespec's name of a tensor of the file; the same where it is none of the head."""
     module = known.removesuffix(".weight")
     layer = re.fullmatch(r"blk\.(\d+)\.(.+)", module)
@@ -223,23 +223,23 @@ def read_gguf(file: Path) -> Tensors:
     # 2. The tensors.
     tensors: Tensors = {}
     for known, tensor in stored.items():
-        if known == FACTORS:  # they follow from config.json
+        if known == FREQUENCY_FACTORS:  # they follow from config.json
             continue
         if known == "d2t":
             tokens = torch.from_numpy(tensor.data.astype(np.int64))
             tensors[known] = tokens - torch.arange(len(tokens))
             continue
         value = torch.from_numpy(quants.dequantize(tensor.data, tensor.tensor_type).copy())
-        if kind == "eagle3" and known in TURNED:
-            heads = read_number(reader, f"{kind}.{TURNED[known]}")
-            value = turned(value, heads, back=True)
-        tensors[ours(known, kind)] = value.to(dtype)
+        if kind == "eagle3" and known in PERMUTED_TENSORS:
+            heads = read_number(reader, f"{kind}.{PERMUTED_TENSORS[known]}")
+            value = permute_rotary_rows(value, heads, back=True)
+        tensors[from_gguf_name(known, kind)] = value.to(dtype)
     return tensors
 
 
 def find_gguf_kind(reader: GGUFReader) -> str | None:
     """The kind of head that a file holds; None for a file of something else."""
-    for kind in LAYERS:
+    for kind in LAYER_PATTERNS:
         if f"{kind}.target_layers" in reader.fields:
             return kind
     return None
@@ -260,7 +260,7 @@ def check_keys(reader: GGUFReader, kind: str, file: Path) -> None:
             raise InputError(f"{file} has a field {key}, which treespec does not know")
 
 
-def turned(weight: Tensor, heads: int, back: bool = False) -> Tensor:
+def permute_rotary_rows(weight: Tensor, heads: int, back: bool = False) -> Tensor:
     """Order the rows of a projection [heads · D, H] for llama.cpp's rotation. back: for the others'."""
     inner = weight.shape[1]
     pairs = weight.view(heads, 2, -1, inner)
@@ -269,14 +269,14 @@ def turned(weight: Tensor, heads: int, back: bool = False) -> Tensor:
     return pairs.transpose(1, 2).reshape(weight.shape)
 
 
-def factors_of(config: LlamaConfig) -> Tensor:
+def compute_frequency_factors(config: LlamaConfig) -> Tensor:
     """[D / 2] by what llama.cpp divides its frequencies. Raises ValueError where they do not tell all."""
     rope: Config = dict(config.rope_parameters or {})
     kind = rope["rope_type"]
     frequencies = Rotary(config).inv_freq
     width = config.head_dim or 0
     problem = None
-    if kind not in ROTARY:
+    if kind not in GGUF_ROTARY_TYPES:
         problem = kind
     elif 2 * len(frequencies) != width:
         problem = "part of a head is rotated"

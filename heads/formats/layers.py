@@ -9,7 +9,7 @@ import re
 from transformers import Qwen3Config
 
 from treespec.heads.formats.fields import drop_names, select_names
-from treespec.heads.formats.llama_fields import SIZES
+from treespec.heads.formats.llama_fields import LLAMA_SIZE_FIELDS
 from treespec.heads.head import Config, Tensors
 
 VERIFIER_TENSORS = (
@@ -17,7 +17,7 @@ VERIFIER_TENSORS = (
     "verifier_norm.weight",
 )  # copies of the target's, not used
 QKV_NAMES = ("q_proj", "k_proj", "v_proj")
-QWEN3_SIZES = SIZES + ("max_position_embeddings",)
+QWEN3_SIZES = LLAMA_SIZE_FIELDS + ("max_position_embeddings",)
 
 
 def as_qwen3(config: Config) -> Config:

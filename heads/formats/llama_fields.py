@@ -7,7 +7,7 @@ from transformers import PretrainedConfig
 from treespec.heads.head import Config, Head, Tensors
 from treespec.heads.llama import LlamaHead
 
-SIZES = (
+LLAMA_SIZE_FIELDS = (
     "hidden_size",
     "intermediate_size",
     "num_attention_heads",
@@ -19,7 +19,7 @@ SIZES = (
 )
 
 
-def llama_fields(head: LlamaHead, served: PretrainedConfig) -> Config:
+def build_llama_fields(head: LlamaHead, served: PretrainedConfig) -> Config:
     """Describe a head's decoder layer as a Llama of one layer; a writer overrides what differs.
 
     The rotary positions stand there three times, because versions of the engines read different
@@ -42,7 +42,7 @@ def llama_fields(head: LlamaHead, served: PretrainedConfig) -> Config:
     # 2. The fields, in the order of config.json.
     context: int | None = getattr(served.get_text_config(), "max_position_embeddings", None)
     fields: Config = {"model_type": "llama", "num_hidden_layers": 1}
-    for name in SIZES:
+    for name in LLAMA_SIZE_FIELDS:
         fields[name] = getattr(llama, name)
     fields["max_position_embeddings"] = max(llama.max_position_embeddings, context or 0)
     fields["rope_theta"] = rope["rope_theta"]
@@ -52,11 +52,11 @@ def llama_fields(head: LlamaHead, served: PretrainedConfig) -> Config:
     fields["attention_bias"] = False
     fields["mlp_bias"] = False
     fields["tie_word_embeddings"] = False
-    fields["torch_dtype"] = dtype_of(head)
+    fields["torch_dtype"] = name_dtype(head)
     return fields
 
 
-def dtype_of(head: Head) -> str:
+def name_dtype(head: Head) -> str:
     """Name the dtype of a head's weights as config.json does, such as "bfloat16"."""
     return str(head.dtype).removeprefix("torch.")
 
@@ -112,7 +112,7 @@ def check_own_output(head: Head) -> None:
         raise ValueError("it has the target's output layer, and the formats store one of its own")
 
 
-def renamed(tensors: Tensors, *patterns: tuple[str, str]) -> Tensors:
+def rename_tensors(tensors: Tensors, *patterns: tuple[str, str]) -> Tensors:
     """Rename each tensor by every (pattern, replacement) in turn.
 
     Raises ValueError where two get one name.

@@ -24,7 +24,7 @@ ROPE_TYPE_FIELDS = {  # the fields that each type uses, as in transformers
     "llama3": SCALED_FIELDS + ("low_freq_factor", "high_freq_factor"),
 }
 # By type: fields that may only say nothing.
-NEUTRAL_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {"default": {"factor": (1,)}}
+NEUTRAL_ROTARY_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {"default": {"factor": (1,)}}
 UNUSED_ROPE_FIELDS = frozenset(MULTIMODAL_FIELDS + PHIMOE_FIELDS)
 OUTSIDE_FIELDS = ("rope_theta", "partial_rotary_factor")  # that stand beside the forms too
 ROPE_FORMS = ("rope_parameters", "rope_scaling")
@@ -102,7 +102,7 @@ def read_form(value: Config, path: str, copied: bool) -> Config:
         table = FieldTable(
             used=frozenset(COMMON_FIELDS + ROPE_TYPE_FIELDS[kind]),
             unused=UNUSED_ROPE_FIELDS,
-            only=NEUTRAL_VALUES.get(kind, {}),
+            only=NEUTRAL_ROTARY_VALUES.get(kind, {}),
         )
         table.check(value, f"{path}.")
     kept = drop_names(value, MULTIMODAL_FIELDS + ("type",))

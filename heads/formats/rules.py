@@ -60,7 +60,7 @@ class Rule:
     output: str = "own"
 
 
-def eagle3_fields(drafted: Any, **places: tuple[str, Any]) -> dict[str, tuple[str, Any]]:
+def list_eagle3_fields(drafted: Any, **places: tuple[str, Any]) -> dict[str, tuple[str, Any]]:
     """Of EAGLE-3. drafted: `draft_vocab_size` where it is absent. places: of the parts that a project knows."""
     parts = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     own = {"draft_vocab_size": ("draft_vocab_size", drafted)}
@@ -68,7 +68,7 @@ def eagle3_fields(drafted: Any, **places: tuple[str, Any]) -> dict[str, tuple[st
     return own | dict.fromkeys(parts, ("", False)) | places
 
 
-def same_places(*names: str) -> dict[str, tuple[str, Any]]:
+def has_same_layers(*names: str) -> dict[str, tuple[str, Any]]:
     """Flags at the top, false where they are absent."""
     return {name: (name, False) for name in names}
 
@@ -83,10 +83,10 @@ SPECULATORS_EAGLE3 = Rule(
     rotary="rope_parameters",
     aux=TOP_IDS,
     # speculators takes false where `norm_before_residual` is absent, vLLM true.
-    fields=eagle3_fields(
+    fields=list_eagle3_fields(
         32000,
         norm_before_residual=("norm_before_residual", NO_DEFAULT),
-        **same_places("norm_before_fc", "fc_norm", "norm_output"),
+        **has_same_layers("norm_before_fc", "fc_norm", "norm_output"),
     ),
     names=PATHS,
 )
@@ -114,7 +114,7 @@ RULES: dict[tuple[str, str], Rule] = {
         source="SGLang: models/llama_eagle3.py, speculative/eagle_worker.py",
         aux=NESTED_IDS,
         entered=False,
-        fields=eagle3_fields(NO_DEFAULT, **same_places("fc_norm", "norm_output")),
+        fields=list_eagle3_fields(NO_DEFAULT, **has_same_layers("fc_norm", "norm_output")),
         names=PATHS,
         embedding="target",
     ),
@@ -122,10 +122,10 @@ RULES: dict[tuple[str, str], Rule] = {
         source="TensorRT-LLM: _torch/models/modeling_speculative.py",
         aux=NESTED_IDS,
         entered=False,
-        fields=eagle3_fields(
+        fields=list_eagle3_fields(
             None,
             norm_before_fc=("eagle_config.norm_before_fc", False),
-            **same_places("fc_norm", "norm_output"),
+            **has_same_layers("fc_norm", "norm_output"),
         ),
         names=PATHS,
         embedding="target",
@@ -133,15 +133,15 @@ RULES: dict[tuple[str, str], Rule] = {
     ("vllm", "eagle3"): Rule(
         source="vLLM: models/llama_eagle3.py",
         aux=TOP_IDS,
-        fields=eagle3_fields(
+        fields=list_eagle3_fields(
             None,
-            **same_places("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
+            **has_same_layers("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
         ),
         names=PATHS,
     ),
     ("eagle", "eagle3"): Rule(
         source="SafeAILab/EAGLE: model/cnets.py, ea_model.py",
-        fields=eagle3_fields(NO_DEFAULT),
+        fields=list_eagle3_fields(NO_DEFAULT),
         names=PATHS,
     ),
     ("mlx", "eagle3"): Rule(
@@ -149,7 +149,9 @@ RULES: dict[tuple[str, str], Rule] = {
         layer=LAYER,
         rotary="rope_theta",
         aux=TOP_IDS,
-        fields=eagle3_fields(32000, **same_places("norm_before_residual", "norm_before_fc")),
+        fields=list_eagle3_fields(
+            32000, **has_same_layers("norm_before_residual", "norm_before_fc")
+        ),
         names=PATHS,
         embedding="demanded",
     ),
@@ -157,7 +159,9 @@ RULES: dict[tuple[str, str], Rule] = {
         source="llama.cpp: src/models/eagle3.cpp",
         rotary="rope_theta",
         aux="target_layers",
-        fields=eagle3_fields(None, **same_places("norm_before_residual", "norm_before_fc")),
+        fields=list_eagle3_fields(
+            None, **has_same_layers("norm_before_residual", "norm_before_fc")
+        ),
         names=((r"^blk\.0\.", "midlayer."), *LLAMA_CPP, (r"^enc\.output_norm\.", "input_norm.")),
     ),
     ("gguf", "dflash"): Rule(

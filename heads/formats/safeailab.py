@@ -5,12 +5,12 @@ from transformers import PretrainedConfig
 from treespec.heads.eagle import EagleHead
 from treespec.heads.eagle3 import Eagle3Head
 from treespec.heads.formats.eagle3_fields import (
-    IDS,
+    AUX_LAYERS_FIELD,
     build_eagle3_layer_fields,
     build_eagle3_own_fields,
     check_parts,
 )
-from treespec.heads.formats.llama_fields import check_layer, check_own_output, llama_fields
+from treespec.heads.formats.llama_fields import build_llama_fields, check_layer, check_own_output
 from treespec.heads.head import Config, Stored
 from treespec.heads.llama import LlamaHead
 
@@ -37,7 +37,7 @@ def write_safeailab_eagle(head: EagleHead, served: PretrainedConfig) -> Stored:
     """EAGLE-1: `bias` is that of `fc`, and `qkv_bias` that of the attention."""
     check_safeailab_layer(head, has_bias_field=True)
     config: Config = {"architectures": ["LlamaForCausalLM"]}
-    config |= llama_fields(head, served)
+    config |= build_llama_fields(head, served)
     config["bias"] = head.fc.bias is not None
     config["qkv_bias"] = head.config.get("qkv_bias", False)
     return config, head.state_dict()
@@ -58,7 +58,7 @@ def write_safeailab_eagle3(head: Eagle3Head, served: PretrainedConfig) -> Stored
         read = ", ".join(map(str, head.aux_layers))
         raise ValueError(f"it reads layers {read}, and SafeAILab/EAGLE {expected} in any case")
     own = build_eagle3_own_fields(head, served)
-    own[IDS] = list(head.aux_layers)
+    own[AUX_LAYERS_FIELD] = list(head.aux_layers)
     if text.hidden_size == head.hidden_size:
         del own["target_hidden_size"]
     config = {"architectures": ["LlamaForCausalLM"]}

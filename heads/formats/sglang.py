@@ -10,17 +10,17 @@ from transformers import PretrainedConfig
 from treespec.heads.eagle import EagleHead
 from treespec.heads.eagle3 import Eagle3Head
 from treespec.heads.formats.eagle3_fields import (
-    IDS,
-    LLAMA,
+    AUX_LAYERS_FIELD,
+    EAGLE3_ARCHITECTURE,
     build_eagle3_layer_fields,
     build_eagle3_own_fields,
     check_parts,
 )
 from treespec.heads.formats.llama_fields import (
+    build_llama_fields,
     check_layer,
     check_own_output,
-    llama_fields,
-    renamed,
+    rename_tensors,
 )
 from treespec.heads.head import Config, Stored
 
@@ -45,7 +45,7 @@ def to_sglang_ids(aux_layers: tuple[int, ...]) -> list[int]:
 def write_sglang_eagle(head: EagleHead, served: PretrainedConfig) -> Stored:
     """EAGLE-1: SGLang's `fc` always has a bias, and the field `bias` would give the attention one."""
     check_layer(head)
-    config = {"architectures": ["LlamaForCausalLMEagle"]} | llama_fields(head, served)
+    config = {"architectures": ["LlamaForCausalLMEagle"]} | build_llama_fields(head, served)
     tensors = {"fc.bias": torch.zeros(head.hidden_size, dtype=head.dtype)}
     return config, tensors | head.state_dict()
 
@@ -55,11 +55,11 @@ def write_sglang_eagle3(head: Eagle3Head, served: PretrainedConfig) -> Stored:
     check_own_output(head)
     check_layer(head)
     check_parts(head, "sglang")
-    config: Config = {"architectures": [LLAMA]}
+    config: Config = {"architectures": [EAGLE3_ARCHITECTURE]}
     config |= build_eagle3_layer_fields(head, served)
     config |= build_eagle3_own_fields(head, served)
     config["eagle_config"] = {
-        IDS: to_sglang_ids(head.aux_layers),
+        AUX_LAYERS_FIELD: to_sglang_ids(head.aux_layers),
         "use_aux_hidden_state": True,
     }
-    return config, renamed(head.state_dict(), TO_SGLANG)
+    return config, rename_tensors(head.state_dict(), TO_SGLANG)

@@ -10,31 +10,31 @@ from transformers import PretrainedConfig
 from treespec.heads.dflash import DFlashHead
 from treespec.heads.eagle3 import Eagle3Head
 from treespec.heads.formats.eagle3_fields import (
-    IDS,
-    LLAMA,
-    QWEN3,
+    AUX_LAYERS_FIELD,
+    EAGLE3_ARCHITECTURE,
+    EAGLE3_QWEN3_ARCHITECTURE,
     TO_FIRST,
     build_eagle3_layer_fields,
     build_eagle3_own_fields,
     check_parts,
 )
 from treespec.heads.formats.llama_fields import (
+    build_llama_fields,
     check_layer,
     check_own_output,
-    llama_fields,
-    renamed,
+    rename_tensors,
 )
 from treespec.heads.head import Config, Stored
 from treespec.heads.p_eagle import PEagleHead
-from treespec.heads.registry import KIND
+from treespec.heads.registry import SPECULATORS_KIND_FIELD
 
-VERSION = "0.9.0"  # of speculators, whose logits tests/test_upstream.py compares
-DRAFTED = 3  # tokens a cycle, vLLM's default for such a directory
+SPECULATORS_VERSION = "0.9.0"  # of speculators, whose logits tests/test_upstream.py compares
+DEFAULT_DRAFT_TOKENS = 3  # tokens a cycle, vLLM's default for such a directory
 SPECULATORS_WRAPPER_FIELDS = (
     "transformer_layer_config",
     "speculators_config",
     "speculators_version",
-    KIND,
+    SPECULATORS_KIND_FIELD,
 )
 
 
@@ -43,7 +43,7 @@ def flatten_speculators(config: Config, **defaults: Any) -> Config:
 
     defaults: of fields that speculators leaves out. Raises ValueError for a layer of another family.
     """
-    if KIND not in config:
+    if SPECULATORS_KIND_FIELD not in config:
         return dict(config)
     layer = config["transformer_layer_config"]
     family = layer.get("model_type", "qwen3")
@@ -56,14 +56,14 @@ def flatten_speculators(config: Config, **defaults: Any) -> Config:
     for name, value in config.items():
         if name not in SPECULATORS_WRAPPER_FIELDS and value is not None:
             flat[name] = value
-    flat["architectures"] = [LLAMA]
+    flat["architectures"] = [EAGLE3_ARCHITECTURE]
     if family == "qwen3":
-        flat["architectures"] = [QWEN3]
+        flat["architectures"] = [EAGLE3_QWEN3_ARCHITECTURE]
     flat["model_type"] = family
     return flat
 
 
-def nesting(
+def build_speculators_nesting(
     kind: str, architecture: str, layers: Config, served: PretrainedConfig, drafted: int
 ) -> Config:
     """Build what speculators' config.json nests: the layers, and how `vllm serve` shall draft.
@@ -87,8 +87,8 @@ def nesting(
     architectures = served.architectures or []
     target = {"name_or_path": served.name_or_path, "architectures": architectures}
     return {
-        KIND: kind,
-        "speculators_version": VERSION,
+        SPECULATORS_KIND_FIELD: kind,
+        "speculators_version": SPECULATORS_VERSION,
         "architectures": [architecture],
         "tie_word_embeddings": False,
         "torch_dtype": layers["torch_dtype"],
@@ -113,17 +113,21 @@ def write_speculators_eagle3(head: Eagle3Head, served: PretrainedConfig) -> Stor
 def build_eagle3_speculator(head: Eagle3Head, served: PretrainedConfig) -> Stored:
     """config.json and the tensors of an EAGLE-3 head that was checked already. mlx-vlm reads them too."""
     config = build_eagle3_own_fields(head, served)
-    config[IDS] = list(head.aux_layers)
+    config[AUX_LAYERS_FIELD] = list(head.aux_layers)
     layers = build_eagle3_layer_fields(head, served)
-    config |= nesting("eagle3", "Eagle3Speculator", layers, served, DRAFTED)
-    return config, renamed(head.state_dict(), TO_FIRST)
+    config |= build_speculators_nesting(
+        "eagle3", "Eagle3Speculator", layers, served, DEFAULT_DRAFT_TOKENS
+    )
+    return config, rename_tensors(head.state_dict(), TO_FIRST)
 
 
 def write_speculators_p_eagle(head: PEagleHead, served: PretrainedConfig) -> Stored:
     """P-EAGLE: EAGLE-3's fields, drafted at once, and the mask token."""
     config, tensors = write_speculators_eagle3(head, served)
     layers = config["transformer_layer_config"]
-    config |= nesting("peagle", "PEagleSpeculator", layers, served, head.max_depth)
+    config |= build_speculators_nesting(
+        "peagle", "PEagleSpeculator", layers, served, head.max_depth
+    )
     config["mask_token_id"] = head.mask_token
     return config, tensors
 
@@ -148,7 +152,7 @@ def write_speculators_dflash(head: DFlashHead, served: PretrainedConfig) -> Stor
         "sample_from_anchor": bool(head.from_anchor),
         "sliding_window_non_causal": not any(head.causal),
     }
-    nested = nesting("dflash", "DFlashSpeculator", layers, served, head.max_depth)
+    nested = build_speculators_nesting("dflash", "DFlashSpeculator", layers, served, head.max_depth)
     return own | nested, head.state_dict()
 
 
@@ -157,6 +161,6 @@ def build_dflash_layer_fields(head: DFlashHead, served: PretrainedConfig) -> Con
     if head.lm_head is None:
         raise ValueError("it has no output layer of its own: its directory is z-lab's already")
     check_layer(head)
-    fields = llama_fields(head, served)
+    fields = build_llama_fields(head, served)
     fields["num_hidden_layers"] = head.cached_layers
     return fields

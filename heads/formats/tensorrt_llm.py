@@ -4,14 +4,14 @@ from transformers import PretrainedConfig
 
 from treespec.heads.eagle3 import Eagle3Head
 from treespec.heads.formats.eagle3_fields import (
-    IDS,
-    LLAMA,
+    AUX_LAYERS_FIELD,
+    EAGLE3_ARCHITECTURE,
     TO_FIRST,
     build_eagle3_layer_fields,
     build_eagle3_own_fields,
     check_parts,
 )
-from treespec.heads.formats.llama_fields import check_layer, check_own_output, renamed
+from treespec.heads.formats.llama_fields import check_layer, check_own_output, rename_tensors
 from treespec.heads.formats.sglang import TO_SGLANG, to_sglang_ids
 from treespec.heads.head import Config, Stored
 
@@ -22,12 +22,12 @@ def write_tensorrt_eagle3(head: Eagle3Head, served: PretrainedConfig) -> Stored:
     check_layer(head)
     check_parts(head, "tensorrt-llm")
     own = build_eagle3_own_fields(head, served)
-    config: Config = {"architectures": [LLAMA]}
+    config: Config = {"architectures": [EAGLE3_ARCHITECTURE]}
     config |= build_eagle3_layer_fields(head, served)
     config |= own
     config["eagle_config"] = {
-        IDS: to_sglang_ids(head.aux_layers),
+        AUX_LAYERS_FIELD: to_sglang_ids(head.aux_layers),
         "use_aux_hidden_state": True,
         "norm_before_fc": own["norm_before_fc"],
     }
-    return config, renamed(head.state_dict(), TO_SGLANG, TO_FIRST)
+    return config, rename_tensors(head.state_dict(), TO_SGLANG, TO_FIRST)

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from treespec.heads.checkpoint import check_shapes
-from treespec.heads.folder import GGUF
+from treespec.heads.folder import GGUF_FILE
 from treespec.heads.formats.rules import NO_DEFAULT, RULES, TOP_IDS, Rule
-from treespec.heads.head import EMBEDDING, Config, Head, Tensors
-from treespec.heads.layers import FULL, SLIDING
-from treespec.heads.registry import HEADS
+from treespec.heads.head import EMBEDDING_NAME, Config, Head, Tensors
+from treespec.heads.layers import FULL_ATTENTION, SLIDING_ATTENTION
+from treespec.heads.registry import HEAD_KINDS
 
 OUTPUT = "lm_head.weight"
 SIZES = (
@@ -51,7 +51,7 @@ HEADER_FIELDS = {  # Llama's name of a field: llama.cpp's
     "sliding_window": "attention.sliding_window",
     "mask_token_id": "tokenizer.ggml.mask_token_id",
 }
-LAYER_TYPES = {True: SLIDING, False: FULL}  # by whether a layer slides
+LAYER_TYPES = {True: SLIDING_ATTENTION, False: FULL_ATTENTION}  # by whether a layer slides
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,13 @@ class Ends:
     def embed(self, tokens: Tensor) -> Tensor:
         return self.embedding[tokens]
 
-    def output_logits(self, hidden: Tensor, output: nn.Module | None = None) -> Tensor:
+    def compute_output_logits(self, hidden: Tensor, output: nn.Module | None = None) -> Tensor:
         if output is None:
             return hidden @ self.output.T
         logits: Tensor = output(hidden)
         return logits
 
-    def output_rows(self, tokens: Tensor) -> nn.Linear:
+    def copy_output_rows(self, tokens: Tensor) -> nn.Linear:
         rows = self.output[tokens]
         layer = nn.Linear(rows.shape[1], len(rows), bias=False)
         layer.weight = nn.Parameter(rows)
@@ -85,12 +85,12 @@ def read_as(to: str, kind: str, folder: Path, ends: Ends, depth: int) -> Head:
     """
     rule = RULES[to, kind]
     if to == "gguf":
-        stored, tensors = read_header(folder / GGUF, kind)
+        stored, tensors = read_header(folder / GGUF_FILE, kind)
     else:
         stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         tensors = load_file(folder / "model.safetensors")
-    config = config_by(rule, kind, stored, depth)
-    head: Head = HEADS[kind].build()(config)
+    config = read_engine_config(rule, kind, stored, depth)
+    head: Head = HEAD_KINDS[kind].build()(config)
     if rule.biases and not stored.get(rule.biases):
         tensors |= {name: 0 * tensors[name] for name in tensors if name.endswith(".bias")}
     fill(head, rule, rename_by(rule, config, tensors), ends)
@@ -101,36 +101,36 @@ def read_as(to: str, kind: str, folder: Path, ends: Ends, depth: int) -> Head:
     return head.float().eval()
 
 
-def config_by(rule: Rule, kind: str, stored: Config, depth: int) -> Config:
+def read_engine_config(rule: Rule, kind: str, stored: Config, depth: int) -> Config:
     """treespec's config of a head whose stored config a project reads by a rule. depth: of the target."""
-    config = own_fields(rule, stored)
+    config = list_own_fields(rule, stored)
     if kind == "medusa":
         return config
     raw = dict(stored)
     if rule.layer:
-        raw = dict(value_at(stored, rule.layer))
+        raw = dict(get_nested_value(stored, rule.layer))
     qwen = raw.pop("model_type", rule.family.model_type) == "qwen3"
     family: type[PretrainedConfig] = LlamaConfig
     if qwen:
         family = Qwen3Config
     plain = {name: value for name, value in raw.items() if name not in config}
-    config |= layer_fields(rule, family, plain)
+    config |= list_layer_fields(rule, family, plain)
     if kind == "dflash":
-        ids = aux_layers(rule, stored, depth)
-        causal = causal_layers(rule, stored, config)
+        ids = read_engine_aux_layers(rule, stored, depth)
+        causal = read_causal_layers(rule, stored, config)
         return config | {"aux_hidden_state_layer_ids": ids, "own_output": True, "causal": causal}
     if kind == "eagle":
         return config
-    return config | {TOP_IDS: aux_layers(rule, stored, depth), "qk_norm": qwen}
+    return config | {TOP_IDS: read_engine_aux_layers(rule, stored, depth), "qk_norm": qwen}
 
 
-def own_fields(rule: Rule, stored: Config) -> Config:
+def list_own_fields(rule: Rule, stored: Config) -> Config:
     """The fields of `Rule.fields`. Raises ValueError for one that the project demands and does not find."""
     config: Config = {}
     for name, (places, absent) in rule.fields.items():
         values = []
         for place in places.split("|"):
-            value = value_at(stored, place)
+            value = get_nested_value(stored, place)
             if value is not None:
                 values.append(value)
         if not values and absent is NO_DEFAULT:
@@ -139,7 +139,7 @@ def own_fields(rule: Rule, stored: Config) -> Config:
     return config
 
 
-def layer_fields(rule: Rule, family: type[PretrainedConfig], plain: Config) -> Config:
+def list_layer_fields(rule: Rule, family: type[PretrainedConfig], plain: Config) -> Config:
     """The fields of a head's layers, with the defaults of the class that the project reads them with."""
     unread = {"rope_parameters": (), "rope_scaling": ("rope_parameters",)}
     for name in unread.get(rule.rotary, ("rope_parameters", "rope_scaling")):
@@ -157,11 +157,11 @@ def layer_fields(rule: Rule, family: type[PretrainedConfig], plain: Config) -> C
     return fields
 
 
-def aux_layers(rule: Rule, stored: Config, depth: int) -> list[int]:
+def read_engine_aux_layers(rule: Rule, stored: Config, depth: int) -> list[int]:
     """The layers that the features enter. depth: of the target. Raises ValueError where a project finds none."""
     if not rule.aux:
         return [2, depth // 2, depth - 3]
-    ids = value_at(stored, rule.aux)
+    ids = get_nested_value(stored, rule.aux)
     if ids is None:
         raise ValueError(f"{rule.aux} is missing, which {rule.source} demands")
     shift = 0
@@ -170,7 +170,7 @@ def aux_layers(rule: Rule, stored: Config, depth: int) -> list[int]:
     return [int(k) + shift for k in ids]
 
 
-def causal_layers(rule: Rule, stored: Config, config: Config) -> list[bool]:
+def read_causal_layers(rule: Rule, stored: Config, config: Config) -> list[bool]:
     """For each layer of DFlash whether a block row sees no later one.
 
     In speculators those with a window do not, unless a flag says otherwise; in llama.cpp a flag is for all layers.
@@ -183,7 +183,7 @@ def causal_layers(rule: Rule, stored: Config, config: Config) -> list[bool]:
         return [bool(stored["attention.causal"])] * layers
     if not types or stored.get("sliding_window_non_causal"):
         return [False] * layers
-    return [kind == SLIDING for kind in types]
+    return [kind == SLIDING_ATTENTION for kind in types]
 
 
 def fill(head: Head, rule: Rule, tensors: Tensors, ends: Ends) -> None:
@@ -196,10 +196,10 @@ def fill(head: Head, rule: Rule, tensors: Tensors, ends: Ends) -> None:
     take_ends(head, rule, tensors, ends)
 
     # 2. The head.
-    if EMBEDDING not in tensors:
+    if EMBEDDING_NAME not in tensors:
         head.embed_tokens = None
         head.share_embedding(nn.Parameter(ends.embedding, requires_grad=False))
-    check_shapes(head, tensors, (EMBEDDING, "d2t", "t2d"))
+    check_shapes(head, tensors, (EMBEDDING_NAME, "d2t", "t2d"))
     head.load_state_dict(tensors, strict=False)
     if (d2t is None) != (head.d2t is None):
         raise ValueError(f"d2t does not fit draft_vocab_size, as {rule.source} reads them")
@@ -213,9 +213,9 @@ def take_ends(head: Head, rule: Rule, tensors: Tensors, ends: Ends) -> None:
     Raises ValueError where the file lacks an embedding that the project demands.
     """
     if rule.embedding == "target":
-        tensors.pop(EMBEDDING, None)
-    elif rule.embedding == "demanded" and EMBEDDING not in tensors:
-        raise ValueError(f"{EMBEDDING} is missing, which {rule.source} demands")
+        tensors.pop(EMBEDDING_NAME, None)
+    elif rule.embedding == "demanded" and EMBEDDING_NAME not in tensors:
+        raise ValueError(f"{EMBEDDING_NAME} is missing, which {rule.source} demands")
     if rule.output == "own if smaller" and len(tensors[OUTPUT]) == head.vocab_size:
         tensors[OUTPUT] = ends.output
 
@@ -228,7 +228,7 @@ def draft_by_offsets(head: Head, d2t: Tensor) -> None:
     head.draft(tokens)
 
 
-def value_at(config: Config, place: str) -> Any:
+def get_nested_value(config: Config, place: str) -> Any:
     """The value at a place such as `eagle_config.norm_before_fc`; None where there is none."""
     value: Any = config
     for part in place.split("."):

@@ -9,15 +9,15 @@ from transformers import PretrainedConfig
 from treespec.heads.eagle import EagleHead
 from treespec.heads.eagle3 import Eagle3Head
 from treespec.heads.formats.eagle3_fields import (
-    IDS,
-    LLAMA,
-    QWEN3,
+    AUX_LAYERS_FIELD,
+    EAGLE3_ARCHITECTURE,
+    EAGLE3_QWEN3_ARCHITECTURE,
     build_eagle3_layer_fields,
     build_eagle3_own_fields,
     check_parts,
-    parts_of,
+    list_head_parts,
 )
-from treespec.heads.formats.llama_fields import check_layer, check_own_output, llama_fields
+from treespec.heads.formats.llama_fields import build_llama_fields, check_layer, check_own_output
 from treespec.heads.formats.vocabulary import OUTPUT_TENSOR
 from treespec.heads.head import Config, Stored, Tensors
 
@@ -48,7 +48,7 @@ def write_vllm_eagle(head: EagleHead, served: PretrainedConfig) -> Stored:
     """
     check_layer(head, has_bias_field=True)
     config: Config = {"architectures": ["LlamaForCausalLM"]}
-    config |= llama_fields(head, served)
+    config |= build_llama_fields(head, served)
     tensors = head.state_dict()
     bias = tensors.pop("fc.bias", None)
     if bias is not None and bias.any():
@@ -69,11 +69,11 @@ def write_vllm_eagle3(head: Eagle3Head, served: PretrainedConfig, to: str = "vll
     check_own_output(head)
     check_layer(head)
     check_parts(head, to)
-    architecture = LLAMA
-    if "qk_norm" in parts_of(head):
-        architecture = QWEN3
+    architecture = EAGLE3_ARCHITECTURE
+    if "qk_norm" in list_head_parts(head):
+        architecture = EAGLE3_QWEN3_ARCHITECTURE
     config: Config = {"architectures": [architecture]}
     config |= build_eagle3_layer_fields(head, served)
     config |= build_eagle3_own_fields(head, served)
-    config[IDS] = list(head.aux_layers)
+    config[AUX_LAYERS_FIELD] = list(head.aux_layers)
     return config, head.state_dict()

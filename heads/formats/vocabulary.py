@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from treespec.heads.formats.fields import drop_names
-from treespec.heads.head import EMBEDDING, Config, Stored, Tensors, check_marks, is_padding
+from treespec.heads.head import EMBEDDING_NAME, Config, Stored, Tensors, check_marks, is_padding
 
 OUTPUT_TENSOR = "lm_head.weight"
 FETCH_ALL = "fetch the whole repository of the head"
@@ -52,8 +52,8 @@ def derive_vocabulary(config: Config, tensors: Tensors, tied: bool = False) -> S
         raise ValueError(
             f"it lacks lm_head.weight, the output layer for the tokens that it drafts: {FETCH_ALL}"
         )
-    if EMBEDDING in stored:
-        stored[EMBEDDING] = stored[EMBEDDING][:size]
+    if EMBEDDING_NAME in stored:
+        stored[EMBEDDING_NAME] = stored[EMBEDDING_NAME][:size]
 
     # 3. What the head's class takes.
     if mapping.tokens is not None:
@@ -81,13 +81,13 @@ def tie_output(tensors: Tensors) -> Tensors:
     """The tensors with the embedding as the output layer, where they have none. Raises ValueError without both."""
     if OUTPUT_TENSOR in tensors:
         return tensors
-    if EMBEDDING not in tensors:
+    if EMBEDDING_NAME not in tensors:
         raise ValueError(
             "tie_word_embeddings is true, and the file has neither lm_head.weight nor "
             "embed_tokens.weight: if the head has the target's output layer, set "
             "tie_word_embeddings to false in config.json"
         )
-    return tensors | {OUTPUT_TENSOR: tensors[EMBEDDING].clone()}
+    return tensors | {OUTPUT_TENSOR: tensors[EMBEDDING_NAME].clone()}
 
 
 def is_reduced(config: Config, size: int) -> bool:
@@ -102,14 +102,14 @@ def find_vocabulary_size(config: Config, tensors: Tensors) -> int:
     """
     rows = {name: len(value) for name, value in tensors.items() if value.dim()}
     restricted = "d2t" in rows or "t2d" in rows
-    size: Any = rows.get(EMBEDDING)
+    size: Any = rows.get(EMBEDDING_NAME)
     if not size and restricted:
         size = rows.get("t2d")
     if not size:
         size = config.get("vocab_size")
     output = rows.get(OUTPUT_TENSOR)
     if output is not None and not restricted and not (size and is_reduced(config, size)):
-        size = join_sizes(size, output, by_embedding=EMBEDDING in rows)
+        size = join_sizes(size, output, by_embedding=EMBEDDING_NAME in rows)
     if not isinstance(size, int):
         raise ValueError("vocab_size is missing, and no tensor tells it: add the target's")
     return size
@@ -145,13 +145,13 @@ def read_mapping(tensors: Tensors, size: int) -> Mapping:
     if len(d2t) == size and not d2t.any():
         return Mapping()  # all tokens, whatever t2d says
     tokens, order = (d2t.long() + torch.arange(len(d2t))).sort()
-    check_tokens(tokens, t2d, size)
+    check_draft_tokens(tokens, t2d, size)
     if len(tokens) == size:
         return Mapping(order=order)  # all tokens, in an order of its own
     return Mapping(tokens, order)
 
 
-def check_tokens(tokens: Tensor, t2d: Tensor | None, size: int) -> None:
+def check_draft_tokens(tokens: Tensor, t2d: Tensor | None, size: int) -> None:
     """Raises ValueError unless the tokens of d2t [Vd], ascending, are the target's, each once, as t2d marks them."""
     if t2d is not None:
         check_marks(tokens, t2d)

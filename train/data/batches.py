@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from treespec.kernels.workers import end_workers
 
-POOL = 64  # batches sorted by length together: less than 5 % is padding
+POOL_BATCHES = 64  # batches sorted by length together: less than 5 % is padding
 
 
 class Forward(NamedTuple):
@@ -27,9 +27,7 @@ class Forward(NamedTuple):
     conversations: list[int]
 
 
-def epoch_batches(
-    lengths: Sequence[int], batch_size: int, seed: int, epoch: int
-) -> list[list[int]]:
+def split_epoch(lengths: Sequence[int], batch_size: int, seed: int, epoch: int) -> list[list[int]]:
     """Batches of examples with similar lengths, in random order, without an unfilled last one.
 
     With fewer examples than batch_size, one batch holds them all.
@@ -37,8 +35,10 @@ def epoch_batches(
     generator = torch.Generator().manual_seed(1_000_003 * seed + epoch)
     order = torch.randperm(len(lengths), generator=generator).tolist()
     batches = []
-    for start in range(0, len(order), POOL * batch_size):
-        pool = sorted(order[start : start + POOL * batch_size], key=lambda i: (lengths[i], i))
+    for start in range(0, len(order), POOL_BATCHES * batch_size):
+        pool = sorted(
+            order[start : start + POOL_BATCHES * batch_size], key=lambda i: (lengths[i], i)
+        )
         full = range(0, len(pool) - batch_size + 1, batch_size)
         batches += [pool[i : i + batch_size] for i in full]
     if not batches:
@@ -46,7 +46,7 @@ def epoch_batches(
     return [batches[i] for i in torch.randperm(len(batches), generator=generator)]
 
 
-def forwards(
+def iterate_forwards(
     first: int, batches_of: Callable[[int], list[list[int]]], process: int, processes: int
 ) -> Iterator[Forward]:
     """The forwards of a process from batch `first` of the run on, without an end.
@@ -85,6 +85,6 @@ def read_ahead(
             previous = (forward, pending)
 
 
-def padded(rows: Sequence[Tensor]) -> Tensor:
+def pad_rows(rows: Sequence[Tensor]) -> Tensor:
     """[B, T, ...] rows, padded with zeros on the right, where causal attention does not look."""
     return pad_sequence(list(rows), batch_first=True)

@@ -17,15 +17,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from treespec.errors import InputError
-from treespec.files.atomic import digest_of_tensors, locked, writing
-from treespec.model.identity import target_identity
+from treespec.files.atomic import hash_tensors, locked, writing
+from treespec.model.identity import identify_target
 from treespec.model.target import Target
 from treespec.train.config import TrainConfig
-from treespec.train.data.batches import padded
+from treespec.train.data.batches import pad_rows
 from treespec.train.machine import whole
 
-SHARD = 256  # conversations a file
-FORMAT = 3
+SHARD_CONVERSATIONS = 256  # conversations a file
+FEATURES_FORMAT = 3
 
 
 @final
@@ -40,23 +40,23 @@ class StoredFeatures:
         self.folder = folder
         self.verified: set[int] = set()
 
-    def file(self, shard: int) -> Path:
+    def build_shard_path(self, shard: int) -> Path:
         return self.folder / f"features-{shard:05d}.safetensors"
 
     def write(self, shard: int, features: dict[str, Tensor]) -> None:
         """Store one shard, under a temporary name first. features: [T, F] by conversation."""
-        about = {name: digest_of_tensors({"": row}, {}) for name, row in features.items()}
-        with writing(self.file(shard)) as temporary:
+        about = {name: hash_tensors({"": row}, {}) for name, row in features.items()}
+        with writing(self.build_shard_path(shard)) as temporary:
             save_file(features, temporary, metadata=about)
 
-    def row(self, i: int) -> Tensor:
+    def read_row(self, i: int) -> Tensor:
         """[T, F] features of a conversation. Raises InputError for a damaged shard."""
-        file = self.file(i // SHARD)
+        file = self.build_shard_path(i // SHARD_CONVERSATIONS)
         try:
             with safe_open(file, framework="pt") as shard:
                 row = shard.get_tensor(str(i))
                 about = shard.metadata()
-            if i not in self.verified and about[str(i)] != digest_of_tensors({"": row}, {}):
+            if i not in self.verified and about[str(i)] != hash_tensors({"": row}, {}):
                 raise ValueError("its checksum does not match")
         except Exception as error:  # safetensors raises what the header's bytes lead to
             raise InputError(
@@ -96,8 +96,8 @@ def store(
     accelerator.print(f"features: {needed:.2f} GiB, {per_token:,} bytes per token, in {folder}")
 
     # 2. The main process holds the folder until all processes have written their shards.
-    shards = range(-(-len(rows) // SHARD))
-    missing = [shard for shard in shards if not stored.file(shard).exists()]
+    shards = range(-(-len(rows) // SHARD_CONVERSATIONS))
+    missing = [shard for shard in shards if not stored.build_shard_path(shard).exists()]
     held: AbstractContextManager[object] = nullcontext()
     if missing and accelerator.is_main_process:
         held = locked(folder)
@@ -115,8 +115,11 @@ def store(
             with whole(target, config, accelerator, "store its features") as full:
                 full.check_aux_layers(aux_layers)
                 for shard in mine:
-                    numbers = range(shard * SHARD, min((shard + 1) * SHARD, len(rows)))
-                    computed = features_of(full, rows, aux_layers, numbers, config.batch_size)
+                    numbers = range(
+                        shard * SHARD_CONVERSATIONS,
+                        min((shard + 1) * SHARD_CONVERSATIONS, len(rows)),
+                    )
+                    computed = compute_features(full, rows, aux_layers, numbers, config.batch_size)
                     stored.write(shard, dict(computed))
         accelerator.wait_for_everyone()
     return stored
@@ -126,15 +129,15 @@ def compute_inputs_digest(
     config: TrainConfig, target: Target, rows: list[Tensor], aux_layers: tuple[int, ...]
 ) -> str:
     """A digest of everything that the features of conversations depend on."""
-    identity = target_identity(config.target, config.placement)
-    words = f"{FORMAT} {identity} {target.dtype} {aux_layers}"
+    identity = identify_target(config.target, config.placement)
+    words = f"{FEATURES_FORMAT} {identity} {target.dtype} {aux_layers}"
     digest = hashlib.blake2b(words.encode(), digest_size=8)
     for row in rows:
         digest.update(row.numpy().tobytes())
     return digest.hexdigest()
 
 
-def features_of(
+def compute_features(
     target: Target,
     rows: Sequence[Tensor],
     aux_layers: tuple[int, ...],
@@ -155,7 +158,7 @@ def features_of(
     ordered = sorted(numbers, key=lambda i: len(rows[i]))
     for start in range(0, len(ordered), size):
         together = ordered[start : start + size]
-        tokens = padded([rows[i] for i in together])
-        features = target.features(tokens, aux_layers, last=True).cpu()
+        tokens = pad_rows([rows[i] for i in together])
+        features = target.compute_features(tokens, aux_layers, last=True).cpu()
         for i, own in zip(together, features, strict=True):
             yield str(i), own[: len(rows[i])].clone()

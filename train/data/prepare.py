@@ -8,17 +8,17 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from treespec.errors import InputError
-from treespec.files.printable import one_line
-from treespec.model.support import context_length
+from treespec.files.printable import to_one_line
+from treespec.model.support import find_context_length
 from treespec.model.target import Target
 from treespec.model.tokenizers import load_tokenizer
 from treespec.model.weights import load_config
 from treespec.text.conversations import read_conversations
-from treespec.text.encoding import Example, encode_conversations, split
+from treespec.text.encoding import Example, encode_conversations, split_held_out
 from treespec.train.config import TrainConfig
-from treespec.train.data.batches import padded
+from treespec.train.data.batches import pad_rows
 from treespec.train.data.features import store
-from treespec.train.data.known import data_file
+from treespec.train.data.known import find_data_file
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Data:
         return torch.cat([example.input_ids[example.loss_mask] for example in self.train])
 
 
-def read(config: TrainConfig, accelerator: Accelerator) -> list[Example]:
+def read_examples(config: TrainConfig, accelerator: Accelerator) -> list[Example]:
     """The conversations of the data as rows of tokens, by their digests; prints what is wrong with the others.
 
     Raises InputError for data or a tokenizer that cannot be used.
@@ -45,8 +45,8 @@ def read(config: TrainConfig, accelerator: Accelerator) -> list[Example]:
     if tokenizer is None:
         raise InputError(f"the target {config.target} has no tokenizer: training needs one")
     model = load_config(config.target, config.placement)
-    length = min(config.max_length, context_length(model.get_text_config()).length)
-    conversations, found = read_conversations(data_file(config.data, accelerator.print))
+    length = min(config.max_length, find_context_length(model.get_text_config()).length)
+    conversations, found = read_conversations(find_data_file(config.data, accelerator.print))
     examples, encoded = encode_conversations(tokenizer, conversations, config.template, length)
 
     # 2. What was left out.
@@ -54,7 +54,7 @@ def read(config: TrainConfig, accelerator: Accelerator) -> list[Example]:
     if encoded.left_out or encoded.cut or encoded.thoughtless:
         accelerator.print(f"encoded: {encoded}")
     for problem in list(found.problems) + list(encoded.problems):
-        accelerator.print(f"  {one_line(problem)}")
+        accelerator.print(f"  {to_one_line(problem)}")
 
     # 3. Each conversation once.
     unique = {(example.key, example.part): example for example in examples}
@@ -95,7 +95,7 @@ def prepare(
             f"{config.data} has token {largest} of the tokenizer, and the target has "
             f"{target.vocab_size} tokens: take the tokenizer that belongs to it"
         )
-    train, held_out = split(examples, config.held_out, config.seed)
+    train, held_out = split_held_out(examples, config.held_out, config.seed)
     train = [example for example in train if len(example.input_ids) >= 3]
     if not train:
         raise InputError(
@@ -113,11 +113,11 @@ def prepare(
         stored = store(config, target, rows, aux_layers, accelerator)
 
         def read_stored(numbers: list[int]) -> Tensor:
-            return padded([stored.row(i) for i in numbers]).to(accelerator.device)
+            return pad_rows([stored.read_row(i) for i in numbers]).to(accelerator.device)
 
         return Data(train, held_out, read_stored)
 
     def computed(numbers: list[int]) -> Tensor:
-        return target.features(padded([rows[i] for i in numbers]), aux_layers, last=True)
+        return target.compute_features(pad_rows([rows[i] for i in numbers]), aux_layers, last=True)
 
     return Data(train, held_out, computed)

@@ -21,8 +21,8 @@ from treespec.files.atomic import write_text
 from treespec.train.checkpoints import Place
 from treespec.train.losses.tokens import Loss
 
-EVERY = 20  # steps between lines, or
-SECONDS = 30.0  # where steps are slow; also between lines on the terminal
+LINE_EVERY_STEPS = 20  # steps between lines, or
+LINE_EVERY_SECONDS = 30.0  # where steps are slow; also between lines on the terminal
 
 
 @final
@@ -40,7 +40,7 @@ class Meter:
         self.since = place.seconds
         self.printed = -math.inf
         if accelerator.is_main_process:
-            write_text(path, "".join(lines_until(path, place.step)))
+            write_text(path, "".join(iterate_lines_until(path, place.step)))
 
     def count(self, losses: list[Loss]) -> None:
         """A step. losses: of this process. A part may be new: a later draft step."""
@@ -48,12 +48,12 @@ class Meter:
             for name, value in ({"total": total} | parts).items():
                 self.values[name].append(value)
 
-    def due(self, step: int, seconds: float) -> bool:
+    def is_due(self, step: int, seconds: float) -> bool:
         """Whether it is time for a line."""
-        slow = seconds > self.since + SECONDS
-        return slow or step % EVERY == 0
+        slow = seconds > self.since + LINE_EVERY_SECONDS
+        return slow or step % LINE_EVERY_STEPS == 0
 
-    def line(self, step: int, seconds: float, behind: float, rate: float) -> None:
+    def write_line(self, step: int, seconds: float, behind: float, rate: float) -> None:
         """Write a line over the steps since the last one, if there were good ones. All processes call it.
 
         Args:
@@ -82,7 +82,7 @@ class Meter:
         # 2. Who gets them.
         self.write({"step": step} | line)
         accelerator.log(line, step=step)
-        if time.monotonic() >= self.printed + SECONDS:
+        if time.monotonic() >= self.printed + LINE_EVERY_SECONDS:
             self.printed = time.monotonic()
             left = timedelta(seconds=round(seconds / behind - seconds))
             accelerator.print(
@@ -99,7 +99,7 @@ class Meter:
                 raise InputError(f"cannot write {self.path}: {error.strerror or error}") from error
 
 
-def lines_until(path: Path, last: int) -> Iterator[str]:
+def iterate_lines_until(path: Path, last: int) -> Iterator[str]:
     """The lines of metrics.jsonl up to step `last`, without one that a kill left half-written."""
     if not path.exists():
         return

@@ -16,13 +16,13 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from treespec.api.spec import Spec
-from treespec.draft.heads.loading import draft_steps, rollout
+from treespec.draft.heads.loading import draft_steps, roll_out_drafts
 from treespec.engine.stats import Stats
 from treespec.errors import InputError
 from treespec.heads.head import Head
 from treespec.model.target import Target
 from treespec.text.encoding import Example
-from treespec.train.checkpoints import Place, latest_step, replacing
+from treespec.train.checkpoints import Place, find_latest_step, replacing
 from treespec.train.config import TrainConfig
 from treespec.train.data.prepare import Data
 from treespec.train.loop.meter import Meter
@@ -42,7 +42,7 @@ class ValidationRow(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """record: the content of OUT/training/config.json. model: the head, wrapped where accelerate
     needs it.
 
@@ -69,7 +69,7 @@ class Run:
         """The head as it is trained, in float32."""
         return self.accelerator.unwrap_model(self.model)
 
-    def served(self) -> Head:
+    def copy_as_served(self) -> Head:
         """A copy of the head as it will be served: from its file, in the target's dtype.
 
         What the target shares with it, such as the embedding, is not copied.
@@ -82,23 +82,25 @@ class Run:
                 parameter.data = parameter.data.to(self.target.dtype)
         return head.eval()
 
-    def rows(self, examples: Sequence[Example]) -> Iterator[ValidationRow]:
+    def iterate_validation_rows(self, examples: Sequence[Example]) -> Iterator[ValidationRow]:
         """Tokens [T], loss mask [T] and features [T, F] of the conversations to validate on."""
         for example in examples[: self.config.validate_on]:
             tokens = example.input_ids.to(self.target.output_device)
-            features = self.target.features(tokens[None], self.head.aux_layers, last=True)[0]
+            features = self.target.compute_features(tokens[None], self.head.aux_layers, last=True)[
+                0
+            ]
             yield ValidationRow(tokens, example.loss_mask.to(tokens.device), features)
 
 
-def check_weights(head: Head, what: str, folder: Path) -> None:
+def check_head_weights(head: Head, what: str, folder: Path) -> None:
     """Raises InputError for weights that are not finite. what: whose weights they are."""
     if any(not value.isfinite().all() for value in head.state_dict().values()):
-        raise diverged(f"the weights of {what} are not finite", folder)
+        raise build_divergence_error(f"the weights of {what} are not finite", folder)
 
 
-def diverged(what: str, folder: Path) -> InputError:
+def build_divergence_error(what: str, folder: Path) -> InputError:
     """The error of a run that cannot go on. It says which checkpoint is left in OUT/training."""
-    step = latest_step(folder)
+    step = find_latest_step(folder)
     kept = "no checkpoint was written"
     if step is not None:
         kept = f"the checkpoint of step {step} is kept in {folder}"
@@ -124,10 +126,12 @@ def validate(head: Head, target: Target, rows: Iterable[ValidationRow], steps: i
     steps = draft_steps(head, steps)
     agreed = [torch.zeros(0, steps)]
     for tokens, mask, features in rows:
-        inputs, last = target.parted(features, head.aux_layers)
-        wanted = target.output_logits(last).argmax(-1)  # [T]
+        inputs, last = target.split_features(features, head.aux_layers)
+        wanted = target.compute_output_logits(last).argmax(-1)  # [T]
         by_step = []
-        for step, logits in enumerate(rollout(head, target, tokens, inputs, steps), start=1):
+        for step, logits in enumerate(
+            roll_out_drafts(head, target, tokens, inputs, steps), start=1
+        ):
             by_step.append(logits.argmax(-1) == wanted[step : step + len(logits)])
         if by_step:
             agree = torch.stack(by_step, dim=1).float()  # [R, steps]
@@ -140,7 +144,7 @@ def validate(head: Head, target: Target, rows: Iterable[ValidationRow], steps: i
 
 
 @torch.no_grad()
-def decoded_length(
+def measure_decoded_length(
     head: Head, target: Target, prompts: Sequence[list[int]], steps: int, tokens: int
 ) -> float:
     """Measure tokens a cycle over answers to prompts at temperature 0, drafted as chains.
@@ -161,12 +165,12 @@ def decoded_length(
     return total.acceptance_length
 
 
-def validation(run: Run) -> Validation:
+def validate_head(run: TrainingRun) -> Validation:
     """Validate the head as it will be served, on held-out conversations."""
     config = run.config
-    head = run.served()
+    head = run.copy_as_served()
     with whole(run.target, config, run.accelerator, "validate the head") as target:
-        rows = replace(run, target=target).rows(run.data.held_out)
+        rows = replace(run, target=target).iterate_validation_rows(run.data.held_out)
         result = validate(head, target, rows, DRAFT_STEPS)
         prompts = []
         for example in run.data.held_out[: config.decode_on]:
@@ -174,20 +178,20 @@ def validation(run: Run) -> Validation:
             if 0 < answer < target.context_length // 2:  # the other half is left for the answer
                 prompts.append(example.input_ids[:answer].tolist())
         if prompts:
-            decoded = decoded_length(head, target, prompts, DRAFT_STEPS, DECODE_TOKENS)
+            decoded = measure_decoded_length(head, target, prompts, DRAFT_STEPS, DECODE_TOKENS)
             result = replace(result, decoded_length=decoded)
         return result
 
 
-def look(run: Run, place: Place, meter: Meter) -> None:
+def look(run: TrainingRun, place: Place, meter: Meter) -> None:
     """Validate within a run, report it, and keep the head in OUT/training/best if it is that.
 
     Heads are compared by the acceptance length that was decoded, or else predicted.
     """
-    result = validation(run)
+    result = validate_head(run)
     meter.write({"step": place.step, **asdict(result)})
     run.accelerator.print(f"step {place.step}: {result}")
-    run.accelerator.log(result.figures(), step=place.step)
+    run.accelerator.log(result.to_figures(), step=place.step)
     length = result.acceptance_length
     if result.decoded_length:
         length = result.decoded_length

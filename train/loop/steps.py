@@ -30,10 +30,10 @@ from treespec.files.atomic import write_json
 from treespec.heads.training import Recipe
 from treespec.train import checkpoints
 from treespec.train.checkpoints import Place
-from treespec.train.data.batches import Forward, epoch_batches, forwards, padded, read_ahead
+from treespec.train.data.batches import Forward, iterate_forwards, pad_rows, read_ahead, split_epoch
 from treespec.train.loop.meter import Meter
-from treespec.train.loop.run import Run, check_weights, diverged, look
-from treespec.train.losses.objectives import Batch
+from treespec.train.loop.run import TrainingRun, build_divergence_error, check_head_weights, look
+from treespec.train.losses.objectives import TrainingBatch
 from treespec.train.losses.tokens import Loss
 
 MOST_WARM_UP = 0.1  # of the run
@@ -48,19 +48,21 @@ class Clock:
     total: int
     minutes: float = 0.0
 
-    def behind(self, step: int, seconds: float) -> float:
+    def measure_progress(self, step: int, seconds: float) -> float:
         """The share of the run that is behind after `step` steps and `seconds`; 1 is its end."""
         by_time = seconds / (60 * self.minutes) if self.minutes else 0.0
         return min(1.0, max(step / self.total, by_time))
 
 
-def learning_rate(recipe: Recipe, clock: Clock, step: int, seconds: float) -> float:
+def compute_learning_rate(recipe: Recipe, clock: Clock, step: int, seconds: float) -> float:
     """The rate of the step after `step` steps and `seconds`.
 
     It rises in a line over the warm-up, at most a tenth of the run, and then falls as the recipe
     says.
     """
-    steps = step / clock.behind(step, seconds) if step else clock.total  # at the pace so far
+    steps = (
+        step / clock.measure_progress(step, seconds) if step else clock.total
+    )  # at the pace so far
     most = MOST_WARM_UP * steps
     warm_up = most if recipe.warm_up is None else min(recipe.warm_up, most)
     rising = (step + 1) / max(warm_up, 1)
@@ -115,7 +117,7 @@ class SkippedSteps:
         none_good = ends and 0 < self.in_a_row == step - self.first
         if self.in_a_row == IN_A_ROW or none_good:
             since = f"since step {step - self.in_a_row + 1}"
-            raise diverged(f"the loss or its gradient is not finite {since}", folder)
+            raise build_divergence_error(f"the loss or its gradient is not finite {since}", folder)
 
 
 @dataclass(frozen=True)
@@ -130,27 +132,31 @@ class RunPlan:
     clock: Clock
 
 
-def plan_run(run: Run) -> RunPlan:
+def plan_run(run: TrainingRun) -> RunPlan:
     """How many forwards a step has, which conversations they take, and how long the run goes."""
     config = run.config
     processes = run.accelerator.num_processes
-    per_step = config.forwards(processes)
+    per_step = config.count_forwards(processes)
     lengths = [len(example.input_ids) for example in run.data.train]
-    batches_of = partial(epoch_batches, lengths, config.batch_size * processes, config.seed)
+    batches_of = partial(split_epoch, lengths, config.batch_size * processes, config.seed)
     steps = config.max_steps
     if not steps:
         steps = max(1, config.recipe.epochs * len(batches_of(0)) // per_step)
     return RunPlan(per_step, batches_of, Clock(steps, config.minutes))
 
 
-def compute_ready_forwards(run: Run, plan: RunPlan, step: int) -> Iterator[tuple[Forward, Tensor]]:
+def compute_ready_forwards(
+    run: TrainingRun, plan: RunPlan, step: int
+) -> Iterator[tuple[Forward, Tensor]]:
     """The forwards of this process after `step` steps, with the target's features [B, T, F].
 
     Stored features of the next forward are read while this one is computed.
     """
     accelerator = run.accelerator
     first = step * plan.per_step
-    coming = forwards(first, plan.batches_of, accelerator.process_index, accelerator.num_processes)
+    coming = iterate_forwards(
+        first, plan.batches_of, accelerator.process_index, accelerator.num_processes
+    )
     if run.config.features is not None:
         yield from read_ahead(coming, run.data.features)
     else:
@@ -158,7 +164,7 @@ def compute_ready_forwards(run: Run, plan: RunPlan, step: int) -> Iterator[tuple
             yield forward, run.data.features(forward.conversations)
 
 
-def fit(run: Run, after_step: Callable[[int], None]) -> Place:
+def run_training_steps(run: TrainingRun, after_step: Callable[[int], None]) -> Place:
     """Take all optimizer steps that are left, with progress, checkpoints and validations.
 
     Returns where the run ended. Raises InputError for a run that diverges.
@@ -167,7 +173,7 @@ def fit(run: Run, after_step: Callable[[int], None]) -> Place:
     config = run.config
     accelerator = run.accelerator
     recipe = run.config.recipe
-    place = checkpoints.load(run.folder, run.head, run.optimizer.optimizer)
+    place = checkpoints.load_checkpoint(run.folder, run.head, run.optimizer.optimizer)
     plan = plan_run(run)
     clock = plan.clock
     accelerator.gradient_accumulation_steps = plan.per_step
@@ -176,17 +182,17 @@ def fit(run: Run, after_step: Callable[[int], None]) -> Place:
     meter = Meter(accelerator, run.folder / "metrics.jsonl", place)
     skipped = SkippedSteps(place.step)
     place.seconds = timer.elapsed()
-    behind = clock.behind(place.step, place.seconds)
+    behind = clock.measure_progress(place.step, place.seconds)
     while behind < 1:
         # 2. A step; one whose gradient is not finite is skipped.
-        rate = learning_rate(recipe, clock, place.step, place.seconds)
+        rate = compute_learning_rate(recipe, clock, place.step, place.seconds)
         for group in run.optimizer.param_groups:
             group["lr"] = rate
         draft_steps = draft_steps_at(recipe, behind)
-        result = optimizer_step(run, islice(ready, plan.per_step), draft_steps)
+        result = run_optimizer_step(run, islice(ready, plan.per_step), draft_steps)
         place.step += 1
         place.seconds = timer.elapsed()
-        behind = clock.behind(place.step, place.seconds)
+        behind = clock.measure_progress(place.step, place.seconds)
 
         # 3. What is reported of it.
         skipped.count(result.good)
@@ -195,14 +201,14 @@ def fit(run: Run, after_step: Callable[[int], None]) -> Place:
         else:
             meter.write({"step": place.step, "skipped": skipped.in_a_row})
         skipped.check(place.step, behind == 1, run.folder)
-        if behind == 1 or meter.due(place.step, place.seconds):
-            meter.line(place.step, place.seconds, behind, rate)
+        if behind == 1 or meter.is_due(place.step, place.seconds):
+            meter.write_line(place.step, place.seconds, behind, rate)
 
         # 4. Validate and save, where it is time. The end of the run is validated later.
         if behind < 1 and is_multiple(place.step, config.validate_every):
             look(run, place, meter)
         if result.good and (behind == 1 or is_multiple(place.step, config.checkpoint_every)):
-            save_checkpoint(run, place)
+            save_run_checkpoint(run, place)
         after_step(place.step)
     return place
 
@@ -212,13 +218,13 @@ def is_multiple(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def save_checkpoint(run: Run, place: Place) -> None:
+def save_run_checkpoint(run: TrainingRun, place: Place) -> None:
     """Write the checkpoint of a step, by the main process. Weights that are not finite are never saved."""
     if not run.accelerator.is_main_process:
         return
-    check_weights(run.head, f"the head after step {place.step}", run.folder)
+    check_head_weights(run.head, f"the head after step {place.step}", run.folder)
     write_json(run.folder / "config.json", run.record)
-    checkpoints.save(run.folder, run.head, run.optimizer.optimizer, place)
+    checkpoints.save_checkpoint(run.folder, run.head, run.optimizer.optimizer, place)
 
 
 class StepResult(NamedTuple):
@@ -230,7 +236,9 @@ class StepResult(NamedTuple):
     good: bool
 
 
-def optimizer_step(run: Run, mine: Iterable[tuple[Forward, Tensor]], steps: int) -> StepResult:
+def run_optimizer_step(
+    run: TrainingRun, mine: Iterable[tuple[Forward, Tensor]], steps: int
+) -> StepResult:
     """Take one optimizer step over the gradients of all forwards, unless they are not finite.
 
     mine: this process's, with features [B, T, F]. steps: draft steps to train over.
@@ -240,7 +248,7 @@ def optimizer_step(run: Run, mine: Iterable[tuple[Forward, Tensor]], steps: int)
     losses = []
     for forward, features in mine:
         with accelerator.accumulate(run.model):
-            loss = loss_of(run, forward, features, steps)
+            loss = compute_forward_loss(run, forward, features, steps)
             accelerator.backward(loss.total)
             losses.append(loss._replace(total=loss.total.detach()))
 
@@ -257,7 +265,7 @@ def optimizer_step(run: Run, mine: Iterable[tuple[Forward, Tensor]], steps: int)
     return StepResult(losses, good)
 
 
-def loss_of(run: Run, forward: Forward, features: Tensor, steps: int) -> Loss:
+def compute_forward_loss(run: TrainingRun, forward: Forward, features: Tensor, steps: int) -> Loss:
     """The loss of one forward. Its noise and dropout follow from the seed and its place."""
     config = run.config
     device = features.device
@@ -266,9 +274,9 @@ def loss_of(run: Run, forward: Forward, features: Tensor, steps: int) -> Loss:
         torch.manual_seed(seed)  # `nn.Dropout` takes no generator
     rows = [run.data.train[i] for i in forward.conversations]
     lengths = torch.tensor([len(row.input_ids) for row in rows])
-    batch = Batch(
-        tokens=padded([row.input_ids for row in rows]).to(device),
-        loss_mask=padded([row.loss_mask for row in rows]).to(device),
+    batch = TrainingBatch(
+        tokens=pad_rows([row.input_ids for row in rows]).to(device),
+        loss_mask=pad_rows([row.loss_mask for row in rows]).to(device),
         features=features,
         lengths=lengths,
         generator=torch.Generator(device).manual_seed(seed),
@@ -276,5 +284,5 @@ def loss_of(run: Run, forward: Forward, features: Tensor, steps: int) -> Loss:
         vocabulary=run.vocabulary,
     )
     with run.accelerator.autocast():  # for the output layers, which the loss applies itself
-        total, parts = config.training.loss()(config, run.target, run.model, batch)
+        total, parts = config.training.load_objective()(config, run.target, run.model, batch)
     return Loss(total, parts | {"tokens": lengths.sum().float().to(device)})

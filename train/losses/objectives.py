@@ -45,12 +45,12 @@ from treespec.heads.llama import LlamaHead
 from treespec.heads.medusa import DepthHeads
 from treespec.model.target import Target
 from treespec.train.config import TrainConfig
-from treespec.train.losses.tokens import Guess, Loss, Teacher, precise, token_losses
+from treespec.train.losses.tokens import Loss, StepLogits, Teacher, compute_token_losses, to_float32
 
 STEP_DECAY = 0.8  # weight of a draft step's loss, or of a Medusa head's, relative to the one before
 
 
-class Batch(NamedTuple):
+class TrainingBatch(NamedTuple):
     """Conversations of one forward, padded on the right.
 
     tokens: [B, T] int64. loss_mask: [B, T] bool, true at the assistant's tokens. features: [B, T,
@@ -78,12 +78,14 @@ class Batch(NamedTuple):
         """[M] int64, the place of each counted position."""
         return self.counts.nonzero()[:, 1]
 
-    def states(self, last: Tensor) -> Tensor:
+    def select_states(self, last: Tensor) -> Tensor:
         """[B, T, H] the target's last hidden states -> [M, H] those of the counted positions."""
         return last[:, 1:-1][self.counts]
 
 
-def eagle_objective(config: TrainConfig, target: Target, model: nn.Module, batch: Batch) -> Loss:
+def compute_eagle_loss(
+    config: TrainConfig, target: Target, model: nn.Module, batch: TrainingBatch
+) -> Loss:
     """Compute EAGLE-1's loss: the sum over draft steps of decay^step times the step's loss.
 
     The features that the head sees at step 1 carry noise. model: the head.
@@ -91,20 +93,22 @@ def eagle_objective(config: TrainConfig, target: Target, model: nn.Module, batch
     # 1. The head's states from every position, and the target's at the counted ones.
     # No position counts where answers are cut to their first token: the loss is 0 and still
     # depends on the head, so that this process takes part in the gradient's mean.
-    features = noisy(batch, config.noise)
-    steps = model(batch.tokens, features, batch.counts, batch.steps, target.embeddings)
+    features = add_feature_noise(batch, config.noise)
+    steps = model(batch.tokens, features, batch.counts, batch.steps, target.embed_tokens)
     places = batch.places
-    wanted = batch.states(batch.features).to(target.dtype)
+    wanted = batch.select_states(batch.features).to(target.dtype)
     rows = None
     if batch.vocabulary is not None:
-        rows = target.output_rows(batch.vocabulary)
+        rows = target.copy_output_rows(batch.vocabulary)
 
     # 2. The loss between distributions, of all steps together.
     def project(states: Tensor) -> Tensor:
-        return target.output_logits(states.to(target.dtype), rows)
+        return target.compute_output_logits(states.to(target.dtype), rows)
 
-    guesses = [Guess(states, project, STEP_DECAY**step) for step, states in enumerate(steps)]
-    total, parts = token_losses(guesses, teacher_of(target, wanted, rows), places, config.loss)
+    guesses = [StepLogits(states, project, STEP_DECAY**step) for step, states in enumerate(steps)]
+    total, parts = compute_token_losses(
+        guesses, build_target_teacher(target, wanted, rows), places, config.loss
+    )
     total = config.token_weight * total
 
     # 3. The loss between features, of each step.
@@ -117,34 +121,36 @@ def eagle_objective(config: TrainConfig, target: Target, model: nn.Module, batch
     return Loss(total, parts)
 
 
-def noisy(batch: Batch, noise: float) -> Tensor:
+def add_feature_noise(batch: TrainingBatch, noise: float) -> Tensor:
     """[B, T - 2, H] the target's features, with uniform noise of ± noise · 512 / length.
 
     The noise is drawn where the features lie.
     """
-    features = precise(batch.features[:, :-2])
+    features = to_float32(batch.features[:, :-2])
     drawn = torch.rand(features.shape, generator=batch.generator, device=features.device)
     widths = (noise * 512 / batch.lengths).to(features.device)
     return features + (drawn * 2 - 1) * widths[:, None, None]
 
 
-def own_output_objective(
-    config: TrainConfig, target: Target, model: nn.Module, batch: Batch
+def build_own_output_objective(
+    config: TrainConfig, target: Target, model: nn.Module, batch: TrainingBatch
 ) -> Loss:
     """Compute the loss of a head with an output layer of its own: the sum over steps of decay^step times the mean.
 
     The parts are those of each step; of a block head a level is a step. model: the head.
     """
     head: LlamaHead = extract_model_from_parallel(model)
-    inputs, last = target.parted(batch.features, head.aux_layers)
-    features = precise(inputs[:, :-2])
-    steps = model(batch.tokens, features, batch.counts, batch.steps, target.embeddings)
-    guesses = Guess.by_layers(steps, repeat(head.output_layers[0]), STEP_DECAY)
-    teacher = teacher_of(target, batch.states(last), vocabulary=head.vocabulary)
-    return token_losses(guesses, teacher, batch.places, config.loss)
+    inputs, last = target.split_features(batch.features, head.aux_layers)
+    features = to_float32(inputs[:, :-2])
+    steps = model(batch.tokens, features, batch.counts, batch.steps, target.embed_tokens)
+    guesses = StepLogits.from_output_layers(steps, repeat(head.output_layers[0]), STEP_DECAY)
+    teacher = build_target_teacher(target, batch.select_states(last), vocabulary=head.vocabulary)
+    return compute_token_losses(guesses, teacher, batch.places, config.loss)
 
 
-def depth_objective(config: TrainConfig, target: Target, model: nn.Module, batch: Batch) -> Loss:
+def compute_depth_loss(
+    config: TrainConfig, target: Target, model: nn.Module, batch: TrainingBatch
+) -> Loss:
     """Compute the loss of Medusa's or Hydra's heads: the sum of decay^i times the mean of head i.
 
     Hydra's decay is 1.     model: the heads.
@@ -153,31 +159,31 @@ def depth_objective(config: TrainConfig, target: Target, model: nn.Module, batch
     heads: DepthHeads = extract_model_from_parallel(model)
     counts = batch.counts
     medusa = heads.kind == "medusa"
-    features = precise(batch.features[:, :-2])
-    states = model(batch.tokens, features, counts, heads.max_depth, target.embeddings)
+    features = to_float32(batch.features[:, :-2])
+    states = model(batch.tokens, features, counts, heads.max_depth, target.embed_tokens)
 
     # 2. What they learn, and their losses.
-    teacher = teacher_of(target, batch.states(batch.features))
+    teacher = build_target_teacher(target, batch.select_states(batch.features))
     if medusa and config.loss == "published":
-        teacher = text_teacher(batch.tokens[:, 2:][counts], target.vocab_size)
+        teacher = build_text_teacher(batch.tokens[:, 2:][counts], target.vocab_size)
     decay = 1.0
     if medusa:
         decay = STEP_DECAY
-    guesses = Guess.by_layers(states, heads.output_layers, decay)
-    return token_losses(guesses, teacher, batch.places, config.loss)
+    guesses = StepLogits.from_output_layers(states, heads.output_layers, decay)
+    return compute_token_losses(guesses, teacher, batch.places, config.loss)
 
 
-def teacher_of(
+def build_target_teacher(
     target: Target, states: Tensor, rows: nn.Linear | None = None, vocabulary: Tensor | None = None
 ) -> Teacher:
-    """The target's own distributions. states: [M, H]. rows: `output_rows`; default: all tokens.
+    """The target's own distributions. states: [M, H]. rows: `copy_output_rows`; default: all tokens.
 
     vocabulary: [Vd] int64. The distributions are over it, 0 where the target's most likely token is
     not in it. A distribution's sum is the mass that the target has on the vocabulary.
     """
 
     def probabilities(chunk: slice) -> Tensor:
-        p = precise(target.output_logits(states[chunk], rows)).softmax(-1)
+        p = to_float32(target.compute_output_logits(states[chunk], rows)).softmax(-1)
         if vocabulary is None:
             return p
         return p[:, vocabulary] * torch.isin(p.argmax(-1), vocabulary)[:, None]
@@ -188,7 +194,7 @@ def teacher_of(
     return Teacher(width, probabilities)
 
 
-def text_teacher(tokens: Tensor, vocab_size: int) -> Teacher:
+def build_text_teacher(tokens: Tensor, vocab_size: int) -> Teacher:
     """All probability on the text's tokens [M]."""
     zeros = tokens.new_zeros(1, vocab_size, dtype=torch.float32)
 

@@ -28,35 +28,35 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-TINY = torch.finfo(torch.float32).tiny
-BUDGET = 6  # bytes for each counted position and token, at most
+MIN_PROBABILITY = torch.finfo(torch.float32).tiny
+BYTES_PER_LOGIT = 6  # bytes for each counted position and token, at most
 # Numbers in an array of a chunk. On a CPU 8 MB in float32, which the heap reuses and caches hold in
 # part; elsewhere more, because large products are faster.
-ON_CPU = 2 << 20
-ELSEWHERE = 64 << 20
+CHUNK_LOGITS_ON_CPU = 2 << 20
+CHUNK_LOGITS_ELSEWHERE = 64 << 20
 
 TokenLoss = Callable[[Tensor, Tensor], Tensor]  # (p [M, N], log q [M, N]) -> losses [M]
 
 
-def cross_entropy(p: Tensor, logs: Tensor) -> Tensor:
+def compute_cross_entropy(p: Tensor, logs: Tensor) -> Tensor:
     """-Σ p log q, of p divided by its sum."""
-    return -(p * logs).sum(-1) / mass(p)
+    return -(p * logs).sum(-1) / sum_mass(p)
 
 
-def refused(p: Tensor, logs: Tensor) -> Tensor:
+def compute_rejection_rate(p: Tensor, logs: Tensor) -> Tensor:
     """1 - α."""
     return 1 - torch.minimum(p, logs.exp()).sum(-1)
 
 
-def mass(p: Tensor) -> Tensor:
+def sum_mass(p: Tensor) -> Tensor:
     """[M] the sum of each distribution."""
-    return p.sum(-1).clamp(min=TINY)
+    return p.sum(-1).clamp(min=MIN_PROBABILITY)
 
 
-LOSSES: dict[str, TokenLoss] = {  # by `--loss`
-    "published": cross_entropy,
-    "cross-entropy": cross_entropy,
-    "tv": refused,
+TOKEN_LOSSES: dict[str, TokenLoss] = {  # by `--loss`
+    "published": compute_cross_entropy,
+    "cross-entropy": compute_cross_entropy,
+    "tv": compute_rejection_rate,
 }
 
 
@@ -71,7 +71,7 @@ class Teacher(NamedTuple):
     of: Callable[[slice], Tensor]
 
 
-class Guess(NamedTuple):
+class StepLogits(NamedTuple):
     """The output of one draft step, or of the head of one depth.
 
     states: [M_i, H] its hidden states at the counted positions that it reaches. output: states
@@ -85,9 +85,9 @@ class Guess(NamedTuple):
     weights: tuple[nn.Parameter, ...] = ()
 
     @classmethod
-    def by_layers(
+    def from_output_layers(
         cls, steps: Iterable[Tensor], layers: Iterable[nn.Module], decay: float
-    ) -> list["Guess"]:
+    ) -> list["StepLogits"]:
         """A guess for each step, by output layers of the head's own. Each has `decay` of the share
         of the one before.
         """
@@ -127,7 +127,7 @@ class LossSums:
     weight_gradients: of each output weight that learns, which guesses may share.
     """
 
-    def __init__(self, guesses: Sequence[Guess], device: torch.device) -> None:
+    def __init__(self, guesses: Sequence[StepLogits], device: torch.device) -> None:
         self.guesses = guesses
         self.done = [0] * len(guesses)
         self.losses = torch.zeros(len(guesses), device=device)
@@ -163,7 +163,7 @@ class LossSums:
         # 2. Its loss and the gradients. They are those of the sum: divided by the number of
         #    positions, much of them would be too small for float16.
         states = guess.states[here].detach().requires_grad_()
-        logs = precise(guess.output(states)).log_softmax(-1)
+        logs = to_float32(guess.output(states)).log_softmax(-1)
         loss = loss_of(p, logs).where(learns, 0).sum()
         gradients = torch.autograd.grad(loss, (states,) + guess.weights)
         self.losses[number] += loss.detach()
@@ -191,8 +191,12 @@ class LossSums:
         return Loss(total, parts)
 
 
-def token_losses(
-    guesses: Sequence[Guess], teacher: Teacher, places: Tensor, loss: str, rows: int | None = None
+def compute_token_losses(
+    guesses: Sequence[StepLogits],
+    teacher: Teacher,
+    places: Tensor,
+    loss: str,
+    rows: int | None = None,
 ) -> Loss:
     """Compute the losses of draft steps against the target, each the mean over its positions.
 
@@ -201,13 +205,13 @@ def token_losses(
         teacher: the target's distributions at all counted positions.
         places: [M] int64; guess i, from 0, reaches the positions whose place is i or more, in order.
         loss: as `--loss`.
-        rows: positions per chunk; default: the most that keep the memory in `BUDGET`.
+        rows: positions per chunk; default: the most that keep the memory in `BYTES_PER_LOGIT`.
 
     Returns the sum of the guesses' losses times their shares. Its parts are for guess 1, 2, … the
     loss, `token_1`, and the share of positions with the target's most likely token, `agreement_1`.
     """
     device = places.device
-    loss_of = LOSSES[loss]
+    loss_of = TOKEN_LOSSES[loss]
     if rows is None:
         rows = choose_chunk_rows(teacher.width, len(places), loss_of, device)
     sums = LossSums(guesses, device)
@@ -220,7 +224,7 @@ def token_losses(
 
 
 def choose_chunk_rows(width: int, positions: int, loss_of: TokenLoss, device: torch.device) -> int:
-    """The positions of a chunk: the most that fit an array, and keep the memory in `BUDGET`.
+    """The positions of a chunk: the most that fit an array, and keep the memory in `BYTES_PER_LOGIT`.
 
     Args:
         width: logits of a position, V.
@@ -229,12 +233,12 @@ def choose_chunk_rows(width: int, positions: int, loss_of: TokenLoss, device: to
         device: where the chunk is computed.
     """
     row_bytes = 36  # for each token of a chunk
-    if loss_of is cross_entropy:
+    if loss_of is compute_cross_entropy:
         row_bytes = 28
-    elements = ELSEWHERE
+    elements = CHUNK_LOGITS_ELSEWHERE
     if device.type == "cpu":
-        elements = ON_CPU
-    return max(1, min(elements // width, BUDGET * positions // row_bytes))
+        elements = CHUNK_LOGITS_ON_CPU
+    return max(1, min(elements // width, BYTES_PER_LOGIT * positions // row_bytes))
 
 
 @torch.no_grad()
@@ -266,7 +270,7 @@ class Scaled(torch.autograd.Function):
         return (None, None) + tuple(scaled)
 
 
-def precise(x: Tensor) -> Tensor:
+def to_float32(x: Tensor) -> Tensor:
     """In float32, or float64 where it is that already."""
     if x.dtype == torch.float64:
         return x

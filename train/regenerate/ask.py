@@ -13,22 +13,22 @@ from typing import Any
 
 from treespec.api.engine import Engine
 from treespec.errors import InputError
-from treespec.files.openai_client import Reply, completed, said_by
+from treespec.files.openai_client import EndpointReply, describe_error, stream_chat_completion
 from treespec.text.turns import split_thought
 from treespec.train.regenerate.config import RegenerateConfig
 
 Messages = list[dict[str, str]]
 
-TRIES = 6
-PAUSE = 1.0  # seconds before a failed request is repeated, doubled each time
-REFUSED = {400, 413, 422}  # statuses that mean this conversation
+REQUEST_TRIES = 6
+RETRY_PAUSE_SECONDS = 1.0  # seconds before a failed request is repeated, doubled each time
+REFUSED_STATUSES = {400, 413, 422}  # statuses that mean this conversation
 FOR_GOOD = {401, 403, 404}  # statuses that mean every request; the others go by
-CHARACTERS = 4  # of a token, about: the server alone has the tokenizer
+CHARACTERS_PER_TOKEN = 4  # of a token, about: the server alone has the tokenizer
 WITH_IDS = "return_token_ids"  # vLLM's field of a request
 
 
 @dataclass(frozen=True)
-class Answer:
+class RegeneratedAnswer:
     """ended: by `model`, or by the limit `max_new_tokens`. thought: as a server tells it apart.
 
     prompt_ids, token_ids: what was answered, and the answer with its thoughts and end; () where a server does not
@@ -55,7 +55,9 @@ class LeftOut(Exception):
     """A question that cannot be answered; the message says why. Its conversation ends before it."""
 
 
-Ask = Callable[[Messages, int, bool], Answer]  # (messages, seed, whether at temperature 0)
+Ask = Callable[
+    [Messages, int, bool], RegeneratedAnswer
+]  # (messages, seed, whether at temperature 0)
 
 
 def check_lengths(config: RegenerateConfig, question: int, messages: int) -> None:
@@ -66,16 +68,16 @@ def check_lengths(config: RegenerateConfig, question: int, messages: int) -> Non
         raise LeftOut("a conversation is too long")
 
 
-def of_target(engine: Engine, config: RegenerateConfig) -> Ask:
+def ask_target(engine: Engine, config: RegenerateConfig) -> Ask:
     """Asks the target of an engine."""
     tokenizer = engine.spec.target.tokenizer
 
-    def ask(messages: Messages, seed: int, greedy: bool) -> Answer:
+    def ask(messages: Messages, seed: int, greedy: bool) -> RegeneratedAnswer:
         question = tokenizer(messages[-1]["content"], add_special_tokens=False, verbose=False)
         try:
             prompt = engine.spec.encode(messages)
             check_lengths(config, len(question["input_ids"]), len(prompt))
-            completion = engine.submit(prompt, seed=seed, **config.sampling(greedy))
+            completion = engine.submit(prompt, seed=seed, **config.to_sampling_options(greedy))
         except InputError as error:
             raise LeftOut(f"cannot be asked: {error}") from error
         output = completion.result()
@@ -88,7 +90,7 @@ def of_target(engine: Engine, config: RegenerateConfig) -> Ask:
         ended = "model"
         if output.stats.truncated:
             ended = "max_new_tokens"
-        return Answer(
+        return RegeneratedAnswer(
             text=text,
             tokens=output.stats.new_tokens,
             ended=ended,
@@ -100,35 +102,35 @@ def of_target(engine: Engine, config: RegenerateConfig) -> Ask:
     return ask
 
 
-def of_server(config: RegenerateConfig) -> Ask:
+def ask_endpoint(config: RegenerateConfig) -> Ask:
     """Asks a server. One that takes seeds draws each answer from one of its own."""
     url = str(config.endpoint).rstrip("/")
     more: dict[str, object] = {WITH_IDS: True}  # until the server turns out not to know it
     is_known = Event()
 
-    def ask(messages: Messages, seed: int, greedy: bool) -> Answer:
-        lengths = [len(message["content"]) // CHARACTERS for message in messages]
+    def ask(messages: Messages, seed: int, greedy: bool) -> RegeneratedAnswer:
+        lengths = [len(message["content"]) // CHARACTERS_PER_TOKEN for message in messages]
         check_lengths(config, lengths[-1], sum(lengths))
         said = [{name: message[name] for name in ("role", "content")} for message in messages]
         body = {"model": config.target, "messages": said, "seed": seed % 2**31}
-        body |= config.sampling(greedy)
+        body |= config.to_sampling_options(greedy)
         body["max_tokens"] = body.pop("max_new_tokens")
         if not body["top_k"]:  # not OpenAI's, but vLLM's and SGLang's
             del body["top_k"]
         try:
-            reply = replied(url, body | more)
+            reply = post_request(url, body | more)
             is_known.set()
         except LeftOut:
             if is_known.is_set() or not more:
                 raise
-            reply = replied(url, body)
+            reply = post_request(url, body)
             more.clear()
         return read_reply(reply)
 
     return ask
 
 
-def read_reply(reply: Reply) -> Answer:
+def read_reply(reply: EndpointReply) -> RegeneratedAnswer:
     """A server's reply as an answer.
 
     Raises LeftOut where the server counts thoughts that it does not tell: a head would learn answers without them.
@@ -143,9 +145,9 @@ def read_reply(reply: Reply) -> Answer:
     details = reply.usage.get("completion_tokens_details") or {}
     if details.get("reasoning_tokens") and not (ids or reply.thought):
         raise LeftOut("the server does not tell the thoughts of an answer")
-    return Answer(
+    return RegeneratedAnswer(
         reply.text,
-        counted or len(reply.text + reply.thought) // CHARACTERS,
+        counted or len(reply.text + reply.thought) // CHARACTERS_PER_TOKEN,
         "max_new_tokens" if reply.cut else "model",
         reply.thought,
         reply.prompt_ids if ids else (),
@@ -153,20 +155,20 @@ def read_reply(reply: Reply) -> Answer:
     )
 
 
-def replied(url: str, body: dict[str, Any]) -> Reply:
+def post_request(url: str, body: dict[str, Any]) -> EndpointReply:
     """The server's reply. A request is repeated where the server is busy or the connection breaks.
 
     Raises LeftOut where the server refuses this conversation, InputError where it answers no more.
     """
     why = ""
-    for attempt in range(TRIES):
-        time.sleep(PAUSE * 2 ** (attempt - 1) if attempt else 0)
+    for attempt in range(REQUEST_TRIES):
+        time.sleep(RETRY_PAUSE_SECONDS * 2 ** (attempt - 1) if attempt else 0)
         try:
-            return completed(url, body)
+            return stream_chat_completion(url, body)
         except (OSError, HTTPException) as error:
-            why = said_by(error)
+            why = describe_error(error)
             code = getattr(error, "code", None)
-            if code in REFUSED:
+            if code in REFUSED_STATUSES:
                 raise LeftOut(f"refused: {why}") from error
             if code in FOR_GOOD:
                 raise InputError(f"{url}: {why}") from error

@@ -5,9 +5,9 @@ from typing import Any
 
 from treespec.api.options import ModelOptions, SamplingOptions
 from treespec.errors import InputError
-from treespec.options import MANY, SEEDS, TOKENS, either, option
+from treespec.options import MAX_COUNT, MAX_SEED, MAX_TEXT_TOKENS, join_or, option
 from treespec.train.data.known import DATA_SETS
-from treespec.train.regenerate.questions import FILTERS
+from treespec.train.regenerate.questions import QUESTION_FILTERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,14 +21,14 @@ class RegenerateConfig(ModelOptions, SamplingOptions):
     data: str | None = option(
         "conversations whose questions are asked: a JSONL, JSON or parquet file, a folder of them, a data set of the "
         "hub, or the name of one "
-        f"that is fetched once: {either(DATA_SETS)}",
+        f"that is fetched once: {join_or(DATA_SETS)}",
         None,
     )
     from_template: int | None = option(
         "instead of --data: the target writes this number of questions itself, from its chat template (Magpie)",
         None,
         least=1,
-        most=MANY,
+        most=MAX_COUNT,
     )
     endpoint: str | None = option(
         "a server with OpenAI's interface answers instead of the target, such as http://localhost:8000/v1; "
@@ -36,26 +36,26 @@ class RegenerateConfig(ModelOptions, SamplingOptions):
         None,
     )
     turns: int = option(
-        "questions asked per conversation; 1 with --from-template", 2, least=1, most=TOKENS
+        "questions asked per conversation; 1 with --from-template", 2, least=1, most=MAX_TEXT_TOKENS
     )
-    limit: int | None = option("ask only the first N conversations", None, least=1, most=MANY)
+    limit: int | None = option("ask only the first N conversations", None, least=1, most=MAX_COUNT)
     filter: str = option(
         "questions asked: all; ascii: those with 97 % of their letters in ASCII; english: of those, the ones with no "
         "more function words of other languages than of English, so English and code",
         "all",
-        choices=FILTERS,
+        choices=QUESTION_FILTERS,
     )
     question_tokens: int = option(
         "most tokens of a question; a longer one ends its conversation before it",
         512,
         least=1,
-        most=TOKENS,
+        most=MAX_TEXT_TOKENS,
     )
     max_length: int = option(
         "most tokens of a conversation; a question that might lead beyond ends it before",
         2048,
         least=3,
-        most=TOKENS,
+        most=MAX_TEXT_TOKENS,
     )
     temperature: float = option("temperature of the sampled answers", 1.0, least=0, most=100)
     greedy: float = option(
@@ -64,7 +64,9 @@ class RegenerateConfig(ModelOptions, SamplingOptions):
     batch: int = option(
         "conversations per forward; with --endpoint, requests at a time", 32, least=1, most=65536
     )
-    seed: int = option("seed of the draws and of the conversations' order", 0, least=0, most=SEEDS)
+    seed: int = option(
+        "seed of the draws and of the conversations' order", 0, least=0, most=MAX_SEED
+    )
 
     def __post_init__(self) -> None:
         needless = None  # the first option that a server does not read
@@ -89,7 +91,7 @@ class RegenerateConfig(ModelOptions, SamplingOptions):
         if endpoint is not None and needless:
             raise InputError(f"--endpoint answers by itself: leave out --{needless}")
 
-    def sampling(self, greedy: bool) -> dict[str, Any]:
+    def to_sampling_options(self, greedy: bool) -> dict[str, Any]:
         """The options of `Spec.request`. greedy: at temperature 0."""
         return {
             "temperature": 0.0 if greedy else self.temperature,

@@ -15,18 +15,18 @@ from treespec.api.engine import Engine
 from treespec.api.spec import Spec
 from treespec.errors import InputError
 from treespec.text import templates
-from treespec.text.strings import INCOMPLETE
+from treespec.text.strings import INCOMPLETE_CHARACTER
 from treespec.train.regenerate.ask import LeftOut
 from treespec.train.regenerate.config import RegenerateConfig
-from treespec.train.regenerate.questions import drawn, passes
+from treespec.train.regenerate.questions import draw_number, matches_filter
 
-MARK = "QUESTION"
+QUESTION_MARK = "QUESTION"
 # The replacement character, and control characters but \n, \t and \r.
-UNSEEN = re.compile(rf"[\x00-\x08\x0b\x0c\x0e-\x1f{INCOMPLETE}]")
-REPEATS = 0.5  # least share of different ones among a question's runs of three words
+UNSEEN_PATTERN = re.compile(rf"[\x00-\x08\x0b\x0c\x0e-\x1f{INCOMPLETE_CHARACTER}]")
+MIN_DISTINCT_SHARE = 0.5  # least share of different ones among a question's runs of three words
 
 
-def writer(
+def build_question_writer(
     engine: Engine, config: RegenerateConfig, done: list[dict[str, Any]]
 ) -> Callable[[str], str]:
     """Make the function (key of a row) -> its question, whose draws follow from the key.
@@ -34,18 +34,18 @@ def writer(
     done: lines of a run before. The function raises LeftOut for a question that is of no use, or that
     another row has.
     """
-    turn = user_turn(engine.spec)
-    options = config.sampling(greedy=False)
+    turn = find_user_turn(engine.spec)
+    options = config.to_sampling_options(greedy=False)
     options["max_new_tokens"] = config.question_tokens
     options["stop"] = (turn.end,)
-    rows = {normal(line["messages"][0]["content"]): line["row"] for line in done}
+    rows = {normalize_question(line["messages"][0]["content"]): line["row"] for line in done}
 
     def write(key: str) -> str:
-        seed = drawn(config.seed, key, "question")
+        seed = draw_number(config.seed, key, "question")
         output = engine.submit(turn.opening, seed=seed, **options).result()
         question = output.text.strip()
-        problem = problem_of(question, output.stats.truncated, config.filter)
-        if not problem and rows.setdefault(normal(question), key) != key:
+        problem = find_problem(question, output.stats.truncated, config.filter)
+        if not problem and rows.setdefault(normalize_question(question), key) != key:
             problem = "repeated"
         if problem:
             raise LeftOut(f"question: {problem}")
@@ -61,7 +61,7 @@ class UserTurn(NamedTuple):
     end: str
 
 
-def user_turn(spec: Spec) -> UserTurn:
+def find_user_turn(spec: Spec) -> UserTurn:
     """Find what opens a user's turn in the target's template, and what ends it.
 
     Raises InputError for a template that does not say where a question lies.
@@ -69,9 +69,9 @@ def user_turn(spec: Spec) -> UserTurn:
     tokenizer: Any = spec.target.tokenizer
     if tokenizer is None:
         raise InputError("the target has no tokenizer: --from-template needs its chat template")
-    text = templates.render(tokenizer, [{"role": "user", "content": MARK}], spec.template)
-    before, _, after = text.rpartition(MARK)
-    special = sorted(templates.special_tokens(tokenizer), key=len, reverse=True)
+    text = templates.render(tokenizer, [{"role": "user", "content": QUESTION_MARK}], spec.template)
+    before, _, after = text.rpartition(QUESTION_MARK)
+    special = sorted(templates.list_special_tokens(tokenizer), key=len, reverse=True)
     end = after.strip()
     for token in reversed(special):  # the longest one counts
         if after.lstrip().startswith(token):
@@ -79,13 +79,13 @@ def user_turn(spec: Spec) -> UserTurn:
     if not before or not end:
         raise InputError("the chat template does not mark a user's turn on both sides: give --data")
     ids: list[int] = tokenizer(before.rstrip(" "), add_special_tokens=False)["input_ids"]
-    start = templates.opening(tokenizer, spec.template)
+    start = templates.list_start_tokens(tokenizer, spec.template)
     if ids[: len(start)] != start:
         ids = start + ids
     return UserTurn(ids, end)
 
 
-def problem_of(question: str, cut: bool, filter: str) -> str | None:
+def find_problem(question: str, cut: bool, filter: str) -> str | None:
     """Why a question is of no use; None for one that is."""
     words = question.split()
     runs = list(zip(words, words[1:], words[2:], strict=False))
@@ -93,15 +93,15 @@ def problem_of(question: str, cut: bool, filter: str) -> str | None:
         return "no end"
     if not any(map(str.isalpha, question)):
         return "empty"
-    if UNSEEN.search(question):
+    if UNSEEN_PATTERN.search(question):
         return "broken characters"
-    if len(set(runs)) < REPEATS * len(runs):
+    if len(set(runs)) < MIN_DISTINCT_SHARE * len(runs):
         return "repeats itself"
-    if not passes(question, filter):
+    if not matches_filter(question, filter):
         return f"not {filter}"
     return None
 
 
-def normal(question: str) -> str:
+def normalize_question(question: str) -> str:
     """A question in lower case without punctuation: equal for two that differ only in these and in spaces."""
     return " ".join(re.findall(r"\w+", question.lower()))

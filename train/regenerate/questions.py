@@ -18,14 +18,14 @@ from itertools import takewhile
 
 from treespec.text.entries import OPENING_ROLES, Conversation
 
-FILTERS = ("all", "ascii", "english")
+QUESTION_FILTERS = ("all", "ascii", "english")
 LEAST_ASCII = 0.97  # share of the letters
-ENGLISH = """
+ENGLISH_WORD_TEXT = """
     the and is of to that this it for with you your are what how can be was as not have which from write
     please my if do does we they will should would there about when where why who into than then these those i
 """
 # German, French, Spanish, Portuguese, Italian, Dutch, Indonesian, Turkish, Polish, Scandinavian
-OTHERS = """
+OTHER_LANGUAGES_TEXT = """
     der das und ist nicht ein eine mit von auf zu den dem wie ich sie
     le la les et est une des pour dans que qui avec sur pas vous je du
     el los las es por con para una como del lo su
@@ -37,12 +37,12 @@ OTHERS = """
     jest nie sie
     och att det som pa ikke og
 """
-ENGLISH_WORDS = frozenset(ENGLISH.split())
-OTHER_WORDS = frozenset(OTHERS.split())
+ENGLISH_WORDS = frozenset(ENGLISH_WORD_TEXT.split())
+OTHER_WORDS = frozenset(OTHER_LANGUAGES_TEXT.split())
 
 
 @dataclass(frozen=True)
-class Row:
+class QuestionRow:
     """What is asked of the target, turn by turn.
 
     key: a digest of system message and questions. source: the id of its conversation in the data.
@@ -56,12 +56,14 @@ class Row:
     system_role: str = "system"
 
 
-def rows_of(conversations: Iterable[Conversation], turns: int, filter: str) -> list[Row]:
+def list_question_rows(
+    conversations: Iterable[Conversation], turns: int, filter: str
+) -> list[QuestionRow]:
     """The first questions of each conversation, up to one that a `--filter` leaves out.
 
     Leaving out later questions changes no answer. Only the first of equal rows counts.
     """
-    rows: dict[str, Row] = {}
+    rows: dict[str, QuestionRow] = {}
     for conversation in conversations:
         messages = conversation.messages
         system = None
@@ -70,24 +72,24 @@ def rows_of(conversations: Iterable[Conversation], turns: int, filter: str) -> l
             system = messages[0]["content"]
             role = messages[0]["role"]
         asked = [message["content"] for message in messages if message["role"] == "user"][:turns]
-        kept = tuple(takewhile(lambda question: passes(question, filter), asked))
-        key = digest([system, asked]).hex()
+        kept = tuple(takewhile(lambda question: matches_filter(question, filter), asked))
+        key = hash_json([system, asked]).hex()
         if kept:
-            rows.setdefault(key, Row(key, conversation.source, system, kept, role))
+            rows.setdefault(key, QuestionRow(key, conversation.source, system, kept, role))
     return list(rows.values())
 
 
-def digest(value: object) -> bytes:
+def hash_json(value: object) -> bytes:
     """8 bytes that tell a JSON value apart."""
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).digest()
 
 
-def drawn(seed: int, key: str, what: str | int) -> int:
+def draw_number(seed: int, key: str, what: str | int) -> int:
     """A number in [0, 2^63) that is the same on every machine. what: a turn's number gives its seed."""
-    return int.from_bytes(digest([seed, key, what]), "big") >> 1
+    return int.from_bytes(hash_json([seed, key, what]), "big") >> 1
 
 
-def passes(text: str, filter: str) -> bool:
+def matches_filter(text: str, filter: str) -> bool:
     """Whether a question is asked under a `--filter`, one of FILTERS."""
     if filter == "all":
         return True

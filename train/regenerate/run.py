@@ -16,22 +16,29 @@ from treespec.api.load import load_options
 from treespec.errors import InputError
 from treespec.files.atomic import locked, read_json, write_json
 from treespec.files.lines import opened
-from treespec.model.identity import target_identity
+from treespec.model.identity import identify_target
 from treespec.text.conversations import read_conversations
-from treespec.text.sources import digest
-from treespec.train.data.known import data_file
+from treespec.text.sources import hash_source
+from treespec.train.data.known import find_data_file
 from treespec.train.record import Record, refuse_changed
-from treespec.train.regenerate.ask import Answer, Ask, LeftOut, Messages, of_server, of_target
+from treespec.train.regenerate.ask import (
+    Ask,
+    LeftOut,
+    Messages,
+    RegeneratedAnswer,
+    ask_endpoint,
+    ask_target,
+)
 from treespec.train.regenerate.config import RegenerateConfig
-from treespec.train.regenerate.magpie import writer
-from treespec.train.regenerate.questions import Row, drawn, rows_of
+from treespec.train.regenerate.magpie import build_question_writer
+from treespec.train.regenerate.questions import QuestionRow, draw_number, list_question_rows
 
-OUT = "conversations.jsonl"
-LEFT_OUT = "left-out.jsonl"
-FORMAT = 2  # of config.json
+CONVERSATIONS_FILE = "conversations.jsonl"
+LEFT_OUT_FILE = "left-out.jsonl"
+REGENERATE_FORMAT = 2  # of config.json
 # Options that change no row, only which are answered, how fast and where. Every lossless drafter gives the
 # target's distribution, so a head may be added on the way.
-FREE = {
+CHANGEABLE_OPTIONS = {
     "out",
     "limit",
     "from_template",
@@ -50,7 +57,7 @@ Report = Callable[[int, int, str], None]  # conversations done, all of them, and
 
 
 @dataclass(frozen=True)
-class Result:
+class RegenerationResult:
     """What OUT holds in the end. left_out: conversations without an answer, by reason."""
 
     path: Path
@@ -66,11 +73,11 @@ class Result:
         return f"{self.conversations:,} conversations, {self.tokens:,} tokens of answers in {self.path}{left_out}"
 
 
-def regenerate(
+def regenerate_answers(
     config: RegenerateConfig,
     report: Report = lambda done, total, pace: None,
     say: Callable[[str], None] = lambda line: None,
-) -> Result:
+) -> RegenerationResult:
     """Answer the rows that have no answer yet.
 
     Writes OUT/conversations.jsonl, OUT/left-out.jsonl with reasons and OUT/config.json. say: receives
@@ -81,18 +88,20 @@ def regenerate(
     out = Path(config.out)
     data: Path | None = None
     if config.data is not None:
-        data = data_file(config.data, say)
+        data = find_data_file(config.data, say)
     record = describe_regeneration(config, data)
     with locked(out), ExitStack() as stack:
-        kept = stack.enter_context(opened(out / OUT))
-        left_out = stack.enter_context(opened(out / LEFT_OUT))
+        kept = stack.enter_context(opened(out / CONVERSATIONS_FILE))
+        left_out = stack.enter_context(opened(out / LEFT_OUT_FILE))
         if kept.done or left_out.done:
-            before = read_json(out / "config.json", f"delete {out} to begin again", FORMAT)
-            refuse_changed(out, before, record, FREE)
+            before = read_json(
+                out / "config.json", f"delete {out} to begin again", REGENERATE_FORMAT
+            )
+            refuse_changed(out, before, record, CHANGEABLE_OPTIONS)
         write_json(out / "config.json", record)
 
         # 2. The rows that are left.
-        rows = rows_in(config, data, say)
+        rows = load_rows(config, data, say)
         waiting = list_waiting(rows, kept.done + left_out.done)
         report(len(rows) - len(waiting), len(rows), "")
 
@@ -112,10 +121,10 @@ def regenerate(
         # 4. What is there now.
         reasons = Counter(str(line["problem"]) for line in left_out.done)
         total = sum(sum(line["tokens"]) for line in kept.done)
-        return Result(out / OUT, len(kept.done), total, reasons)
+        return RegenerationResult(out / CONVERSATIONS_FILE, len(kept.done), total, reasons)
 
 
-def list_waiting(rows: list[Row], done: list[dict[str, Any]]) -> list[Row]:
+def list_waiting(rows: list[QuestionRow], done: list[dict[str, Any]]) -> list[QuestionRow]:
     """The rows that no line of OUT has yet. done: its lines."""
     ended = {line["row"] for line in done}
     return [row for row in rows if row.key not in ended]
@@ -130,18 +139,18 @@ def describe_regeneration(config: RegenerateConfig, data: Path | None) -> Record
     if config.endpoint:
         record["answers_by"] = "a server"
     record |= asdict(config)
-    record["format"] = FORMAT
+    record["format"] = REGENERATE_FORMAT
     record["data"] = None
     if data is not None:
-        record["data"] = digest(data)
+        record["data"] = hash_source(data)
     if config.endpoint is None:
-        record["target"] = target_identity(config.target, config.placement)
+        record["target"] = identify_target(config.target, config.placement)
     return record
 
 
 def begin_answering(
     config: RegenerateConfig, done: list[dict[str, Any]], stack: ExitStack
-) -> Callable[[Row], dict[str, Any]]:
+) -> Callable[[QuestionRow], dict[str, Any]]:
     """Load who answers, and return the function that makes a row's line.
 
     Args:
@@ -150,13 +159,13 @@ def begin_answering(
         stack: ends the target's engine.
     """
     if config.endpoint:
-        return partial(answered, config, of_server(config), None)
+        return partial(answer_row, config, ask_endpoint(config), None)
     spec = load_options(config)
     engine = stack.enter_context(Engine(spec, batch=config.batch, queue=config.batch))
     write: Callable[[str], str] | None = None
     if config.data is None:
-        write = writer(engine, config, done)
-    return partial(answered, config, of_target(engine, config), write)
+        write = build_question_writer(engine, config, done)
+    return partial(answer_row, config, ask_target(engine, config), write)
 
 
 class Pace:
@@ -181,7 +190,9 @@ class Pace:
         return f", {self.tokens / seconds:,.1f} tokens/s, {remaining} left"
 
 
-def rows_in(config: RegenerateConfig, data: Path | None, say: Callable[[str], None]) -> list[Row]:
+def load_rows(
+    config: RegenerateConfig, data: Path | None, say: Callable[[str], None]
+) -> list[QuestionRow]:
     """The rows that are asked, shuffled by the seed: the first of them are a sample of all.
 
     Raises InputError where there is none.
@@ -191,21 +202,21 @@ def rows_in(config: RegenerateConfig, data: Path | None, say: Callable[[str], No
         rows = []
         for number in range(config.from_template):
             name = f"template-{number}"
-            rows.append(Row(key=name, source=name, system=None, questions=()))
+            rows.append(QuestionRow(key=name, source=name, system=None, questions=()))
     else:
         conversations, report = read_conversations(data, answered=False)
         say(f"{data}: {report}")
-        rows = rows_of(conversations, config.turns, config.filter)
+        rows = list_question_rows(conversations, config.turns, config.filter)
         say(f"{len(rows):,} different conversations pass --filter {config.filter}")
         if not rows:
             raise InputError(
                 f"--filter {config.filter} leaves no question of {data}: take another filter"
             )
-    return sorted(rows, key=lambda row: drawn(config.seed, row.key, "order"))[: config.limit]
+    return sorted(rows, key=lambda row: draw_number(config.seed, row.key, "order"))[: config.limit]
 
 
-def answered(
-    config: RegenerateConfig, ask: Ask, write: Callable[[str], str] | None, row: Row
+def answer_row(
+    config: RegenerateConfig, ask: Ask, write: Callable[[str], str] | None, row: QuestionRow
 ) -> dict[str, Any]:
     """Ask a row's questions one after the other, and return its line of OUT: text and tokens of the answers.
 
@@ -218,19 +229,19 @@ def answered(
         write: (key) -> the question of a row; None where the row has its questions.
         row: what is asked.
     """
-    greedy = drawn(config.seed, row.key, "greedy") < config.greedy * 2**63
+    greedy = draw_number(config.seed, row.key, "greedy") < config.greedy * 2**63
     line: dict[str, Any] = {"id": row.source, "row": row.key}
     messages: Messages = []
     if row.system is not None:
         messages = [{"role": row.system_role, "content": row.system}]
-    answers: list[Answer] = []
+    answers: list[RegeneratedAnswer] = []
     try:
         questions = row.questions
         if write is not None:
             questions = (write(row.key),)
         for question in questions:
             asked = messages + [{"role": "user", "content": question}]
-            answer = ask(asked, drawn(config.seed, row.key, len(answers)), greedy)
+            answer = ask(asked, draw_number(config.seed, row.key, len(answers)), greedy)
             if not answer.text.strip():  # no reader of the file takes it
                 raise LeftOut("an answer is empty")
             answers.append(answer)
@@ -246,7 +257,7 @@ def answered(
     return line
 
 
-def describe_answers(answers: Sequence[Answer]) -> dict[str, Any]:
+def describe_answers(answers: Sequence[RegeneratedAnswer]) -> dict[str, Any]:
     """The fields of a line with a value an answer. Token ids are there where all are known."""
     fields: dict[str, Any] = {
         "tokens": [answer.tokens for answer in answers],

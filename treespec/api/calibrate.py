@@ -8,22 +8,22 @@ from torch import Tensor
 from torch.nn.functional import pad, softplus
 
 from treespec.api.spec import Spec
-from treespec.draft.calibration import COLDEST, Calibration, features_of
+from treespec.draft.calibration import GREEDY_TEMPERATURE, Calibration, build_calibration_features
 from treespec.draft.drafter import Proposer
-from treespec.draft.heads.loading import draft_steps, proposer_of, rollout
-from treespec.engine.request import Recorded
+from treespec.draft.heads.loading import build_proposer, draft_steps, roll_out_drafts
+from treespec.engine.request import CycleRecord
 from treespec.errors import InputError
 from treespec.heads.head import Head
 from treespec.model.target import Target
-from treespec.sampling.probs import SamplingParams, probs
-from treespec.trees.static import eagle
+from treespec.sampling.probs import SamplingParams, compute_probs
+from treespec.trees.static import build_eagle_tree
 
 Row = tuple[Tensor, Tensor, Tensor]  # tokens [T], which of them count [T] bool, features [T, F]
 
-TEMPERATURES = (0.3, 0.6, 1.0)
-FACTORS = tuple(1 + i / 10 for i in range(11))
-PROMPTS = 12  # completions that rates are counted over
-TOPS = 5  # most likely tokens of a node
+CALIBRATED_TEMPERATURES = (0.3, 0.6, 1.0)
+SHARPNESS_FACTORS = tuple(1 + i / 10 for i in range(11))
+RATE_PROMPTS = 12  # completions that rates are counted over
+CALIBRATED_RANKS = 5  # most likely tokens of a node
 
 
 def calibrate(
@@ -40,30 +40,30 @@ def calibrate(
     """
     # 1. The factors of the draft logits, and the model of greedy choices.
     depth = draft_steps(head, depth)
-    sharpness = sharpest(head, target, rows, depth, positions // 3)
-    samples = list(choices(drafted(head, target, rows, depth, positions)))
+    sharpness = fit_sharpness(head, target, rows, depth, positions // 3)
+    samples = list(iterate_choices(iterate_draft_steps(head, target, rows, depth, positions)))
     if not samples or not len(samples[0][0]):
         raise InputError("the text is too short to calibrate a head on: give longer conversations")
     top = torch.cat([features for features, _, _ in samples])
     hit = torch.cat([hits for _, hits, _ in samples])
     weight = torch.cat([weights for _, _, weights in samples])
-    fitted = Calibration(tuple(logistic(top, hit, weight[:, None]).tolist()), {}, sharpness)
+    fitted = Calibration(tuple(fit_logistic(top, hit, weight[:, None]).tolist()), {}, sharpness)
 
     # 2. Rates counted while the target writes, after what precedes the first counted token: at
     #    least a token, and at most half of the context, so that a completion fits.
-    proposer = proposer_of(head, target)
+    proposer = build_proposer(head, target)
     half = target.context_length // 2
     prompts = []
-    for tokens, counts, _ in rows[:PROMPTS]:
+    for tokens, counts, _ in rows[:RATE_PROMPTS]:
         first_counted = int(counts.int().argmax())
         size = min(max(first_counted, 1), half)
         prompts.append(tokens[:size].tolist())
-    for t in (COLDEST,) + TEMPERATURES:
-        fitted.rates[f"{t:g}"] = own_rates(target, proposer, prompts, t, fitted)
+    for t in (GREEDY_TEMPERATURE,) + CALIBRATED_TEMPERATURES:
+        fitted.rates[f"{t:g}"] = measure_draw_rates(target, proposer, prompts, t, fitted)
     return fitted
 
 
-class Step(NamedTuple):
+class CalibrationStep(NamedTuple):
     """One draft step along a passage of R + number + 1 tokens.
 
     number: of the draft step, from 1. chosen: indices of the rows to learn from. tokens: [R] the
@@ -77,14 +77,14 @@ class Step(NamedTuple):
     draft: Tensor
 
 
-def drafted(
+def iterate_draft_steps(
     head: Head,
     target: Target,
     rows: Sequence[Row],
     depth: int,
     positions: int,
     sharpness: tuple[float, ...] = (),
-) -> Iterator[Step]:
+) -> Iterator[CalibrationStep]:
     """The draft steps along each passage.
 
     Args:
@@ -95,39 +95,39 @@ def drafted(
     for tokens, counts, known in rows:
         if len(tokens) < depth + 3 or positions <= 0:
             continue
-        features, last = target.parted(known, head.aux_layers)
-        target_logits = target.output_logits(last)  # [T, V], row t: of token t + 1
-        steps = rollout(head, target, tokens, features, depth, sharpness)
+        features, last = target.split_features(known, head.aux_layers)
+        target_logits = target.compute_output_logits(last)  # [T, V], row t: of token t + 1
+        steps = roll_out_drafts(head, target, tokens, features, depth, sharpness)
         for step, logits in enumerate(steps, 1):
             drafted_tokens = slice(step + 1, step + 1 + len(logits))
             chosen = counts[drafted_tokens].nonzero().squeeze(1)[:: depth + 1]
             p_logits = target_logits[step : step + len(logits)]
-            yield Step(step, chosen, tokens[drafted_tokens], p_logits, logits)
+            yield CalibrationStep(step, chosen, tokens[drafted_tokens], p_logits, logits)
         positions -= len(chosen)
 
 
 @torch.no_grad()
-def sharpest(
+def fit_sharpness(
     head: Head, target: Target, rows: Sequence[Row], depth: int, positions: int
 ) -> tuple[float, ...]:
     """For each draft step the factor of the logits, of FACTORS, at which most drafts are accepted.
 
-    Accepted: Σ min(p, q), summed over positions and TEMPERATURES. depth, positions: as for `drafted`.
+    Accepted: Σ min(p, q), summed over positions and TEMPERATURES. depth, positions: as for `iterate_draft_steps`.
     """
-    accepted = torch.zeros(depth, len(FACTORS), dtype=torch.float64)
-    for step in drafted(head, target, rows, depth, positions):
-        for temperature in TEMPERATURES:
+    accepted = torch.zeros(depth, len(SHARPNESS_FACTORS), dtype=torch.float64)
+    for step in iterate_draft_steps(head, target, rows, depth, positions):
+        for temperature in CALIBRATED_TEMPERATURES:
             params = SamplingParams(temperature)
-            p = probs(step.target[step.chosen], params)
+            p = compute_probs(step.target[step.chosen], params)
             logits = step.draft[step.chosen]
-            for i, factor in enumerate(FACTORS):
-                q = probs(logits * factor, params)
+            for i, factor in enumerate(SHARPNESS_FACTORS):
+                q = compute_probs(logits * factor, params)
                 accepted[step.number - 1, i] += float(torch.minimum(p, q).sum())
-    return tuple(FACTORS[best] for best in accepted.argmax(-1).tolist())
+    return tuple(SHARPNESS_FACTORS[best] for best in accepted.argmax(-1).tolist())
 
 
 @torch.no_grad()
-def choices(steps: Iterable[Step]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def iterate_choices(steps: Iterable[CalibrationStep]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """For each draft step what its positions show the model [n, K, 4], and whether each token is chosen [n, K].
 
     Beside them a weight [n]: about how often a tree reaches the text's token at that depth, the product of
@@ -136,20 +136,20 @@ def choices(steps: Iterable[Step]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     params = SamplingParams(1.0)
     weight = torch.empty(0)
     for step in steps:
-        p = probs(step.target, params)
-        q = probs(step.draft, params)
+        p = compute_probs(step.target, params)
+        q = compute_probs(step.draft, params)
         if step.number == 1:
             weight = torch.ones(len(q), device=q.device)
-        top = q[step.chosen].topk(min(TOPS, q.shape[-1]))
+        top = q[step.chosen].topk(min(CALIBRATED_RANKS, q.shape[-1]))
         hit = top.indices == p[step.chosen].argmax(-1, keepdim=True)
-        features = features_of(top.values.double().cpu().numpy(), step.number - 1)
+        features = build_calibration_features(top.values.double().cpu().numpy(), step.number - 1)
         yield torch.from_numpy(features), hit.double().cpu(), weight[step.chosen].cpu()
         following = step.tokens[:, None]
         ratio = q.gather(1, following) / p.gather(1, following).clamp(min=1e-9)
         weight = weight * ratio.squeeze(1).clamp(max=1)
 
 
-def logistic(x: Tensor, y: Tensor, weight: Tensor, steps: int = 30) -> Tensor:
+def fit_logistic(x: Tensor, y: Tensor, weight: Tensor, steps: int = 30) -> Tensor:
     """[f] weights of a logistic regression, by Newton's method.
 
     x: [..., f]. y: [...] shares. weight: broadcast to y. A step that raises the loss is halved: on
@@ -176,7 +176,7 @@ def logistic(x: Tensor, y: Tensor, weight: Tensor, steps: int = 30) -> Tensor:
     return solution
 
 
-def own_rates(
+def measure_draw_rates(
     target: Target,
     proposer: Proposer,
     prompts: Sequence[Sequence[int]],
@@ -189,13 +189,13 @@ def own_rates(
     prompts: token ids, at least one each. tokens: the most tokens of a completion. Draws that were
     never judged have no rate.
     """
-    tree = eagle()
+    tree = build_eagle_tree()
     if proposer.max_depth:
         tree = tree.cut(proposer.max_depth)
     judged = torch.zeros(tree.max_draws, dtype=torch.float64)
     accepted = torch.zeros(tree.max_draws, dtype=torch.float64)
 
-    def count(seen: Recorded) -> None:
+    def count(seen: CycleRecord) -> None:
         drafts = seen.tree.drafts
         draws_at: dict[int, Tensor] = {}  # the draws [K] at each inner node
         if drafts:
@@ -211,7 +211,10 @@ def own_rates(
     spec = Spec(target, proposer, tree, "rrs-wo", calibration=calibration)
     for seed, prompt in enumerate(prompts):
         request = spec.request(
-            list(prompt), seed=seed, temperature=max(temperature, COLDEST), max_new_tokens=tokens
+            list(prompt),
+            seed=seed,
+            temperature=max(temperature, GREEDY_TEMPERATURE),
+            max_new_tokens=tokens,
         )
         request.listener = count
         list(spec.decoder.run([request]))

@@ -12,18 +12,18 @@ import psutil
 import torch
 
 from treespec.api.spec import Spec
-from treespec.engine.batch import ALONE, STRETCH, admitted
-from treespec.engine.options import Keywords, Seed
+from treespec.engine.batch import IDLE_CHUNK_TOKENS, PREFILL_CHUNK_TOKENS, pop_admissible
+from treespec.engine.options import RequestKeywords, Seed
 from treespec.engine.output import Completion, OnPiece
 from treespec.engine.request import Piece, Request
 from treespec.errors import Busy, InputError
 from treespec.files.locks import alone_with
 from treespec.kernels.workers import end_workers
 from treespec.model.target import Target
-from treespec.options import whole
+from treespec.options import require_whole_number
 from treespec.text.prompts import Prompt
 
-LEAST = 16  # prompt tokens between two cycles
+MIN_PREFILL_TOKENS = 16  # prompt tokens between two cycles
 
 
 @final
@@ -54,8 +54,8 @@ class Engine:
         """
         # 1. Limits.
         self.spec = spec.new()
-        self.batch = whole("batch", batch, least=1)
-        self.queue = whole("queue", queue, least=0)
+        self.batch = require_whole_number("batch", batch, least=1)
+        self.queue = require_whole_number("queue", queue, least=0)
         self.decoder = self.spec.decoder
         self.stretch = 128
         with alone_with(self.decoder.models):
@@ -63,8 +63,8 @@ class Engine:
             if columns is None:
                 self.columns = free_columns(spec.target, self.batch)
             else:
-                self.columns = whole("columns", columns, least=1)
-        rows = self.decoder.rows
+                self.columns = require_whole_number("columns", columns, least=1)
+        rows = self.decoder.batch
         rows.keep = self.batch
         rows.columns = self.columns
 
@@ -75,7 +75,7 @@ class Engine:
         self._running: list[Request] = []
         self._answers: dict[Request, Completion] = {}  # of both
         self._closed = False
-        self._thread = Thread(target=self._work, name="treespec-engine", daemon=True)
+        self._thread = Thread(target=self._run_thread, name="treespec-engine", daemon=True)
         self._thread.start()
         # A thread that computes must not outlive the interpreter.
         atexit.register(self.close, False)
@@ -102,7 +102,7 @@ class Engine:
         *,
         seed: Seed = None,
         on_piece: OnPiece | None = None,
-        **options: Unpack[Keywords],
+        **options: Unpack[RequestKeywords],
     ) -> Completion:
         """Queue a request. prompt, seed, options: as for `Spec.stream`.
 
@@ -120,7 +120,7 @@ class Engine:
         *,
         seed: Seed = None,
         on_pieces: Sequence[OnPiece | None] | None = None,
-        **options: Unpack[Keywords],
+        **options: Unpack[RequestKeywords],
     ) -> list[Completion]:
         """Queue n requests for one prompt, which is prefilled once: all of them, or none.
 
@@ -128,7 +128,7 @@ class Engine:
         as for `submit`.
         """
         # 1. The requests, on the caller's thread.
-        n = whole("n", n, least=1)
+        n = require_whole_number("n", n, least=1)
         requests = self.spec.requests(prompt, n, seed=seed, **options)
         if self.columns is not None and requests[0].columns > self.columns:
             raise InputError(
@@ -172,10 +172,10 @@ class Engine:
             self._thread.join()
         atexit.unregister(self.close)
 
-    def _work(self) -> None:
+    def _run_thread(self) -> None:
         """The thread. Whatever ends it, no caller waits for ever."""
         try:
-            self._answer_all()
+            self._run_cycles()
         except BaseException as error:
             with self._changed:
                 self._closed = True
@@ -187,7 +187,7 @@ class Engine:
             raise
 
     @torch.inference_mode()
-    def _answer_all(self) -> None:
+    def _run_cycles(self) -> None:
         """Decode cycle after cycle, until the engine is closed and all requests have ended."""
         while True:
             # 1. Requests leave the queue as far as there is room.
@@ -195,19 +195,21 @@ class Engine:
                 self._changed.wait_for(self._has_work)
                 if not self._answers:
                     return
-                entering = admitted(self._waiting, self._running, self.batch, self.columns)
+                entering = pop_admissible(self._waiting, self._running, self.batch, self.columns)
                 self._running += entering
 
             # 2. A cycle, and its pieces.
-            for request, piece in self._step(entering):
+            for request, piece in self._run_cycle(entering):
                 self._answers[request].take(piece)
 
             # 3. Requests that have ended, in the queue too.
             for answer in self._remove_ended():
                 answer.end()
-            rows = self.decoder.rows
-            if not self._running and (rows.texts or rows.entering):
-                self._step([])  # frees the rows of requests that were cancelled since the cycle
+            rows = self.decoder.batch
+            if not self._running and (rows.requests or rows.prefilling):
+                self._run_cycle(
+                    []
+                )  # frees the rows of requests that were cancelled since the cycle
 
     def _has_work(self) -> bool:
         """Whether the thread need not wait: requests run or wait, or the engine is closed."""
@@ -224,19 +226,19 @@ class Engine:
             self._running = [request for request in self._running if not request.ended]
         return answers
 
-    def _step(self, entering: list[Request]) -> list[tuple[Request, Piece]]:
+    def _run_cycle(self, entering: list[Request]) -> list[tuple[Request, Piece]]:
         """A cycle of the decoder. An error of the models ends all requests that run."""
-        rows = self.decoder.rows
-        self.decoder.stretch = ALONE
+        rows = self.decoder.batch
+        self.decoder.stretch = IDLE_CHUNK_TOKENS
         if rows.running:
             self.decoder.stretch = self.stretch
         try:
             with alone_with(self.decoder.models):
-                pieces = self.decoder.step(entering)
+                pieces = self.decoder.run_step(entering)
         except Exception as error:
             end_requests(self._running, error)
             return []
-        if pieces and rows.entering:
+        if pieces and rows.prefilling:
             self._adapt_stretch()
         return pieces
 
@@ -248,7 +250,7 @@ class Engine:
             stretch = stretch // 2
         elif prefill_seconds < 1.5 * cycle_seconds:
             stretch = stretch * 2
-        self.stretch = min(max(stretch, LEAST), STRETCH)
+        self.stretch = min(max(stretch, MIN_PREFILL_TOKENS), PREFILL_CHUNK_TOKENS)
 
 
 def end_requests(requests: Iterable[Request], error: Exception) -> None:
@@ -258,7 +260,9 @@ def end_requests(requests: Iterable[Request], error: Exception) -> None:
             request.error = error
 
 
-SHARE = 4  # a cache is up to twice as long as its texts, and a change of its rows copies it once
+PREFILL_SHARE = (
+    4  # a cache is up to twice as long as its texts, and a change of its rows copies it once
+)
 
 
 @torch.inference_mode()
@@ -273,7 +277,7 @@ def free_columns(target: Target, texts: int = 1) -> int | None:
     """
     # 1. Bytes of a column, from a cache with one token. With recurrent layers only there are none:
     #    a text's state has one size, whatever its length.
-    cache = target.new_cache(capacity=1)
+    cache = target.build_cache(capacity=1)
     target.prefill(cache, torch.zeros(1, 1, dtype=torch.int64))
     column_bytes = 0
     for layer in cache.tree_layers:
@@ -287,7 +291,7 @@ def free_columns(target: Target, texts: int = 1) -> int | None:
     if free_bytes is None:
         return None
     free_bytes = max(free_bytes - texts * cache.state_bytes, 0)
-    return free_bytes // (SHARE * column_bytes)
+    return free_bytes // (PREFILL_SHARE * column_bytes)
 
 
 def free_memory_of(device: torch.device) -> int | None:

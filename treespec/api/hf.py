@@ -31,21 +31,21 @@ from transformers.generation.streamers import BaseStreamer
 
 from treespec.api.load import load
 from treespec.api.spec import Spec
-from treespec.engine.prepare import room_of
+from treespec.engine.prepare import count_answer_room
 from treespec.engine.request import Request
 from treespec.engine.stats import Stats
 from treespec.errors import InputError
 from treespec.model.target import Target
 from treespec.sampling.probs import SamplingParams
-from treespec.sampling.processors import Processed
-from treespec.sampling.sampler import Distribution
+from treespec.sampling.processors import TransformersProcessor
+from treespec.sampling.sampler import Sampler
 from treespec.text.ending import Ending
 
 log = logging.getLogger(__name__)
 
-CANNOT = "treespec.api.hf.Trees cannot do {}: leave it out, or leave out custom_generate"
+CANNOT_MESSAGE = "treespec.api.hf.Trees cannot do {}: leave it out, or leave out custom_generate"
 # Options of `generate` that ask for another decoding method, or for what trees do not keep.
-REFUSED = (
+REFUSED_OPTIONS = (
     "num_beams", "penalty_alpha", "dola_layers", "prompt_lookup_num_tokens",
     "assistant_early_exit", "guidance_scale", "encoder_repetition_penalty",
     "encoder_no_repeat_ngram_size", "output_scores", "output_logits",
@@ -53,12 +53,12 @@ REFUSED = (
 )  # fmt: skip
 AT_ONE = ("num_beams", "guidance_scale", "encoder_repetition_penalty")  # they ask for nothing at 1
 # What `generate` hands to every decoding method beside the options.
-UNDERSTOOD = (
+IGNORED_ARGUMENTS = (
     "attention_mask", "position_ids", "past_key_values", "use_cache",
     "logits_to_keep", "cache_position",
 )  # fmt: skip
 # The last steps of a distribution, in the order that `SamplingParams` has too, and their attributes.
-WARPERS: dict[type[LogitsProcessor], str] = {
+KNOWN_WARPERS: dict[type[LogitsProcessor], str] = {
     TemperatureLogitsWarper: "temperature",
     TopKLogitsWarper: "top_k",
     TopPLogitsWarper: "top_p",
@@ -112,13 +112,13 @@ class Trees:
         input_ids: [B, P] int64, padded on the left. Returns [B, P + new] with padding at the end.
         """
         # 1. What trees cannot do.
-        refuse(model, generation_config, inputs)
+        refuse_unsupported(model, generation_config, inputs)
         if self.spec is None or self.spec.target.model is not model:
             self.spec = load(model, self.head, self.tree, self.verifier, drafter=self.drafter)
 
         # 2. A request for each row, with its tokens, from the padding on.
         ends = StopConditions.of_criteria(stopping_criteria, input_ids.shape[1])
-        params, processors = sampling_of(logits_processor, bool(generation_config.do_sample))
+        params, processors = split_processors(logits_processor, bool(generation_config.do_sample))
         mask = inputs.get("attention_mask")
         seeds = torch.randint(2**62, (len(input_ids),)).tolist()
         rows: dict[Request, list[int]] = {}
@@ -197,19 +197,19 @@ class StopConditions:
 
 def build_sampler(
     params: SamplingParams, processors: LogitsProcessorList, row: int, ids: list[int]
-) -> Distribution:
+) -> Sampler:
     """The distribution that a row samples from. ids: its prompt, padding included."""
-    own = LogitsProcessorList(of_row(processor, row) for processor in processors)
+    own = LogitsProcessorList(select_row_processor(processor, row) for processor in processors)
     if not own:
-        return Distribution(params, [])
-    return Distribution(params, [Processed(own).begin(ids)])
+        return Sampler(params, [])
+    return Sampler(params, [TransformersProcessor(own).begin(ids)])
 
 
 def build_request(
-    target: Target, prompt: list[int], ends: StopConditions, sampler: Distribution, seed: int
+    target: Target, prompt: list[int], ends: StopConditions, sampler: Sampler, seed: int
 ) -> Request:
     """The decoder's request for one row; a warning tells that the context ends it too early."""
-    room = room_of(target, prompt)
+    room = count_answer_room(target, prompt)
     if room < ends.max_new_tokens:
         message = "generate wants %d tokens, the context holds %d more"
         log.warning(message, ends.max_new_tokens, room)
@@ -218,7 +218,7 @@ def build_request(
     return Request(prompt, ending, generator, Stats(), sampler)
 
 
-def sampling_of(
+def split_processors(
     processors: LogitsProcessorList, sampled: bool
 ) -> tuple[SamplingParams, LogitsProcessorList]:
     """The last of `generate`'s processors as params, and the processors before them.
@@ -227,27 +227,27 @@ def sampling_of(
     """
     if not sampled:
         return SamplingParams(), processors
-    order = list(WARPERS)
+    order = list(KNOWN_WARPERS)
     steps: dict[str, Any] = {"temperature": 1.0}
     remaining = list(processors)
     while remaining:
         warper = remaining[-1]
         if type(warper) not in order or getattr(warper, "min_tokens_to_keep", 1) != 1:
             break
-        name = WARPERS[type(warper)]
+        name = KNOWN_WARPERS[type(warper)]
         steps[name] = getattr(warper, name)
         order = order[: order.index(type(warper))]
         remaining.pop()
     return SamplingParams(**steps), LogitsProcessorList(remaining)
 
 
-def of_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
+def select_row_processor(processor: LogitsProcessor, row: int) -> LogitsProcessor:
     """A copy of a processor for one row of the batch, if it tells rows apart by their index.
 
     Processors are asked about all nodes of a tree at once, so a row of theirs is a node.
     """
     if isinstance(processor, SynthIDTextWatermarkLogitsProcessor):  # has a state, step by step
-        raise InputError(CANNOT.format("watermarking_config of SynthID"))
+        raise InputError(CANNOT_MESSAGE.format("watermarking_config of SynthID"))
     row_processor: Any = copy(processor)
     if isinstance(processor, PrefixConstrainedLogitsProcessor):
         allowed = row_processor._prefix_allowed_tokens_fn
@@ -259,19 +259,21 @@ def of_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
     return cast(LogitsProcessor, row_processor)
 
 
-def refuse(model: PreTrainedModel, config: GenerationConfig, inputs: dict[str, Any]) -> None:
+def refuse_unsupported(
+    model: PreTrainedModel, config: GenerationConfig, inputs: dict[str, Any]
+) -> None:
     """Raises InputError for what trees cannot do. A fresh cache among the inputs is `generate`'s own."""
     if model.config.is_encoder_decoder:
         raise InputError(f"{type(model).__name__} is an encoder-decoder: trees need a decoder")
-    for name in REFUSED:
+    for name in REFUSED_OPTIONS:
         idle: tuple[Any, ...] = (None, False)  # values that ask for nothing
         if name in AT_ONE:
             idle = (None, False, 1)
         if getattr(config, name, None) not in idle:
-            raise InputError(CANNOT.format(name))
+            raise InputError(CANNOT_MESSAGE.format(name))
     for name, value in inputs.items():
-        if name not in UNDERSTOOD and value is not None:
-            raise InputError(CANNOT.format(name))
+        if name not in IGNORED_ARGUMENTS and value is not None:
+            raise InputError(CANNOT_MESSAGE.format(name))
     cache = inputs.get("past_key_values")
     if cache is not None and cache.get_seq_length():
-        raise InputError(CANNOT.format("past_key_values"))
+        raise InputError(CANNOT_MESSAGE.format("past_key_values"))

@@ -10,24 +10,29 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from treespec.api.options import ModelOptions
 from treespec.api.spec import Spec
-from treespec.demo.known import default_drafter
+from treespec.demo.known import choose_default_drafter
 from treespec.draft.calibration import Calibration, load_calibration
-from treespec.draft.source import Source, load_source
+from treespec.draft.source import DraftSource, load_source
 from treespec.draft.spec import DrafterSpec
 from treespec.errors import InputError
 from treespec.files.locks import alone_with
-from treespec.heads.folder import head_folder
-from treespec.model.adapters import unwrapped
+from treespec.heads.folder import find_head_folder
+from treespec.model.adapters import unwrap_adapter
 from treespec.model.cpu.fused_layers import fuse
-from treespec.model.cpu.packing import multiplies_bfloat16, pack
+from treespec.model.cpu.packing import has_bfloat16_instructions, pack
 from treespec.model.placement import AS_IT_IS, Placement
 from treespec.model.target import Target
-from treespec.model.tree_check import tell_of_bits
+from treespec.model.tree_check import warn_if_not_bit_exact
 
 if TYPE_CHECKING:
     from treespec.model.placement import DeviceMap
 
-SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")  # over accelerators, if there are any
+SPREADING_MAPS = (
+    "auto",
+    "balanced",
+    "balanced_low_0",
+    "sequential",
+)  # over accelerators, if there are any
 
 
 def load(
@@ -56,8 +61,8 @@ def load(
     head: directory or hub id of a trained head of any kind, or `demo` for treespec's own. drafter:
     `kind:value` instead of a head, with a kind of `treespec.draft.registry.DRAFTERS`. Default: for
     `demo` its head and a suffix cache of the sequence, for other targets one token at a time.
-    tree: a form of `treespec.trees.policy.FORMS`. Default: the verifier's.
-    verifier: a name of `treespec.verify.facts.NAMES`. allow_lossy: permit a lossy one.
+    tree: a form of `treespec.trees.policy.TREE_SYNTAX`. Default: the verifier's.
+    verifier: a name of `treespec.verify.facts.VERIFIER_NAMES`. allow_lossy: permit a lossy one.
     template: of chats, default the tokenizer's own. device_map, dtype, max_memory: as transformers
     takes them; repr(spec) names the dtype.
     trust_remote_code: run Python files from the target's or a draft model's directory.
@@ -68,7 +73,7 @@ def load(
     # 1. The drafter that is named, and its tree.
     spec = parse_drafter(target, head, drafter)
     if spec is not None:
-        tree = spec.tree_or(tree)
+        tree = spec.choose_tree(tree)
 
     # 2. The target, and what drafts for it.
     placement = Placement(load_in, revision, trust_remote_code, dtype, device_map, max_memory)
@@ -89,7 +94,7 @@ def parse_drafter(
     if head and drafter:
         raise InputError(f"both --head {head} and --drafter {drafter} are given: leave out one")
     if head is None and drafter is None:
-        drafter = default_drafter(target)
+        drafter = choose_default_drafter(target)
     if drafter:
         return DrafterSpec.parse(drafter)
     if head:
@@ -106,7 +111,7 @@ def load_sources(
     target: str | PathLike[str] | PreTrainedModel,
     drafters: Sequence[str],
     placement: Placement = AS_IT_IS,
-) -> tuple[Target, dict[str, Source]]:
+) -> tuple[Target, dict[str, DraftSource]]:
     """A target, and by drafter name each source of drafts for it.
 
     drafters: `kind:value` each, as `--drafter` takes them.
@@ -121,10 +126,10 @@ def load_parsed(
     drafters: Sequence[DrafterSpec],
     placement: Placement,
     tokenizer: PreTrainedTokenizerBase | None = None,
-) -> tuple[Target, list[Source]]:
+) -> tuple[Target, list[DraftSource]]:
     """A target, and the source of drafts of each drafter. tokenizer: as for `load`."""
     # 1. The target.
-    target = unwrapped(target)
+    target = unwrap_adapter(target)
     if isinstance(target, PreTrainedModel):
         refuse_placement(placement)
         with alone_with([target]):
@@ -148,7 +153,7 @@ def load_parsed(
             pack(module)
             fuse(module)
     if sources:
-        tell_of_bits(model)
+        warn_if_not_bit_exact(model)
     return model, sources
 
 
@@ -158,17 +163,17 @@ def read_target(path: str, placement: Placement) -> Target:
     On a CPU that does not multiply in bfloat16, quantised weights are read as float32, in which it
     multiplies them faster.
     """
-    is_slow = only_cpu(placement.device_map) and not multiplies_bfloat16()
+    is_slow = is_only_cpu(placement.device_map) and not has_bfloat16_instructions()
     if is_slow and placement.load_in and placement.dtype == "auto":
         placement = replace(placement, dtype="float32")
     return Target.load(path, placement)
 
 
-def only_cpu(device_map: Any) -> bool:
+def is_only_cpu(device_map: Any) -> bool:
     """Whether accelerate places every weight on the CPU."""
     if isinstance(device_map, dict):
         return {str(device) for device in device_map.values()} == {"cpu"}
-    if device_map is None or str(device_map) in SPREAD:
+    if device_map is None or str(device_map) in SPREADING_MAPS:
         return not torch.accelerator.is_available()
     return str(device_map) == "cpu"
 
@@ -180,13 +185,13 @@ def refuse_placement(placement: Placement) -> None:
             raise InputError(f"{name} is {value}, but the target is loaded already: leave it out")
 
 
-def calibration_of(source: Source, drafter: str) -> Calibration | None:
+def load_calibration_for(source: DraftSource, drafter: str) -> Calibration | None:
     """The calibration of a trained head's folder. drafter: `kind:value`, the name of the source."""
     return read_calibration(source, DrafterSpec.parse(drafter))
 
 
-def read_calibration(source: Source, drafter: DrafterSpec) -> Calibration | None:
+def read_calibration(source: DraftSource, drafter: DrafterSpec) -> Calibration | None:
     """The calibration in the folder of a source's trained head; None without either of them."""
     if not source.head:
         return None
-    return load_calibration(head_folder(drafter.place))
+    return load_calibration(find_head_folder(drafter.place))

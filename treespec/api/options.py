@@ -5,34 +5,36 @@ A configuration states a shared option again only where its default or its meani
 
 from dataclasses import dataclass, fields
 
-from treespec.demo.known import DEMO, default_drafter, head_of
-from treespec.draft.registry import FORMS
+from treespec.demo.known import DEMO_NAME, choose_default_drafter, find_head_for
+from treespec.draft.registry import DRAFTER_FORMS
 from treespec.engine.options import RequestOptions
 from treespec.errors import InputError
 from treespec.model.placement import Placement
 from treespec.options import (
-    DTYPES,
+    DTYPE_NAMES,
     LOAD_IN_FORMS,
-    MANY,
-    QUESTIONS,
+    MAX_COUNT,
+    QUESTION_SUITES,
     TREE_FILE,
     TREE_FORMS,
     CommandOptions,
     check_place,
-    either,
-    installed,
+    join_or,
+    load_installed_entries,
     option,
-    shared,
+    reuse_option,
 )
-from treespec.verify.facts import LOSSY, NAMES
+from treespec.verify.facts import LOSSY_SCHEMES, VERIFIER_NAMES
 
-DRAFTER = f"drafter instead of --head: {FORMS}; suffix+eagle:HEAD and the like draft from both"
+DRAFTER_HELP = (
+    f"drafter instead of --head: {DRAFTER_FORMS}; suffix+eagle:HEAD and the like draft from both"
+)
 
 
 def list_tree_forms() -> list[str]:
     """What `--tree` takes: the shapes, those of installed packages, and a file."""
     forms = list(TREE_FORMS.values())
-    for form in installed("trees").values():
+    for form in load_installed_entries("trees").values():
         forms.append(form.example)
     return forms + [TREE_FILE]
 
@@ -40,19 +42,21 @@ def list_tree_forms() -> list[str]:
 def mark_lossy() -> list[str]:
     """The names of verifiers; those that change the text's distribution say so."""
     marked = []
-    for name in NAMES:
-        if name in LOSSY:
+    for name in VERIFIER_NAMES:
+        if name in LOSSY_SCHEMES:
             name += " (lossy)"
         marked.append(name)
     return marked
 
 
-TREE = f"shape of the drafted tree: {either(list_tree_forms())}"
-MARKED = mark_lossy()
-VERIFIER = f"how draft tokens are verified: {either(sorted(MARKED, key='auto'.__ne__))}"
-FASTEST = "auto takes the fastest, chosen again in every cycle"
+TREE_HELP = f"shape of the drafted tree: {join_or(list_tree_forms())}"
+MARKED_VERIFIERS = mark_lossy()
+VERIFIER_HELP = (
+    f"how draft tokens are verified: {join_or(sorted(MARKED_VERIFIERS, key='auto'.__ne__))}"
+)
+FASTEST_HELP = "auto takes the fastest, chosen again in every cycle"
 PER_CATEGORY = "ask only the first N questions per category, or per task of Spec-Bench"
-QUESTION_FILE = f"{', '.join(QUESTIONS)} or a JSONL file in FastChat's format"
+QUESTION_FILE = f"{', '.join(QUESTION_SUITES)} or a JSONL file in FastChat's format"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +72,7 @@ class VariantOptions(CommandOptions):
         "run Python files from the target's directory or repository; read them first", False
     )
     load_in: str | None = option(
-        f"form to hold the target's weights in: {either(LOAD_IN_FORMS)}; 4bit and 8bit by "
+        f"form to hold the target's weights in: {join_or(LOAD_IN_FORMS)}; 4bit and 8bit by "
         "bitsandbytes, fp8 and int8 by torchao, FILE a path or a name beside the target's files; "
         "default: as its files hold them",
         None,
@@ -107,10 +111,10 @@ class PlacementOptions(CommandOptions):
 
     device_map: str = option("accelerate's placement: auto, cpu, cuda:0, balanced, …", "auto")
     dtype: str = option(
-        f"precision of the weights: {either(DTYPES)}; auto takes the checkpoint's, float32 for "
+        f"precision of the weights: {join_or(DTYPE_NAMES)}; auto takes the checkpoint's, float32 for "
         "quantised weights on a CPU without bfloat16",
         "auto",
-        choices=DTYPES,
+        choices=DTYPE_NAMES,
     )
 
     def __post_init__(self) -> None:
@@ -125,11 +129,11 @@ class DrafterOptions(CommandOptions):
     PANEL = "Drafting"
 
     head: str | None = option(
-        f"draft head: a directory, a hub id, or {DEMO} for the one that treespec brings", None
+        f"draft head: a directory, a hub id, or {DEMO_NAME} for the one that treespec brings", None
     )
-    drafter: str | None = option(DRAFTER, None)
-    tree: str | None = option(f"{TREE}; default: chosen for the verifier", None)
-    verifier: str = option(f"{VERIFIER}; {FASTEST}", "auto")
+    drafter: str | None = option(DRAFTER_HELP, None)
+    tree: str | None = option(f"{TREE_HELP}; default: chosen for the verifier", None)
+    verifier: str = option(f"{VERIFIER_HELP}; {FASTEST_HELP}", "auto")
     allow_lossy: bool = option("allow verifiers that change the distribution of the text", False)
 
     def __post_init__(self) -> None:
@@ -139,7 +143,9 @@ class DrafterOptions(CommandOptions):
                 f"both --head {self.head} and --drafter {self.drafter} are given: leave out one"
             )
         if self.source is None:
-            object.__setattr__(self, "drafter", default_drafter(getattr(self, "target", None)))
+            object.__setattr__(
+                self, "drafter", choose_default_drafter(getattr(self, "target", None))
+            )
 
     @property
     def source(self) -> str | None:
@@ -160,14 +166,14 @@ class HeadOptions(CommandOptions):
 
     PANEL = "Drafting"
 
-    head: str | None = shared(DrafterOptions, "head", None)
+    head: str | None = reuse_option(DrafterOptions, "head", None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         name = self.head
         if name is None:
             name = getattr(self, "target", None)
-        demo_head = head_of(name)
+        demo_head = find_head_for(name)
         if demo_head:
             object.__setattr__(self, "head", demo_head)
 
@@ -186,7 +192,7 @@ class ModelOptions(TargetOptions, PlacementOptions, DrafterOptions):
 class DemoOptions(ModelOptions):
     """What decodes, by default the target `demo`."""
 
-    target: str = shared(TargetOptions, "target", DEMO)
+    target: str = reuse_option(TargetOptions, "target", DEMO_NAME)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,9 +201,9 @@ class SamplingOptions(CommandOptions):
 
     PANEL = "Answers"
 
-    max_new_tokens: int = shared(RequestOptions, "max_new_tokens", 512)
-    top_k: int = shared(RequestOptions, "top_k")
-    top_p: float = shared(RequestOptions, "top_p")
+    max_new_tokens: int = reuse_option(RequestOptions, "max_new_tokens", 512)
+    top_k: int = reuse_option(RequestOptions, "top_k")
+    top_p: float = reuse_option(RequestOptions, "top_p")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +213,7 @@ class QuestionOptions(CommandOptions):
     PANEL = "Questions"
 
     questions: str = option(QUESTION_FILE, "builtin")
-    limit: int | None = option("use only the first N questions", None, least=1, most=MANY)
+    limit: int | None = option("use only the first N questions", None, least=1, most=MAX_COUNT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,6 +227,6 @@ class TextOptions(QuestionOptions):
     )
     questions: str = option(f"without --text, the target answers {QUESTION_FILE}", "builtin")
     limit: int | None = option(
-        "use only the first N questions or conversations", None, least=1, most=MANY
+        "use only the first N questions or conversations", None, least=1, most=MAX_COUNT
     )
-    max_new_tokens: int = shared(RequestOptions, "max_new_tokens", 150)
+    max_new_tokens: int = reuse_option(RequestOptions, "max_new_tokens", 150)

@@ -5,27 +5,33 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Unpack, cast, final, overload
 
-from treespec.draft.auto.cost import Cost, CostBy
-from treespec.draft.auto.measure import measured_costs
+from treespec.draft.auto.cost import CostBy, CycleCost
+from treespec.draft.auto.measure import measure_costs
 from treespec.draft.calibration import Calibration
 from treespec.draft.drafter import Proposer
-from treespec.draft.source import Drafting, Source, source_for
-from treespec.engine.batch import ALONE
+from treespec.draft.source import Drafting, DraftSource, as_source
+from treespec.engine.batch import IDLE_CHUNK_TOKENS
 from treespec.engine.decoder import Decoder
 from treespec.engine.events import Cycle
-from treespec.engine.options import BatchKeywords, Keywords, Seed, Seeds, requested
-from treespec.engine.output import Output, Stream, output_of
-from treespec.engine.prepare import requests_for, seeds_of
+from treespec.engine.options import (
+    BatchKeywords,
+    RequestKeywords,
+    Seed,
+    Seeds,
+    parse_request_options,
+)
+from treespec.engine.output import Output, Stream, join_pieces
+from treespec.engine.prepare import build_requests, parse_seeds
 from treespec.engine.request import Piece, Request
 from treespec.errors import InputError
 from treespec.files.locks import alone_with
 from treespec.heads.head import Head
 from treespec.model.target import Target
-from treespec.options import whole
-from treespec.text.prompts import Prompt, Prompts, Single, encode, prompts_of
-from treespec.trees.policy import policy
+from treespec.options import require_whole_number
+from treespec.text.prompts import Prompt, Prompts, Single, encode_prompt, split_prompts
+from treespec.trees.policy import parse_policy
 from treespec.trees.shape import Policy
-from treespec.verify.registry import verifier_by_name
+from treespec.verify.registry import load_verifier
 from treespec.verify.walk import Verifier
 
 
@@ -33,7 +39,7 @@ from treespec.verify.walk import Verifier
 class Spec:
     """A target, a source of drafts, a tree policy and a verifier; without a source, the baseline.
 
-    source: a `Source`, a trained head, a proposer or a drafter. tree: None is the default for the
+    source: a `DraftSource`, a trained head, a proposer or a drafter. tree: None is the default for the
     verifier; a drafter that hands over whole trees takes none. times: None measures on first use.
     It decodes one text, or one batch, at a time. Threads may share it: `generate` waits for another
     thread's `generate`, and supersedes an open stream. For two streams at a time take `new`; Specs
@@ -49,25 +55,25 @@ class Spec:
         template: str | None = None,
         allow_lossy: bool = False,
         calibration: Calibration | None = None,
-        times: Cost | CostBy | None = None,
+        times: CycleCost | CostBy | None = None,
     ) -> None:
         self.target = target
         self.template = template
         self.calibration = calibration
         if isinstance(verifier, str):
-            verifier = verifier_by_name(verifier, allow_lossy)
+            verifier = load_verifier(verifier, allow_lossy)
         self.verifier = verifier
         if isinstance(tree, str):
-            tree = policy(tree)
+            tree = parse_policy(tree)
         self.policy = tree
-        self.source: Source | None = None
+        self.source: DraftSource | None = None
         if source is None:  # the baseline: one token at a time
-            self.times: CostBy = measured_costs(target, None, times)
+            self.times: CostBy = measure_costs(target, None, times)
             self.decoder = Decoder(target, None, verifier)
             return
-        self.source = source_for(source, target)
-        self.times = measured_costs(target, self.proposer, times)
-        drafter = self.source.drafter(tree, verifier, calibration, self.times)
+        self.source = as_source(source, target)
+        self.times = measure_costs(target, self.proposer, times)
+        drafter = self.source.build_drafter(tree, verifier, calibration, self.times)
         self.policy = drafter.policy
         self.decoder = Decoder(target, drafter, verifier, self.source.models)
 
@@ -155,30 +161,34 @@ class Spec:
                 self.times(1)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt, by `treespec.text.prompts.encode`. Raises InputError."""
-        return encode(self.target, prompt, self.template)
+        """The token ids of a prompt, by `treespec.text.prompts.encode_prompt`. Raises InputError."""
+        return encode_prompt(self.target, prompt, self.template)
 
-    def request(self, prompt: Prompt, *, seed: Seed = None, **options: Unpack[Keywords]) -> Request:
+    def request(
+        self, prompt: Prompt, *, seed: Seed = None, **options: Unpack[RequestKeywords]
+    ) -> Request:
         """The decoder's request for a prompt. seed: as for `stream`. Raises InputError."""
         return self.requests(prompt, 1, seed=seed, **options)[0]
 
     def requests(
-        self, prompt: Prompt, n: int, *, seed: Seed = None, **options: Unpack[Keywords]
+        self, prompt: Prompt, n: int, *, seed: Seed = None, **options: Unpack[RequestKeywords]
     ) -> list[Request]:
         """n requests for one prompt, for one decoder, which prefills it once. Raises InputError.
 
         seed: of the first; each other one has the next.
         """
-        parsed = requested(options, "seed")
-        ids = encode(self.target, prompt, self.template, parsed.chat_template_kwargs)
+        parsed = parse_request_options(options, "seed")
+        ids = encode_prompt(self.target, prompt, self.template, parsed.chat_template_kwargs)
         self.measure()
-        return requests_for(self.target, self.template, ids, parsed, seed, n)
+        return build_requests(self.target, self.template, ids, parsed, seed, n)
 
-    def stream(self, prompt: Prompt, *, seed: Seed = None, **options: Unpack[Keywords]) -> Stream:
+    def stream(
+        self, prompt: Prompt, *, seed: Seed = None, **options: Unpack[RequestKeywords]
+    ) -> Stream:
         """Pieces of the answer as they are accepted. prompt: see `treespec.text.prompts`.
 
         seed: of all draws, in [0, 2^64). The same seed and prompt give the same answer; with the same
-        seed another prompt's draws are independent (`treespec.engine.prepare.generator_of`). None draws a
+        seed another prompt's draws are independent (`treespec.engine.prepare.build_generator`). None draws a
         new seed, and a `torch.Generator` draws it from there. options: see
         `treespec.engine.options.RequestOptions`. The stream ends with a SupersededError once this Spec begins
         another text.
@@ -206,7 +216,7 @@ class Spec:
         n: int | None = None,
         batch: int | None = None,
         seed: Seeds = None,
-        **options: Unpack[Keywords],
+        **options: Unpack[RequestKeywords],
     ) -> Any:
         """The answer; for a list of prompts a list. One forward of the target serves a batch of them.
 
@@ -218,18 +228,18 @@ class Spec:
         open stream of this Spec. Raises InputError, which names the prompt of several.
         """
         # 1. Options, before any prompt is blamed for them.
-        requested(options, "n", "batch", "seed")
+        parse_request_options(options, "n", "batch", "seed")
         samples = 1
         if n is not None:
-            samples = whole("n", n, least=1)
-        prompts: list[Prompt] | None = prompts_of(prompt)
+            samples = require_whole_number("n", n, least=1)
+        prompts: list[Prompt] | None = split_prompts(prompt)
         is_single = prompts is None
         if prompts is None:
             prompts = [cast(Prompt, prompt)]
         total = len(prompts) * samples
         rows = total
         if batch is not None:
-            rows = whole("batch", batch, least=min(1, total))
+            rows = require_whole_number("batch", batch, least=min(1, total))
         if len(prompts) > 1 and options.get("on_cycle"):
             raise InputError("on_cycle hears of one answer at a time: give one prompt")
 
@@ -243,14 +253,14 @@ class Spec:
         return answers
 
     def _begin_samples(
-        self, prompts: list[Prompt], samples: int, seed: Seeds, options: Keywords
+        self, prompts: list[Prompt], samples: int, seed: Seeds, options: RequestKeywords
     ) -> list[list[Request]]:
         """The requests for `samples` answers to each prompt.
 
         seed, options: as for `generate`. Raises InputError, which names the prompt of several.
         """
         groups: list[list[Request]] = []
-        seeds = seeds_of(seed, len(prompts), samples)
+        seeds = parse_seeds(seed, len(prompts), samples)
         for prompt, prompt_seed in zip(prompts, seeds, strict=True):
             try:
                 groups.append(self.requests(prompt, samples, seed=prompt_seed, **options))
@@ -272,12 +282,12 @@ class Spec:
                 pieces[request].append(piece)
         answers = []
         for group in groups:
-            answers.append([output_of(pieces[request], request.stats) for request in group])
+            answers.append([join_pieces(pieces[request], request.stats) for request in group])
         return answers
 
 
 def trace(
-    spec: Spec, prompt: Prompt, *, seed: Seed = None, **options: Unpack[Keywords]
+    spec: Spec, prompt: Prompt, *, seed: Seed = None, **options: Unpack[RequestKeywords]
 ) -> Iterator[Cycle]:
     """The cycles of `spec.generate` with this prompt and seed, as they come.
 
@@ -287,7 +297,7 @@ def trace(
     cycles: list[Cycle] = []
     options["on_cycle"] = cycles.append
     fresh = spec.new()
-    fresh.decoder.stretch = ALONE  # others may decode with the models meanwhile
+    fresh.decoder.stretch = IDLE_CHUNK_TOKENS  # others may decode with the models meanwhile
     for _ in fresh.stream(prompt, seed=seed, **options):
         yield from cycles
         cycles.clear()

@@ -17,13 +17,13 @@ import typer
 from treespec.cli import answer, make, measure
 from treespec.cli.chat import chat
 from treespec.cli.terminal import end_notice
-from treespec.errors import first_line, is_input_error
-from treespec.files.printable import one_line
-from treespec.files.quiet import LOUD
+from treespec.errors import get_first_line, is_input_error
+from treespec.files.printable import to_one_line
+from treespec.files.quiet import NOISY_LOGGERS
 from treespec.kernels.allocator import keep_freed_memory
 
-TRACEBACK = "--traceback"
-INTERRUPTED = 130  # as in shells: 128 plus the signal's number
+TRACEBACK_FLAG = "--traceback"
+INTERRUPTED_EXIT_CODE = 130  # as in shells: 128 plus the signal's number
 
 app = typer.Typer(
     name="treespec",
@@ -64,7 +64,7 @@ def treespec(
         ),
     ] = False,
     traceback: Annotated[
-        bool, typer.Option(TRACEBACK, help="Show the traceback of an error.")
+        bool, typer.Option(TRACEBACK_FLAG, help="Show the traceback of an error.")
     ] = False,
 ) -> None:
     """The options that every command has."""
@@ -86,16 +86,16 @@ def run(app: typer.Typer, arguments: Sequence[str]) -> int:
     leaves, such as `| head`, end a command without a message.
     """
     prepare_output()
-    words = [word for word in arguments if word != TRACEBACK]
+    words = [word for word in arguments if word != TRACEBACK_FLAG]
     try:
         code = app(words, standalone_mode=False)
         sys.stdout.flush()
         return int(code or 0)
     except KeyboardInterrupt:
         end_notice()
-        return INTERRUPTED
+        return INTERRUPTED_EXIT_CODE
     except Exception as error:
-        if TRACEBACK in arguments and find_parser_message(error) is None:
+        if TRACEBACK_FLAG in arguments and find_parser_message(error) is None:
             raise
         print_error(error)
         if is_input_error(error):
@@ -110,7 +110,7 @@ def prepare_output() -> None:
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a test may stand in for it
             stream.reconfigure(errors="backslashreplace")  # characters that the encoding lacks
-    for name in LOUD[1:]:
+    for name in NOISY_LOGGERS[1:]:
         logging.getLogger(name).setLevel(logging.ERROR)
     logging.getLogger("treespec").handlers = [WarningLines(logging.WARNING)]
 
@@ -118,9 +118,9 @@ def prepare_output() -> None:
 def print_error(error: Exception) -> None:
     """The one line of an error, on standard error."""
     end_notice()
-    words = in_words(error)
+    words = format_error(error)
     if words:
-        print(f"treespec: {one_line(words)}", file=sys.stderr)
+        print(f"treespec: {to_one_line(words)}", file=sys.stderr)
 
 
 def flush_output() -> None:
@@ -137,7 +137,7 @@ class WarningLines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         end_notice()
-        print(f"treespec: {one_line(record.getMessage())}", file=sys.stderr, flush=True)
+        print(f"treespec: {to_one_line(record.getMessage())}", file=sys.stderr, flush=True)
 
 
 def find_parser_message(error: Exception) -> str | None:
@@ -148,7 +148,7 @@ def find_parser_message(error: Exception) -> str | None:
     return str(format_message())
 
 
-def in_words(error: Exception) -> str:
+def format_error(error: Exception) -> str:
     """The one line of an error. "" for a reader that left, and if the help is printed instead."""
     message = find_parser_message(error)
     if message is not None:
@@ -160,13 +160,13 @@ def in_words(error: Exception) -> str:
         return str(error).replace("\n", " ")
     if isinstance(error, BrokenPipeError):
         return ""
-    line = first_line(error)
+    line = get_first_line(error)
     if isinstance(error, OSError):
         return f"cannot read or write: {line}"
     kind = type(error).__name__
     if re.search("MemoryError|can't allocate memory", f"{kind} {error}"):  # torch's on a CPU
         return (
             f"no memory is left ({line}): close other programs, take a smaller "
-            f"--batch, or a smaller --dtype such as bfloat16; {TRACEBACK} shows where"
+            f"--batch, or a smaller --dtype such as bfloat16; {TRACEBACK_FLAG} shows where"
         )
-    return f"{kind}: {line}. That is a bug: the same command with {TRACEBACK} shows where"
+    return f"{kind}: {line}. That is a bug: the same command with {TRACEBACK_FLAG} shows where"

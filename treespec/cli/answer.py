@@ -10,16 +10,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treespec.api.options import DemoOptions, ModelOptions, TargetOptions
-from treespec.cli.early import begin, begin_answers
-from treespec.cli.options import takes
-from treespec.cli.terminal import end_notice, remark, standard_input
-from treespec.demo.known import DEMO, default_drafter
+from treespec.cli.early import begin_answers, check_inputs_early
+from treespec.cli.options import build_command
+from treespec.cli.terminal import end_notice, print_remark, read_standard_input
+from treespec.demo.known import DEMO_NAME, choose_default_drafter
 from treespec.engine.options import RequestOptions
 from treespec.errors import InputError, describe_os_error
-from treespec.files.printable import printable
-from treespec.options import SEEDS, TOKENS, CommandOptions, chosen, option, shared
+from treespec.files.printable import to_printable
+from treespec.options import (
+    MAX_SEED,
+    MAX_TEXT_TOKENS,
+    CommandOptions,
+    list_changed_options,
+    option,
+    reuse_option,
+)
 from treespec.serve.options import ServeConfig
-from treespec.text.strings import readable
+from treespec.text.strings import decode_command_line
 
 if TYPE_CHECKING:
     from treespec.api.spec import Spec
@@ -33,18 +40,18 @@ class AnswerConfig(DemoOptions, RequestOptions):
 
     PANEL = "Answers"
 
-    max_new_tokens: int = shared(RequestOptions, "max_new_tokens", 512)
+    max_new_tokens: int = reuse_option(RequestOptions, "max_new_tokens", 512)
     seed: int | None = option(
         "the same seed and messages give the same answers; default: a new seed each time",
         None,
         least=0,
-        most=SEEDS,
+        most=MAX_SEED,
     )
 
     @property
     def requested(self) -> dict[str, Any]:
         """The keywords of `Spec.stream`."""
-        return {"seed": self.seed} | chosen(self, RequestOptions)
+        return {"seed": self.seed} | list_changed_options(self, RequestOptions)
 
 
 def load_spec(config: ModelOptions) -> "Spec":
@@ -68,7 +75,7 @@ class GenerateConfig(AnswerConfig):
     raw: bool = option("continue the prompt as plain text, without the chat template", False)
 
 
-@takes(GenerateConfig)
+@build_command(GenerateConfig)
 def generate(config: GenerateConfig) -> None:
     """Answer a prompt and print it as it comes, or several prompts, separated by empty lines.
 
@@ -76,18 +83,18 @@ def generate(config: GenerateConfig) -> None:
     """
     # 1. Read the prompts before anything is loaded.
     texts = config.prompt or ["-"]
-    prompts = [prompt_of(text, config.raw) for text in texts]
+    prompts = [read_prompt(text, config.raw) for text in texts]
     begin_answers(config, chats=not config.raw)
 
     # 2. Print one answer as it comes, or several when all are there, then the figures of all.
     spec = load_spec(config)
-    from treespec.engine.stats import figures_of
+    from treespec.engine.stats import format_stats
 
     if len(prompts) == 1 and config.n == 1:
         stats = print_stream(spec, prompts[0], config)
     else:
         stats = print_answers(spec, prompts, config)
-    remark(figures_of(stats, explain=True))
+    print_remark(format_stats(stats, explain=True))
 
 
 def print_stream(spec: "Spec", prompt: "Single", config: GenerateConfig) -> "Stats":
@@ -117,16 +124,16 @@ def print_answers(spec: "Spec", prompts: "list[Single]", config: GenerateConfig)
 def show_text(text: str) -> str:
     """An answer's text: a terminal shows its control characters as symbols, a pipe gets them."""
     if sys.stdout.isatty():
-        return printable(text)
+        return to_printable(text)
     return text
 
 
-def prompt_of(text: str, raw: bool) -> "Single":
+def read_prompt(text: str, raw: bool) -> "Single":
     """A prompt; `-` is standard input. Raises InputError if that is empty."""
     if text == "-":
-        text = standard_input().strip()
+        text = read_standard_input().strip()
     else:
-        text = readable(text, "--prompt")
+        text = decode_command_line(text, "--prompt")
     if not text:
         raise InputError("the prompt is empty: give one by --prompt or on standard input")
     if raw:
@@ -138,18 +145,18 @@ def prompt_of(text: str, raw: bool) -> "Single":
 class TraceConfig(AnswerConfig):
     prompt: str = option("message to answer; - reads standard input", "-")
     json: bool = option("print a JSON object a cycle, for tools", False)
-    raw: bool = shared(GenerateConfig, "raw")
-    max_new_tokens: int = shared(AnswerConfig, "max_new_tokens", 64)
+    raw: bool = reuse_option(GenerateConfig, "raw")
+    max_new_tokens: int = reuse_option(AnswerConfig, "max_new_tokens", 64)
 
 
-@takes(TraceConfig)
+@build_command(TraceConfig)
 def trace(config: TraceConfig) -> None:
     """Answer a prompt and show every cycle: the drafted tree, what was accepted, and why no more.
 
     q: the draft model's probability of a token, p: the target's; at temperature 0, theirs at 1.
     """
     # 1. Refuse bad input before anything is loaded.
-    prompt = prompt_of(config.prompt, config.raw)
+    prompt = read_prompt(config.prompt, config.raw)
     if config.source is None:
         raise InputError(
             "a trace shows drafted trees, and nothing drafts: give --head or --drafter"
@@ -160,7 +167,7 @@ def trace(config: TraceConfig) -> None:
     spec = load_spec(config)
     from treespec.api.spec import trace as cycles_of
     from treespec.cli.trace import show
-    from treespec.engine.stats import TAU
+    from treespec.engine.stats import TAU_MEANING
 
     tokens = 0
     count = 0
@@ -170,10 +177,10 @@ def trace(config: TraceConfig) -> None:
             print(json.dumps(cycle.to_json() | {"text": cycle.text}), flush=True)
         else:
             show(cycle, tokens / count)
-    remark(f"{tokens} tokens · τ {tokens / max(count, 1):.2f} ({TAU})")
+    print_remark(f"{tokens} tokens · τ {tokens / max(count, 1):.2f} ({TAU_MEANING})")
 
 
-@takes(ServeConfig)
+@build_command(ServeConfig)
 def serve(config: ServeConfig) -> None:
     """Answer OpenAI's HTTP API, and show a page to chat on.
 
@@ -182,17 +189,17 @@ def serve(config: ServeConfig) -> None:
     if find_spec("fastapi") is None:
         raise InputError("the server needs fastapi and uvicorn: pip install 'treespec[serve]'")
     begin_answers(config, words=False, chats=False)
-    listening = bound(config.host, config.port)
+    listening = bind_socket(config.host, config.port)
     spec = load_spec(config)
     spec.warm_up()
     from treespec.serve import run
 
-    if config.target == DEMO and not config.name:
-        config = replace(config, name=DEMO)
+    if config.target == DEMO_NAME and not config.name:
+        config = replace(config, name=DEMO_NAME)
     run.serve(spec, config, listening)
 
 
-def bound(host: str, port: int) -> socket.socket:
+def bind_socket(host: str, port: int) -> socket.socket:
     """A socket that listens at an address. Raises InputError if that is taken or not this machine's.
 
     port: 0 takes a free one.
@@ -211,22 +218,22 @@ def bound(host: str, port: int) -> socket.socket:
 
 @dataclass(frozen=True, kw_only=True)
 class QuickstartConfig(CommandOptions):
-    target: str = shared(TargetOptions, "target", DEMO)
+    target: str = reuse_option(TargetOptions, "target", DEMO_NAME)
     max_new_tokens: int = option(
-        "end a completion after this number of tokens", 48, least=1, most=TOKENS
+        "end a completion after this number of tokens", 48, least=1, most=MAX_TEXT_TOKENS
     )
 
 
-@takes(QuickstartConfig)
+@build_command(QuickstartConfig)
 def quickstart(config: QuickstartConfig) -> None:
     """See a chat model answer faster, side by side, and verifiers measured, in about a minute."""
     # 1. The target. Without a head, drafts are looked up in the sequence.
-    drafter = default_drafter(config.target) or "suffix:tokens=0"
-    begin(TargetOptions(target=config.target), [drafter], chats=True)
+    drafter = choose_default_drafter(config.target) or "suffix:tokens=0"
+    check_inputs_early(TargetOptions(target=config.target), [drafter], chats=True)
     from rich.console import Console
 
     from treespec.api.load import load
-    from treespec.cli.side_by_side import compare, measured
+    from treespec.cli.side_by_side import measure_verifiers, show_side_by_side
 
     spec = load(config.target, drafter=drafter)
     end_notice()
@@ -235,15 +242,15 @@ def quickstart(config: QuickstartConfig) -> None:
 
     # 2. One token at a time against treespec.
     console.print("2/3  Three questions at temperature 0, one token at a time and with treespec")
-    console.print(compare(spec, config.max_new_tokens, console))
+    console.print(show_side_by_side(spec, config.max_new_tokens, console))
 
     # 3. Verifiers. Look-ups have no draft distribution.
     console.print("\n3/3  Verifiers on the same questions at temperature 1")
     verifiers = ["auto", "topk"]
     if spec.head:
         verifiers = ["auto", "single", "rrs-wo", "traversal", "block-optimal"]
-    console.print(measured(spec, verifiers, config.max_new_tokens))
+    console.print(measure_verifiers(spec, verifiers, config.max_new_tokens))
     command = [str(Path(sys.executable).parent / "treespec"), "chat"]
-    if config.target != DEMO:
+    if config.target != DEMO_NAME:
         command += ["--target", config.target, "--drafter", drafter]
     console.print(f"\nNow talk to it: {shlex.join(command)}")

@@ -15,18 +15,18 @@ import typer
 
 from treespec.cli.answer import AnswerConfig, load_spec
 from treespec.cli.early import begin_answers
-from treespec.cli.options import takes
-from treespec.engine.stats import Stats, figures_of
+from treespec.cli.options import build_command
+from treespec.engine.stats import Stats, format_stats
 from treespec.errors import InputError, describe_os_error, is_input_error
-from treespec.files.printable import one_line, printable
-from treespec.options import nearest, option
+from treespec.files.printable import to_one_line, to_printable
+from treespec.options import find_nearest_name, option
 
 if TYPE_CHECKING:
     from treespec.api.spec import Spec
     from treespec.engine.output import Stream
 
-HINTS = "/help: commands · Alt-Enter: new line · Ctrl-C: stop an answer · Ctrl-D: quit"
-SETTINGS = (  # options that a command of their name sets
+CHAT_HINTS = "/help: commands · Alt-Enter: new line · Ctrl-C: stop an answer · Ctrl-D: quit"
+SETTABLE_OPTIONS = (  # options that a command of their name sets
     "system",
     "temperature",
     "top_k",
@@ -47,7 +47,7 @@ class ChatConfig(AnswerConfig):
     system: str | None = option("system message", None)
 
 
-@takes(ChatConfig)
+@build_command(ChatConfig)
 def chat(config: ChatConfig) -> None:
     """Chat with a target; drafted tokens are green, or underlined under NO_COLOR. /help: commands.
 
@@ -55,15 +55,15 @@ def chat(config: ChatConfig) -> None:
     """
     # 1. Check what needs no weights, load, and try one prompt: a missing template shows now.
     begin_answers(config)
-    conversation = Conversation(load_spec(config), config)
-    conversation.spec.request(conversation.opening + [message("user", "Hello")])
+    conversation = ChatSession(load_spec(config), config)
+    conversation.spec.request(conversation.opening + [build_message("user", "Hello")])
 
     # 2. Messages and slash commands, until the input ends.
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     read_line: Callable[[], str] = input
     if is_terminal:
-        read_line = prompt()
-        note(f"{conversation.spec}\n{HINTS}")
+        read_line = build_prompt_reader()
+        note(f"{conversation.spec}\n{CHAT_HINTS}")
     while True:
         try:
             run_line(conversation, read_line())
@@ -78,27 +78,27 @@ def chat(config: ChatConfig) -> None:
             note(f"treespec: {error}")
 
 
-def run_line(conversation: "Conversation", line: str) -> None:
+def run_line(conversation: "ChatSession", line: str) -> None:
     """Run a slash command, or answer a message; //x is the message /x."""
     if line.startswith("/") and not line.startswith("//"):
-        note(run(conversation, line))
+        note(run_chat(conversation, line))
     elif line.strip():
-        conversation.answer(line.removeprefix("/").strip())
+        conversation.show_answer(line.removeprefix("/").strip())
 
 
 def note(text: str) -> None:
     """Show a text dimmed, on standard error: no part of an answer."""
     if text:
-        typer.secho(printable(text), dim=True, err=True)
+        typer.secho(to_printable(text), dim=True, err=True)
 
 
-def message(role: str, content: str) -> dict[str, str]:
+def build_message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
 @final
 @dataclass
-class Conversation:
+class ChatSession:
     """A conversation, and how it is answered.
 
     messages: the turns that were answered. total: figures of all answers, replaced ones included.
@@ -114,7 +114,7 @@ class Conversation:
         """The system message, in a list."""
         if not self.config.system:
             return []
-        return [message("system", self.config.system)]
+        return [build_message("system", self.config.system)]
 
     @property
     def last_message(self) -> str:
@@ -123,7 +123,7 @@ class Conversation:
             raise InputError("nothing has been asked yet")
         return self.messages[-2]["content"]
 
-    def answer(self, text: str, again: bool = False) -> None:
+    def show_answer(self, text: str, again: bool = False) -> None:
         """Show an answer as it comes, then its figures, and remember the turn.
 
         Ctrl-C keeps what has been said, and raises KeyboardInterrupt at the end. again: the answer
@@ -133,7 +133,7 @@ class Conversation:
         history = self.messages
         if again:
             history = self.messages[:-2]
-        messages = history + [message("user", text)]
+        messages = history + [build_message("user", text)]
         stream = self.spec.stream(self.opening + messages, **self.config.requested)
         interrupted = show_stream(stream)
 
@@ -142,9 +142,9 @@ class Conversation:
         reply = stream.output.text.strip()
         self.total.add(stats)
         if reply:
-            self.messages = messages + [message("assistant", reply)]
+            self.messages = messages + [build_message("assistant", reply)]
         notes = [
-            figures_of(stats, explain=self.total.cycles == stats.cycles),
+            format_stats(stats, explain=self.total.cycles == stats.cycles),
             f"{stats.cached_tokens} of {stats.prompt_tokens} prompt tokens reused",
         ]
         if interrupted:
@@ -178,7 +178,7 @@ def show_stream(stream: "Stream") -> bool:
             style: dict[str, Any] = {}
             if piece.drafted:
                 style = draft_style
-            typer.secho(printable(piece.text), nl=False, **style)
+            typer.secho(to_printable(piece.text), nl=False, **style)
             if stopped.is_set():
                 break
     except KeyboardInterrupt:
@@ -189,33 +189,35 @@ def show_stream(stream: "Stream") -> bool:
     return stopped.is_set()
 
 
-class Command(NamedTuple):
+class ChatCommand(NamedTuple):
     """A slash command.
 
     run: (conversation, value) -> text to show. value: the value's placeholder in the help, "" for a
     command without a value.
     """
 
-    run: Callable[[Conversation, str], str]
+    run: Callable[[ChatSession, str], str]
     help: str
     value: str = ""
 
 
-def run(conversation: Conversation, line: str) -> str:
+def run_chat(conversation: ChatSession, line: str) -> str:
     """Run a line such as `/temperature 0.7`, and return what to show.
 
     Raises InputError or TreeError for a line that cannot be run, which changes nothing, and EOFError
     at the end of the conversation.
     """
     name, _, value = line.strip().partition(" ")
-    if name not in COMMANDS:
-        raise InputError(f"unknown command {name}{nearest(name, COMMANDS)}: /help lists them")
-    if value and not COMMANDS[name].value:
+    if name not in CHAT_COMMANDS:
+        raise InputError(
+            f"unknown command {name}{find_nearest_name(name, CHAT_COMMANDS)}: /help lists them"
+        )
+    if value and not CHAT_COMMANDS[name].value:
         raise InputError(f"{name} takes no value")
-    return COMMANDS[name].run(conversation, value.strip())
+    return CHAT_COMMANDS[name].run(conversation, value.strip())
 
 
-def setting(name: str) -> Command:
+def build_setting_command(name: str) -> ChatCommand:
     """The command that shows and sets an option of `ChatConfig`."""
     field_by_name = {known.name: known for known in fields(ChatConfig)}
     known = field_by_name[name]
@@ -225,7 +227,7 @@ def setting(name: str) -> Command:
     elif known.type in (float, float | None):
         kind = float
 
-    def run(conversation: Conversation, value: str) -> str:
+    def run(conversation: ChatSession, value: str) -> str:
         if value:
             new_value: Any = value
             with suppress(ValueError):  # the option's own error says more
@@ -243,10 +245,10 @@ def setting(name: str) -> Command:
     placeholder = "N"
     if kind is str:
         placeholder = "TEXT"
-    return Command(run, known.metadata["help"], placeholder)
+    return ChatCommand(run, known.metadata["help"], placeholder)
 
 
-def change_setting(conversation: Conversation, name: str, value: object) -> None:
+def change_setting(conversation: ChatSession, name: str, value: object) -> None:
     """Set an option. Raises InputError or TreeError for a value that cannot be; nothing changes then."""
     changes: Any = {name: value}
     config = replace(conversation.config, **changes)
@@ -257,30 +259,30 @@ def change_setting(conversation: Conversation, name: str, value: object) -> None
     conversation.config = config
 
 
-def reset(conversation: Conversation, _: str) -> str:
+def reset(conversation: ChatSession, _: str) -> str:
     conversation.messages = []
     conversation.total = Stats()
     return "a new conversation"
 
 
-def undo(conversation: Conversation, _: str) -> str:
+def remove_last_turn(conversation: ChatSession, _: str) -> str:
     forgotten = conversation.last_message
     conversation.messages = conversation.messages[:-2]
-    return f"forgotten: {one_line(forgotten)}"
+    return f"forgotten: {to_one_line(forgotten)}"
 
 
-def retry(conversation: Conversation, _: str) -> str:
-    conversation.answer(conversation.last_message, again=True)
+def retry(conversation: ChatSession, _: str) -> str:
+    conversation.show_answer(conversation.last_message, again=True)
     return ""
 
 
-def stats(conversation: Conversation, _: str) -> str:
+def show_stats(conversation: ChatSession, _: str) -> str:
     total = conversation.total
     rates = [f"{rate:.2f}" for rate in total.acceptance_by_depth] or ["-"]
-    return f"{figures_of(total, explain=True)} · α by depth {' '.join(rates)}"
+    return f"{format_stats(total, explain=True)} · α by depth {' '.join(rates)}"
 
 
-def save(conversation: Conversation, value: str) -> str:
+def save_chat(conversation: ChatSession, value: str) -> str:
     """Append the conversation as a line of JSON, which `treespec train --data` reads."""
     if not value:
         raise InputError("where to? /save FILE")
@@ -301,34 +303,36 @@ def save(conversation: Conversation, value: str) -> str:
     return f"saved to {path}"
 
 
-def show_help(_: Conversation, __: str) -> str:
+def show_help(_: ChatSession, __: str) -> str:
     lines = []
-    for name, known in COMMANDS.items():
+    for name, known in CHAT_COMMANDS.items():
         usage = f"{name} {known.value}"
         lines.append(f"{usage:<22} {known.help}")
-    lines.append(f"{HINTS}. //x sends /x.")
+    lines.append(f"{CHAT_HINTS}. //x sends /x.")
     return "\n".join(lines)
 
 
-def leave(_: Conversation, __: str) -> str:
+def leave(_: ChatSession, __: str) -> str:
     raise EOFError
 
 
-COMMANDS = {
-    "/reset": Command(reset, "forget what was said"),
-    "/undo": Command(undo, "forget the last message and its answer"),
-    "/retry": Command(retry, "answer the last message again"),
+CHAT_COMMANDS = {
+    "/reset": ChatCommand(reset, "forget what was said"),
+    "/undo": ChatCommand(remove_last_turn, "forget the last message and its answer"),
+    "/retry": ChatCommand(retry, "answer the last message again"),
 }
-COMMANDS |= {f"/{name.replace('_', '-')}": setting(name) for name in SETTINGS}
-COMMANDS |= {
-    "/stats": Command(stats, "acceptance in this conversation"),
-    "/save": Command(save, "append the conversation as a line of JSON", "FILE"),
-    "/help": Command(show_help, "this list"),
-    "/quit": Command(leave, "end"),
+CHAT_COMMANDS |= {
+    f"/{name.replace('_', '-')}": build_setting_command(name) for name in SETTABLE_OPTIONS
+}
+CHAT_COMMANDS |= {
+    "/stats": ChatCommand(show_stats, "acceptance in this conversation"),
+    "/save": ChatCommand(save_chat, "append the conversation as a line of JSON", "FILE"),
+    "/help": ChatCommand(show_help, "this list"),
+    "/quit": ChatCommand(leave, "end"),
 }
 
 
-def prompt() -> Callable[[], str]:
+def build_prompt_reader() -> Callable[[], str]:
     """What asks for a line: with completion, Alt-Enter line breaks, and a history in the state directory."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
@@ -353,7 +357,7 @@ def prompt() -> Callable[[], str]:
         "> ",
         history=history,
         key_bindings=keys,
-        completer=WordCompleter(list(COMMANDS), sentence=True),
+        completer=WordCompleter(list(CHAT_COMMANDS), sentence=True),
         prompt_continuation="  ",
     )
     return session.prompt

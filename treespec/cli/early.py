@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treespec.api.options import ModelOptions
-from treespec.cli.terminal import notice
+from treespec.cli.terminal import show_notice
 from treespec.demo.known import is_demo
 from treespec.draft.preflight import check_there
 from treespec.draft.spec import DrafterSpec
 from treespec.errors import InputError
-from treespec.model.folder import check_files, located
-from treespec.options import nearest
+from treespec.model.folder import check_model_files, resolve_model
+from treespec.options import find_nearest_name
 
 if TYPE_CHECKING:
     from treespec.api.options import TargetOptions
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MOST_READ = 1 << 26  # bytes of a JSON list, which is read as a whole
 
 
-def begin(
+def check_inputs_early(
     options: "TargetOptions | AcceptanceConfig",
     drafters: Sequence[str] = (),
     words: bool = True,
@@ -40,30 +40,30 @@ def begin(
     if has_files:
         check_there(target, "target directory")
     for drafter in drafters:
-        DrafterSpec.parse(drafter).check(folder_of(target))
-    notice(f"loading {target} …")
+        DrafterSpec.parse(drafter).check(find_folder(target))
+    show_notice(f"loading {target} …")
     if template is not None:
-        from treespec.text.templates import check
+        from treespec.text.templates import check_template
 
-        check(None, template)
+        check_template(None, template)
     placement.check_package()
     if has_files:
         path = str(Path(target).expanduser())
-        located(path, placement)
+        resolve_model(path, placement)
         needs_template = chats and template is None
-        check_files(path, placement, words, needs_template)
+        check_model_files(path, placement, words, needs_template)
 
 
 def begin_answers(config: ModelOptions, words: bool = True, chats: bool = True) -> None:
-    """`begin` for what decodes. Raises TreeError too."""
+    """`check_inputs_early` for what decodes. Raises TreeError too."""
     source = config.source
     tree = config.tree
     verifier = config.verifier
     if source is None:
         refuse_unused(tree, verifier)
-        begin(config, [], words, chats)
+        check_inputs_early(config, [], words, chats)
         return
-    begin(config, [source], words, chats)
+    check_inputs_early(config, [source], words, chats)
     check_pairing(source, tree, verifier, config.allow_lossy)
 
 
@@ -78,27 +78,27 @@ def refuse_unused(tree: str | None, verifier: str) -> None:
         raise InputError(f"{' and '.join(unused)}: nothing drafts; give --head or --drafter too")
 
 
-def folder_of(target: str) -> str:
+def find_folder(target: str) -> str:
     """The directory of a target; a hub id as it is."""
-    from treespec.demo.fetch import fetched_folder
+    from treespec.demo.fetch import find_fetched_folder
 
     if is_demo(target):
-        return str(fetched_folder() or target)
+        return str(find_fetched_folder() or target)
     return target
 
 
 def check_pairing(drafter: str, tree: str | None, verifier: str, allow_lossy: bool) -> None:
     """Raises InputError or TreeError for an unknown tree, verifier or drafter, and for a bad pair."""
     from treespec.draft.pairing import check_named
-    from treespec.trees.policy import policy
-    from treespec.verify.facts import known_verifier
+    from treespec.trees.policy import parse_policy
+    from treespec.verify.facts import parse_verifier
 
     spec = DrafterSpec.parse(drafter)
-    tree_name = spec.tree_or(tree)
-    known = known_verifier(verifier, allow_lossy)
+    tree_name = spec.choose_tree(tree)
+    known = parse_verifier(verifier, allow_lossy)
     tree_policy = None
     if tree_name:
-        tree_policy = policy(tree_name)
+        tree_policy = parse_policy(tree_name)
     check_named(spec, known, tree_policy)
 
 
@@ -108,7 +108,7 @@ def check_readable(**files: str | None) -> None:
         if file is None or Path(file).exists():
             continue
         neighbours = [path.name for path in Path(file).parent.glob("*")]
-        hint = nearest(Path(file).name, neighbours)
+        hint = find_nearest_name(Path(file).name, neighbours)
         raise InputError(f"cannot read --{name} {file}: there is no such file{hint}")
 
 
@@ -118,34 +118,34 @@ def check_data(name: str, answered: bool = True) -> None:
     answered: as for `read_conversations`.
     """
     from treespec.text.conversations import read_conversations
-    from treespec.text.sources import hub_name, load_library, size
+    from treespec.text.sources import count_source_bytes, get_hub_name, import_datasets
     from treespec.train.data.known import DATA_SETS
 
-    if hub_name(name):
-        load_library(name)
+    if get_hub_name(name):
+        import_datasets(name)
     elif name not in DATA_SETS:
         check_readable(data=name)
-        if (size(name) or 0) <= MOST_READ:
+        if (count_source_bytes(name) or 0) <= MOST_READ:
             read_conversations(name, answered, most=1)
 
 
 def check_text(file: str | None, name: str = "text") -> None:
     """Raises InputError for a `--text` that cannot be read. A pipe, which is read once, passes."""
-    from treespec.text.conversations import CONVERSATIONS, content_of
+    from treespec.text.conversations import CONVERSATION_SUFFIXES, read_content
 
     check_readable(**{name: file})
     if file is None or Path(file).is_fifo():
         return
-    if Path(file).suffix in CONVERSATIONS:
+    if Path(file).suffix in CONVERSATION_SUFFIXES:
         check_data(file)
-    elif not content_of(file).strip():
+    elif not read_content(file).strip():
         raise InputError(f"--{name} {file} is empty: it holds no text")
 
 
 def check_questions(name: str, categories: Sequence[str] = ()) -> None:
     """Raises InputError for a file without questions. A published suite and a pipe pass."""
     from treespec.eval.questions import load_questions
-    from treespec.options import QUESTIONS
+    from treespec.options import QUESTION_SUITES
 
-    if name not in QUESTIONS[1:] and not Path(name).is_fifo():
+    if name not in QUESTION_SUITES[1:] and not Path(name).is_fifo():
         load_questions(name, categories)

@@ -10,32 +10,32 @@ from typing import TYPE_CHECKING
 
 from treespec.api.options import TargetOptions
 from treespec.cli.early import (
-    begin,
     begin_answers,
     check_data,
-    folder_of,
+    check_inputs_early,
+    find_folder,
 )
-from treespec.cli.options import takes
-from treespec.cli.terminal import end_notice, remark, resumes, with_progress
-from treespec.demo.known import head_of, name_elsewhere
-from treespec.draft.preflight import check_width
+from treespec.cli.options import build_command
+from treespec.cli.terminal import end_notice, print_remark, resumes, run_with_progress
+from treespec.demo.known import find_head_for, name_elsewhere
+from treespec.draft.preflight import check_feature_width
 from treespec.files.atomic import check_folder
-from treespec.files.printable import one_line
-from treespec.heads.folder import check_new, head_folder
-from treespec.heads.registry import check_export, kind_in
-from treespec.options import either, option, refuse
+from treespec.files.printable import to_one_line
+from treespec.heads.folder import check_new, find_head_folder
+from treespec.heads.registry import check_export, detect_folder_kind
+from treespec.options import join_or, option, raise_first
 from treespec.train.config import TrainConfig, check_folders
 from treespec.train.regenerate.config import RegenerateConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from treespec.eval.common import Step
+    from treespec.eval.common import ProgressStep
     from treespec.heads.formats.export import Exported
-    from treespec.train.regenerate.run import Result
+    from treespec.train.regenerate.run import RegenerationResult
 
 LINE_EVERY = 30.0  # seconds between lines of progress where there is no terminal
-ENGINES = {
+ENGINE_HELP = {
     "sglang": "SGLang",
     "vllm": "vLLM",
     "speculators": "vLLM's speculators library",
@@ -46,7 +46,7 @@ ENGINES = {
 }
 
 
-@takes(TrainConfig)
+@build_command(TrainConfig)
 def train(config: TrainConfig) -> None:
     """Train a draft head for a target. Run it again after a kill and it goes on.
 
@@ -54,11 +54,11 @@ def train(config: TrainConfig) -> None:
     """
     check_folders(config)
     check_data(config.data)
-    begin(config)
+    check_inputs_early(config)
     if config.from_head is not None:
-        from_head = head_of(config.from_head) or config.from_head
+        from_head = find_head_for(config.from_head) or config.from_head
         config = replace(config, from_head=from_head)
-        check_width(from_head, folder_of(config.target))
+        check_feature_width(from_head, find_folder(config.target))
     from treespec.train.run import train
 
     end_notice()
@@ -66,7 +66,7 @@ def train(config: TrainConfig) -> None:
         train(config)
 
 
-@takes(RegenerateConfig)
+@build_command(RegenerateConfig)
 def regenerate(config: RegenerateConfig) -> None:
     """Let the target answer questions: a head learns most from the target's own words.
 
@@ -78,13 +78,15 @@ def regenerate(config: RegenerateConfig) -> None:
     if config.endpoint is None:
         begin_answers(config)
     with resumes(config.out):
-        print(with_progress(regenerated, config))
+        print(run_with_progress(run_regenerate, config))
 
 
-def regenerated(config: RegenerateConfig, report: Callable[["Step"], None]) -> "Result":
+def run_regenerate(
+    config: RegenerateConfig, report: Callable[["ProgressStep"], None]
+) -> "RegenerationResult":
     """Run `regenerate`, and report each step on a terminal, elsewhere one every LINE_EVERY s."""
-    from treespec.eval.common import Step
-    from treespec.train.regenerate.run import regenerate
+    from treespec.eval.common import ProgressStep
+    from treespec.train.regenerate.run import regenerate_answers
 
     due = 0.0  # when the next line is shown
 
@@ -92,17 +94,17 @@ def regenerated(config: RegenerateConfig, report: Callable[["Step"], None]) -> "
         nonlocal due
         if time.monotonic() >= due or done == total or sys.stderr.isatty():
             due = time.monotonic() + LINE_EVERY
-            report(Step(done, total, f"conversations{pace}"))
+            report(ProgressStep(done, total, f"conversations{pace}"))
 
-    return regenerate(config, on, lambda line: remark(one_line(line)))
+    return regenerate_answers(config, on, lambda line: print_remark(to_one_line(line)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig(TargetOptions):
     head: str = option("trained head: a directory or a hub id")
     to: str = option(
-        f"format: {either([f'{name} ({project})' for name, project in ENGINES.items()])}",
-        choices=ENGINES,
+        f"format: {join_or([f'{name} ({project})' for name, project in ENGINE_HELP.items()])}",
+        choices=ENGINE_HELP,
     )
     out: str = option("new folder to write")
     push: str | None = option("ORG/NAME: write it to that repository of the hub, too", None)
@@ -111,36 +113,38 @@ class ExportConfig(TargetOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse({"--dry-run is for --push: leave it out": self.dry_run and self.push is None})
+        raise_first({"--dry-run is for --push: leave it out": self.dry_run and self.push is None})
 
 
-@takes(ExportConfig)
+@build_command(ExportConfig)
 def export(config: ExportConfig) -> None:
     """Write a head in another project's format, compare it, and say how to serve it."""
-    from treespec.heads.formats.card import check_complete, served_card
+    from treespec.heads.formats.card import check_complete, write_served_card
 
     # 1. Check the options and paths.
     folder = Path(config.out)
-    head = head_of(config.head) or config.head
+    head = find_head_for(config.head) or config.head
     check_folder(config.out)
     check_new(folder)
-    begin(config, [f"head:{head}"], words=False)
-    kind = kind_in(Path(head).expanduser())
+    check_inputs_early(config, [f"head:{head}"], words=False)
+    kind = detect_folder_kind(Path(head).expanduser())
     if kind:
         check_export(kind, config.to, head)
-    source = head_folder(head)
+    source = find_head_folder(head)
     if config.push and not config.dry_run:
         check_complete(source, config.license)
 
     # 2. Write, and say how to serve it.
     from treespec.files.atomic import remove_leftovers, write_text
-    from treespec.heads.formats.export import command
+    from treespec.heads.formats.export import build_serve_command
     from treespec.heads.formats.export import export as write
-    from treespec.model.quantization.layers import table_of
+    from treespec.model.quantization.layers import get_embedding_table
     from treespec.model.weights import load_config, load_model
 
     def embedding() -> "Tensor":
-        return table_of(load_model(config.target, config.placement).get_input_embeddings())
+        return get_embedding_table(
+            load_model(config.target, config.placement).get_input_embeddings()
+        )
 
     remove_leftovers(folder.parent)
     target_config = load_config(config.target, config.placement)
@@ -148,17 +152,19 @@ def export(config: ExportConfig) -> None:
     exported = write(head, config.to, folder, target_config, embedding)
     end_notice()
     print_export(config, exported, source)
-    print(f"Serve it with\n\n  {command(config.to, exported.head, target_config, folder)}\n")
+    print(
+        f"Serve it with\n\n  {build_serve_command(config.to, exported.head, target_config, folder)}\n"
+    )
 
     # 3. The card, and the hub.
     published = Path(config.push or folder)
-    how = command(config.to, exported.head, target_config, published)
-    card = served_card(
+    how = build_serve_command(config.to, exported.head, target_config, published)
+    card = write_served_card(
         source,
         exported.head.kind,
         str(target_config.name_or_path),
         config.license,
-        f"## In {ENGINES[config.to]}\n\n    {how}",
+        f"## In {ENGINE_HELP[config.to]}\n\n    {how}",
     )
     write_text(folder / "README.md", card)
     if config.push:
@@ -174,7 +180,7 @@ def print_export(config: ExportConfig, exported: "Exported", source: Path) -> No
     if exported.left_out is not None:
         print(
             f"It drafts all tokens but {exported.left_out}, its mask token: of a head of all tokens "
-            f"{ENGINES[config.to]} would take the target's output layer, not the head's."
+            f"{ENGINE_HELP[config.to]} would take the target's output layer, not the head's."
         )
     if (source / "draft_vocab.json").exists():
         print(

@@ -6,61 +6,71 @@ from typing import Any
 import typer
 
 from treespec.cli.early import (
-    begin,
     begin_answers,
+    check_inputs_early,
     check_questions,
     check_text,
 )
-from treespec.cli.options import takes
-from treespec.cli.terminal import notice, remark, resumes, show_result, with_progress
+from treespec.cli.options import build_command
+from treespec.cli.terminal import print_remark, resumes, run_with_progress, show_notice, show_result
 from treespec.draft.preflight import check_there
 from treespec.errors import InputError
-from treespec.eval.acceptance.config import AcceptanceConfig, TauConfig, cases, schemes_in, sweeps
-from treespec.eval.common import listed
+from treespec.eval.acceptance.config import (
+    AcceptanceConfig,
+    TauConfig,
+    list_cases,
+    list_sweeps,
+    parse_schemes,
+)
+from treespec.eval.common import split_list
 from treespec.eval.config import (
     CalibrateConfig,
     CertifyConfig,
     DoctorConfig,
     EvalConfig,
     TreeConfig,
-    drafters_of,
+    parse_drafters,
 )
 from treespec.files.atomic import check_folder, check_writable
-from treespec.files.printable import one_line
-from treespec.heads.registry import levels_in
+from treespec.files.printable import to_one_line
+from treespec.heads.registry import count_folder_levels
 
 
-@takes(EvalConfig)
+@build_command(EvalConfig)
 def evaluate(config: EvalConfig) -> None:
     """Measure acceptance length and speedup on questions. The same command resumes a killed run."""
     # 1. What can be refused before torch loads.
-    from treespec.eval.ledger import FILE
-    from treespec.eval.systems import contestants
+    from treespec.eval.ledger import LEDGER_FILE
+    from treespec.eval.systems import list_systems
 
     check_folder(config.out)
-    contestants(config)
-    check_questions(config.questions, listed("categories", config.categories))
-    if (Path(config.out) / FILE).exists():  # a finished evaluation needs no models
-        notice(f"reading {config.out} …")
+    list_systems(config)
+    check_questions(config.questions, split_list("categories", config.categories))
+    if (Path(config.out) / LEDGER_FILE).exists():  # a finished evaluation needs no models
+        show_notice(f"reading {config.out} …")
     else:
-        begin(config, [drafter.written for drafter in drafters_of(config)], chats=True)
+        check_inputs_early(
+            config, [drafter.written for drafter in parse_drafters(config)], chats=True
+        )
         if config.assistant is not None:
             check_there(config.assistant, "assistant directory")
 
     # 2. Measure and show; of several processes the first one shows.
     from treespec.eval.benchmark import evaluate as run
-    from treespec.eval.tables import report_of
+    from treespec.eval.tables import build_eval_report
 
     with resumes(config.out):
-        summary = with_progress(run, config)
+        summary = run_with_progress(run, config)
     if summary is not None:
         for problem in summary["left_out"]:
-            remark(f"left out: {problem}")
-        show_result(report_of(summary))
-        remark(f"Ledger and report are in {Path(config.out).resolve()}; look at report.html there")
+            print_remark(f"left out: {problem}")
+        show_result(build_eval_report(summary))
+        print_remark(
+            f"Ledger and report are in {Path(config.out).resolve()}; look at report.html there"
+        )
 
 
-@takes(CertifyConfig)
+@build_command(CertifyConfig)
 def certify(config: CertifyConfig) -> None:
     """Test whether a target, head, verifier and tree, or a server, are exact. Exit code 0: yes, 1: no."""
     # 1. Check what needs no weights.
@@ -70,7 +80,7 @@ def certify(config: CertifyConfig) -> None:
     from treespec.eval.certify.run import certify as run
 
     # 2. Test, and print each result and the verdict.
-    certificate = with_progress(run, config)
+    certificate = run_with_progress(run, config)
     for test in certificate["tests"]:
         print_test(test)
     print_precision(certificate, config)
@@ -100,7 +110,7 @@ def print_test(test: dict[str, Any]) -> None:
     worst = test.get("shown_by")
     if worst:
         sampling = f"temperature {worst['temperature']:g}, top-k {worst['top_k']}, top-p {worst['top_p']:g}"
-        print(f"        most of all at {sampling}: {one_line(worst['answer'])[:100]}")
+        print(f"        most of all at {sampling}: {to_one_line(worst['answer'])[:100]}")
 
 
 def print_precision(certificate: dict[str, Any], config: CertifyConfig) -> None:
@@ -134,72 +144,72 @@ def format_verdict(certificate: dict[str, Any]) -> str:
     )
 
 
-@takes(AcceptanceConfig)
+@build_command(AcceptanceConfig)
 def acceptance(config: AcceptanceConfig) -> None:
     """Measure the acceptance rates of verifiers on a head's drafts, beside the optimum α*."""
     check_folder(config.out)
     check_text(config.text)
     check_questions(config.questions)
-    for sweep in sweeps(config):
-        cases(sweep)
-        schemes_in(sweep.verifier)
+    for sweep in list_sweeps(config):
+        list_cases(sweep)
+        parse_schemes(sweep.verifier)
     if config.head and not config.given:
-        begin(config, [f"head:{config.head}"])
-        deepest = levels_in(Path(config.head).expanduser())
+        check_inputs_early(config, [f"head:{config.head}"])
+        deepest = count_folder_levels(Path(config.head).expanduser())
         if deepest is not None and config.step > deepest:
             raise InputError(
                 f"--step is {config.step}, the head {config.head} drafts {deepest} tokens ahead"
             )
     from treespec.eval.acceptance.rates import accept
-    from treespec.eval.acceptance.table import report_of
+    from treespec.eval.acceptance.table import build_acceptance_report
 
-    show_result(report_of(with_progress(accept, config)))
-    remark(f"Rates are in {Path(config.out).resolve()}; look at acceptance.html there")
+    show_result(build_acceptance_report(run_with_progress(accept, config)))
+    print_remark(f"Rates are in {Path(config.out).resolve()}; look at acceptance.html there")
 
 
-@takes(TauConfig)
+@build_command(TauConfig)
 def tau(config: TauConfig) -> None:
     """Measure the exact τ of verifiers and trees on the target's own answers, beside the bound of their draws."""
     check_folder(config.out)
     check_text(config.text)
     check_questions(config.questions)
     _ = config.verifiers
-    begin(config, [drafter.written for drafter in config.drafters])
+    check_inputs_early(config, [drafter.written for drafter in config.drafters])
     from treespec.eval.acceptance.table import report_of_tau
-    from treespec.eval.acceptance.tau import measure
+    from treespec.eval.acceptance.tau import measure_tau
 
     with resumes(config.out):
-        result = with_progress(measure, config)
+        result = run_with_progress(measure_tau, config)
     show_result(report_of_tau(result))
-    remark(f"The figures are in {Path(config.out).resolve()}; look at tau.html there")
+    print_remark(f"The figures are in {Path(config.out).resolve()}; look at tau.html there")
 
 
-@takes(CalibrateConfig)
+@build_command(CalibrateConfig)
 def calibrate(config: CalibrateConfig) -> None:
     """Fit what --tree auto predicts of a head, and how sharp its drafts should be. Training does so too."""
     check_text(config.text)
     check_questions(config.questions)
-    begin(config, [f"head:{config.head}"])
+    check_inputs_early(config, [f"head:{config.head}"])
     from treespec.eval.fit import calibrate_head
 
-    file, coverage = with_progress(calibrate_head, config)
+    file, coverage = run_with_progress(calibrate_head, config)
     if coverage is not None:
         print(f"The head drafts {config.draft_vocab} tokens, which are {coverage:.1%} of the text")
     print(f"Calibration is in {file.resolve()}")
 
 
-@takes(TreeConfig)
+@build_command(TreeConfig)
 def tree(config: TreeConfig) -> None:
     """Measure a head's accuracy by depth and rank, and write its best tree (--tree FILE.json)."""
     check_writable(config.out, "--out")
     check_text(config.text)
     check_questions(config.questions)
-    begin(config, [f"head:{config.head}"])
-    from treespec.engine.stats import TAU
+    check_inputs_early(config, [f"head:{config.head}"])
+    from treespec.engine.stats import TAU_MEANING
     from treespec.eval.fit import make_tree
-    from treespec.eval.report import Report, Table
+    from treespec.eval.report import EvalReport, Table
 
-    made, table, length = with_progress(make_tree, config)
+    made, table, length = run_with_progress(make_tree, config)
     rows = []
     for depth, shares in enumerate(table.tolist(), start=1):
         row = {"Depth": str(depth)}
@@ -207,21 +217,21 @@ def tree(config: TreeConfig) -> None:
             row[str(rank)] = f"{share:.1%}"
         rows.append(row)
     title = "How often the head's guess of each rank is right, by depth"
-    expected = f"expected τ {length:.2f} ({TAU})"
+    expected = f"expected τ {length:.2f} ({TAU_MEANING})"
     promise = f"A tree of {made.size} nodes, {made.max_depth} deep, {expected}."
-    show_result(Report([Table(title, ["Depth"], rows)], [promise]))
-    remark(f"It is in {config.out}: --tree {config.out}")
+    show_result(EvalReport([Table(title, ["Depth"], rows)], [promise]))
+    print_remark(f"It is in {config.out}: --tree {config.out}")
 
 
-@takes(DoctorConfig)
+@build_command(DoctorConfig)
 def doctor(config: DoctorConfig) -> None:
     """Say what is wrong with a head that drafts badly: each usual fault is undone on trial."""
     check_writable(config.out, "--out")
     check_text(config.text)
     check_text(config.data, "data")
     check_questions(config.questions)
-    begin(config, [f"head:{config.head}"])
+    check_inputs_early(config, [f"head:{config.head}"])
     from treespec.eval.doctor import examine
 
-    show_result(with_progress(examine, config))
-    remark(f"The report is in {Path(config.out).resolve()}")
+    show_result(run_with_progress(examine, config))
+    print_remark(f"The report is in {Path(config.out).resolve()}")

@@ -15,17 +15,19 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 import typer
 
 from treespec.errors import InputError
-from treespec.options import MANY, nearest, range_of
+from treespec.options import MAX_COUNT, find_nearest_name, get_range
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Config = TypeVar("Config", bound="DataclassInstance")
-CONFIG = "--config"
-WORDS = {int: "a whole number", float: "a number"}
+CONFIG_FLAG = "--config"
+TYPE_WORDS = {int: "a whole number", float: "a number"}
 
 
-def takes(config: type[Config]) -> Callable[[Callable[[Config], None]], Callable[..., None]]:
+def build_command(
+    config: type[Config],
+) -> Callable[[Callable[[Config], None]], Callable[..., None]]:
     """Turn `command(config)` into a typer command with one option per field of the dataclass.
 
     A field gives its option the name, the default, the help text and the heading in `--help`, which
@@ -46,20 +48,20 @@ def takes(config: type[Config]) -> Callable[[Callable[[Config], None]], Callable
             types[name] = kind | None
             default = None
         panel = vars(find_declaring_class(config, name)).get("PANEL")
-        option = typer.Option(help=_help(field), rich_help_panel=panel)
-        parameters.append(_keyword(name, default, Annotated[types[name], option]))
+        option = typer.Option(help=_format_help(field), rich_help_panel=panel)
+        parameters.append(_build_keyword(name, default, Annotated[types[name], option]))
 
     # 2. The file.
     def read_file(context: typer.Context, files: list[str] | None) -> None:
         if files and len(files) > 1:
-            raise InputError(f"{CONFIG} is given {len(files)} times: leave out all but one")
+            raise InputError(f"{CONFIG_FLAG} is given {len(files)} times: leave out all but one")
         context.default_map = None
         if files:
-            context.default_map = options_in(files[0], types)
+            context.default_map = read_option_file(files[0], types)
 
     help = "take options from this YAML file; those on the line win"
-    file = typer.Option(CONFIG, metavar="FILE", help=help, is_eager=True, callback=read_file)
-    parameters.append(_keyword("config", None, Annotated[list[str] | None, file]))
+    file = typer.Option(CONFIG_FLAG, metavar="FILE", help=help, is_eager=True, callback=read_file)
+    parameters.append(_build_keyword("config", None, Annotated[list[str] | None, file]))
 
     # 3. The command.
     def decorate(command: Callable[[Config], None]) -> Callable[..., None]:
@@ -104,34 +106,34 @@ def find_declaring_class(config: type, name: str) -> type:
     return declaring
 
 
-def _keyword(name: str, default: Any, kind: Any) -> inspect.Parameter:
+def _build_keyword(name: str, default: Any, kind: Any) -> inspect.Parameter:
     if default is MISSING:
         default = inspect.Parameter.empty
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
-def _help(field: Field) -> str:
+def _format_help(field: Field) -> str:
     """The field's help and its range. An end that nobody reaches is left out."""
     help: str = field.metadata["help"]
-    allowed = range_of(field)
+    allowed = get_range(field)
     if allowed is None:
         return help
-    if allowed.most is not None and allowed.most >= MANY:
+    if allowed.most is not None and allowed.most >= MAX_COUNT:
         allowed = replace(allowed, most=None)
     return f"{help} ({allowed.bounds})"
 
 
-def options_in(file: str, types: Mapping[str, Any]) -> dict[str, Any]:
+def read_option_file(file: str, types: Mapping[str, Any]) -> dict[str, Any]:
     """The options that a file gives, by name, as words of the line. types: of the command's options.
 
     Raises InputError for a file that cannot be read, an unknown option and what is no text.
     """
-    where = f"{CONFIG} {file}"
+    where = f"{CONFIG_FLAG} {file}"
     options: dict[str, Any] = {}
     for key, value in load_yaml(file, where).items():
         name = str(key).replace("-", "_")
         if name not in types:
-            hint = nearest(name, types).replace("_", "-")
+            hint = find_nearest_name(name, types).replace("_", "-")
             raise InputError(f"{where}: {key!r} is no option of this command{hint}")
         if value is not None:
             options[name] = to_command_words(f"{where}: {key}", value, types[name])
@@ -170,11 +172,11 @@ def to_command_words(name: str, value: Any, kind: Any) -> str | list[str]:
         return texts
     if kind is str:
         check_yaml_text(name, value, value)
-    if kind in WORDS:
+    if kind in TYPE_WORDS:
         try:
             kind(str(value))
         except ValueError:
-            raise InputError(f"{name} is {value!r}, must be {WORDS[kind]}") from None
+            raise InputError(f"{name} is {value!r}, must be {TYPE_WORDS[kind]}") from None
     return str(value)
 
 

@@ -15,30 +15,30 @@ from rich.text import Text
 from treespec.api.spec import Spec
 from treespec.engine.output import Stream
 from treespec.engine.request import Piece
-from treespec.engine.stats import TAU, Stats, figures_of
-from treespec.files.printable import printable
+from treespec.engine.stats import TAU_MEANING, Stats, format_stats
+from treespec.files.printable import to_printable
 
-QUESTIONS = (
+QUICKSTART_QUESTIONS = (
     "Why is the sky blue?",
     "Write a Python function that reverses a string.",
     "What should I pack for a weekend in the mountains?",
 )
-PROMPTS = [[{"role": "user", "content": question}] for question in QUESTIONS]
-PLAIN = "one token at a time"
-DRAFTED = "green"  # as in chat
+QUICKSTART_PROMPTS = [[{"role": "user", "content": question}] for question in QUICKSTART_QUESTIONS]
+PLAIN_TITLE = "one token at a time"
+DRAFTED_STYLE = "green"  # as in chat
 
 
-def compare(spec: Spec, tokens: int, console: Console) -> str:
+def show_side_by_side(spec: Spec, tokens: int, console: Console) -> str:
     """Answer the questions in both ways and show it. Returns how much faster drafts were."""
     # 1. First-time measuring ends before any clock runs.
-    ways = {PLAIN: spec.baseline(), f"treespec; what it drafted is {DRAFTED}": spec}
+    ways = {PLAIN_TITLE: spec.baseline(), f"treespec; what it drafted is {DRAFTED_STYLE}": spec}
     for way in ways.values():
         way.warm_up()
 
     # 2. Race, and add up both sides' figures.
     totals = (Stats(), Stats())
     same = 0
-    for question, prompt in zip(QUESTIONS, PROMPTS, strict=True):
+    for question, prompt in zip(QUICKSTART_QUESTIONS, QUICKSTART_PROMPTS, strict=True):
         streams = [way.stream(prompt, max_new_tokens=tokens) for way in ways.values()]
         texts = show_race(list(ways), streams, console)
         plain, drafting = (stream.output for stream in streams)
@@ -51,16 +51,16 @@ def compare(spec: Spec, tokens: int, console: Console) -> str:
         words = Text("  ") + Text(" ").join(texts[1].split())
         words.truncate(console.width - 4, overflow="ellipsis")
         console.print(Text(f"> {question}", style="bold"), words, sep="\n", no_wrap=True)
-        figures = figures_of(drafting.stats, explain=question == QUESTIONS[0])
+        figures = format_stats(drafting.stats, explain=question == QUICKSTART_QUESTIONS[0])
         console.print(f"  {figures}, without drafts {plain.stats.tokens_per_second:.1f}")
 
     # 4. The verdict.
     without, drafts = (total.tokens_per_second for total in totals)
     verdict = (
         f"     {drafts:.1f} tokens/s with treespec, {without:.1f} without: {drafts / without:.2f} "
-        f"times as fast; {same} of {len(QUESTIONS)} texts are the same"
+        f"times as fast; {same} of {len(QUICKSTART_QUESTIONS)} texts are the same"
     )
-    if same < len(QUESTIONS):
+    if same < len(QUICKSTART_QUESTIONS):
         verdict += "; treespec certify tells whether rounding parts them"
     return verdict
 
@@ -69,17 +69,17 @@ def show_race(titles: Sequence[str], streams: Sequence[Stream], console: Console
     """Show answers as they come, side by side, and return their texts."""
     texts = [Text() for _ in streams]
     with Live(console=console, auto_refresh=False, transient=True) as live:  # no pipe shows it
-        for side, piece in race(streams):
+        for side, piece in interleave_streams(streams):
             style = ""
             if piece.drafted:
-                style = DRAFTED
-            texts[side].append(printable(piece.text), style)
+                style = DRAFTED_STYLE
+            texts[side].append(to_printable(piece.text), style)
             speeds = [f"{stream.stats.tokens_per_second:.1f} tokens/s" for stream in streams]
-            live.update(columns(titles, texts, speeds), refresh=True)
+            live.update(build_columns(titles, texts, speeds), refresh=True)
     return texts
 
 
-def race(streams: Sequence[Stream]) -> Iterator[tuple[int, Piece]]:
+def interleave_streams(streams: Sequence[Stream]) -> Iterator[tuple[int, Piece]]:
     """(number of the stream, its next piece), always of the stream whose clock is behind."""
     running = list(range(len(streams)))
     while running:
@@ -91,7 +91,7 @@ def race(streams: Sequence[Stream]) -> Iterator[tuple[int, Piece]]:
             running.remove(side)
 
 
-def columns(titles: Sequence[str], *rows: Sequence[str | Text]) -> Table:
+def build_columns(titles: Sequence[str], *rows: Sequence[str | Text]) -> Table:
     """The completions in columns, each with its speed."""
     table = Table.grid(expand=True, padding=(0, 2))
     for title in titles:
@@ -101,25 +101,25 @@ def columns(titles: Sequence[str], *rows: Sequence[str | Text]) -> Table:
     return table
 
 
-def measured(spec: Spec, verifiers: Sequence[str], tokens: int) -> Table:
+def measure_verifiers(spec: Spec, verifiers: Sequence[str], tokens: int) -> Table:
     """τ and tokens per second of verifiers at temperature 1, over the questions.
 
     verifiers: names, with a tree of their own as in traversal@eagle.
     """
     # 1. Every way answers a question before the next one.
-    ways = {PLAIN: spec.baseline()}
+    ways = {PLAIN_TITLE: spec.baseline()}
     for name in verifiers:
         verifier, _, tree = name.partition("@")
         ways[name] = spec.configured(tree or None, verifier)
     totals: dict[str, Stats] = defaultdict(Stats)
-    for number, prompt in enumerate(PROMPTS):
+    for number, prompt in enumerate(QUICKSTART_PROMPTS):
         for name, way in ways.items():
             answer = way.generate(prompt, temperature=1.0, max_new_tokens=tokens, seed=number)
             totals[name].add(answer.stats)
 
     # 2. The table.
     table = Table.grid(padding=(0, 3))
-    table.add_row("     verifier", f"τ ({TAU})", "tokens/s")
+    table.add_row("     verifier", f"τ ({TAU_MEANING})", "tokens/s")
     for name, stats in totals.items():
         tau = f"{stats.acceptance_length:.2f}"
         table.add_row(f"     {name}", tau, f"{stats.tokens_per_second:.1f}")

@@ -10,19 +10,19 @@ from io import TextIOWrapper
 from typing import TYPE_CHECKING, TypeVar
 
 from treespec.errors import InputError
-from treespec.files.printable import one_line
+from treespec.files.printable import to_one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from treespec.eval.common import Step
-    from treespec.eval.report import Report
+    from treespec.eval.common import ProgressStep
+    from treespec.eval.report import EvalReport
 
 Config = TypeVar("Config")
 Result = TypeVar("Result")
 
 
-def standard_input() -> str:
+def read_standard_input() -> str:
     """All of standard input as UTF-8, whatever the locale. Raises InputError if it is not."""
     if not isinstance(
         sys.stdin, TextIOWrapper
@@ -41,11 +41,11 @@ class Notice:
     shown = False
 
 
-def notice(text: str) -> None:
+def show_notice(text: str) -> None:
     """Show a line on a terminal until `end_notice`. A pipe gets nothing."""
     if sys.stderr.isatty():
         end_notice()
-        print(one_line(text), end="", file=sys.stderr, flush=True)
+        print(to_one_line(text), end="", file=sys.stderr, flush=True)
         Notice.shown = True
 
 
@@ -67,8 +67,8 @@ def resumes(out: str) -> Iterator[None]:
         raise
 
 
-def with_progress(
-    work: Callable[[Config, Callable[["Step"], None]], Result],
+def run_with_progress(
+    work: Callable[[Config, Callable[["ProgressStep"], None]], Result],
     config: Config,
     console: "Console | None" = None,
 ) -> Result:
@@ -90,7 +90,9 @@ def with_progress(
     if console is None:
         console = Console(stderr=True)
     if not console.is_terminal:
-        return work(config, lambda step: remark(f"{step.done}/{step.total} {one_line(step.text)}"))
+        return work(
+            config, lambda step: print_remark(f"{step.done}/{step.total} {to_one_line(step.text)}")
+        )
     progress = Progress(
         BarColumn(20),
         MofNCompleteColumn(),
@@ -102,26 +104,26 @@ def with_progress(
     with progress as bar:
         task = bar.add_task("", total=None)
 
-        def report(step: "Step") -> None:
-            text = one_line(step.text)
+        def report(step: "ProgressStep") -> None:
+            text = to_one_line(step.text)
             bar.update(task, completed=step.done, total=step.total, description=text)
 
         return work(config, report)
 
 
-def show_result(report: "Report") -> None:
+def show_result(report: "EvalReport") -> None:
     """Print Markdown, whose tables fit the terminal where standard output is one."""
     from shutil import get_terminal_size
 
-    from treespec.eval.report import markdown
+    from treespec.eval.report import render_markdown
 
     width = None
     if sys.stdout.isatty():
         width = get_terminal_size().columns
-    print(markdown(report, width), end="")
+    print(render_markdown(report, width), end="")
 
 
-def remark(*lines: str) -> None:
+def print_remark(*lines: str) -> None:
     """Print lines on standard error, so that a pipe gets only the result."""
     for line in lines:
         print(line, file=sys.stderr, flush=True)

@@ -4,22 +4,26 @@ from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
-from treespec.engine.events import Cycle, explained, percent, visible
+from treespec.engine.events import Cycle, explain_end, format_percent, show_token
 
-ACCEPTED = "bold green"
-OWN = "bold yellow"
-REFUSED = "dim"
+ACCEPTED_STYLE = "bold green"
+OWN_STYLE = "bold yellow"
+REFUSED_STYLE = "dim"
 
 
 def show(cycle: Cycle, tau: float) -> None:
     """Print a cycle. tau: tokens per cycle so far."""
     console = Console(highlight=False)
-    for part in (Text(heading(cycle, tau), "bold"), picture(cycle), Text(f"{explained(cycle)}\n")):
+    for part in (
+        Text(format_heading(cycle, tau), "bold"),
+        draw_tree(cycle),
+        Text(f"{explain_end(cycle)}\n"),
+    ):
         console.print(part, soft_wrap=True, crop=False)  # a terminal breaks lines by itself
     console.file.flush()
 
 
-def heading(cycle: Cycle, tau: float) -> str:
+def format_heading(cycle: Cycle, tau: float) -> str:
     """`cycle 3 · 4 tokens · τ 2.67 so far · draft 4.1 ms (head 3.5), target 9.0 ms, …`."""
     ms = {stage: f"{1000 * seconds:.1f} ms" for stage, seconds in cycle.seconds.items()}
     head = ms.pop("head")
@@ -31,30 +35,30 @@ def heading(cycle: Cycle, tau: float) -> str:
     return f"cycle {cycle.number} · {count} · τ {tau:.2f} so far · {times}"
 
 
-def picture(cycle: Cycle) -> Tree:
+def draw_tree(cycle: Cycle) -> Tree:
     """The tree of a cycle; the target's own token stands below the node that it follows."""
-    root = Tree(Text(visible(cycle.texts[0]), "bold"), guide_style="dim")
+    root = Tree(Text(show_token(cycle.texts[0]), "bold"), guide_style="dim")
     branches = [root]
     for node in range(1, len(cycle.tokens)):
-        label = Text(visible(cycle.texts[node]), REFUSED)
+        label = Text(show_token(cycle.texts[node]), REFUSED_STYLE)
         guide_style = "dim"
         if node in cycle.path:
-            label = Text(f"✓ {visible(cycle.texts[node])}", ACCEPTED)
+            label = Text(f"✓ {show_token(cycle.texts[node])}", ACCEPTED_STYLE)
             guide_style = "green"
-        label.append(odds(cycle.q[node], cycle.p[node]), "not bold")
+        label.append(format_odds(cycle.q[node], cycle.p[node]), "not bold")
         parent = branches[cycle.parents[node]]
         branches.append(parent.add(label, guide_style=guide_style))
-    own = Text(f"→ {visible(cycle.own.text)}", OWN)
-    own.append(odds(cycle.own.q, cycle.own.p) + "  the target's own", "not bold")
+    own = Text(f"→ {show_token(cycle.own.text)}", OWN_STYLE)
+    own.append(format_odds(cycle.own.q, cycle.own.p) + "  the target's own", "not bold")
     branches[cycle.own.at].add(own)
     return root
 
 
-def odds(q: float | None, p: float | None) -> str:
+def format_odds(q: float | None, p: float | None) -> str:
     """Such as `  q 31 %  p 28 %`; a probability that is unknown is left out."""
     text = ""
     if q is not None:
-        text += f"  q {percent(q)}"
+        text += f"  q {format_percent(q)}"
     if p is not None:
-        text += f"  p {percent(p)}"
+        text += f"  p {format_percent(p)}"
     return text

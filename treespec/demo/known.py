@@ -4,10 +4,12 @@ from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
 
-from treespec.heads.folder import PRETRAINED
+from treespec.heads.folder import PRETRAINED_HEADS
 
-DEMO = "demo"
-DRAFTER = f"suffix:tokens=0+head:{DEMO}"  # drafts for `demo`: the sequence's own past, and the head
+DEMO_NAME = "demo"
+DEMO_DRAFTER = (
+    f"suffix:tokens=0+head:{DEMO_NAME}"  # drafts for `demo`: the sequence's own past, and the head
+)
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,9 @@ DEMO_MODEL = DemoModel(
 
 def is_demo(target: object) -> bool:
     """Whether a target's name is `demo`. A model in a directory of that name comes first."""
-    if not isinstance(target, str | PathLike) or fspath(target) != DEMO:
+    if not isinstance(target, str | PathLike) or fspath(target) != DEMO_NAME:
         return False
-    return not (Path(DEMO) / "config.json").is_file()
+    return not (Path(DEMO_NAME) / "config.json").is_file()
 
 
 def name_elsewhere(target: str) -> str:
@@ -65,15 +67,15 @@ def name_elsewhere(target: str) -> str:
     return target
 
 
-def default_drafter(target: object) -> str | None:
+def choose_default_drafter(target: object) -> str | None:
     """The drafter of a target for which none is named, as `--drafter` takes it; None for none."""
-    if head_of(target) is None:
+    if find_head_for(target) is None:
         return None
-    return DRAFTER
+    return DEMO_DRAFTER
 
 
-def head_of(target: object) -> str | None:
+def find_head_for(target: object) -> str | None:
     """The directory of the head that treespec brings for a target; None if it brings none."""
     if not is_demo(target):
         return None
-    return str(PRETRAINED / DEMO_MODEL.folder)
+    return str(PRETRAINED_HEADS / DEMO_MODEL.folder)

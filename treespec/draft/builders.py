@@ -8,21 +8,21 @@ import torch
 from torch import Tensor
 
 from treespec.draft.auto.cost import CostBy
-from treespec.draft.auto.cost_model import Choice
+from treespec.draft.auto.cost_model import CacheOrModel
 from treespec.draft.calibration import Calibration
 from treespec.draft.drafter import Frontier
 from treespec.draft.tree_assembly import (
     Drawn,
     Growing,
     Growth,
-    best_tree,
-    drafts_of,
+    concat_levels,
+    select_best_tree,
 )
-from treespec.sampling.probs import SamplingParams, largest, probs
-from treespec.trees.layout import layout
+from treespec.sampling.probs import SamplingParams, compute_probs, select_topk
+from treespec.trees.layout import get_layout
 from treespec.trees.shape import Policy
 from treespec.trees.static import StaticTree
-from treespec.trees.tree import Draws, TokenTree, columns, sent
+from treespec.trees.tree import Draws, TokenTree, build_range, to_device
 from treespec.verify.scheme import Scheme
 from treespec.verify.topk import TopK
 
@@ -46,14 +46,14 @@ class TreeBuilder:
         self.scheme = scheme
         self.calibration = calibration
         self.costs = costs
-        self.choice = Choice()
+        self.choice = CacheOrModel()
 
     @property
     def seconds(self) -> float | None:
         """Modelled seconds of the cycle that runs; None: the policy models no time."""
         return None
 
-    def pauses(self, params: SamplingParams, batch: int = 1) -> bool:
+    def should_skip_cycle(self, params: SamplingParams, batch: int = 1) -> bool:
         """Whether the sequence has no drafts in this cycle. Called once a cycle, before `grow`.
 
         batch: sequences that the cycle decodes together.
@@ -80,15 +80,15 @@ class TreeBuilder:
         scheme = self.scheme
         if params.greedy:  # the most likely tokens, whatever the scheme
             scheme = TopK()
-        return self.shaped(CycleBuilder(root, logits, params, generator, scheme, ahead))
+        return self.grow_shape(CycleBuilder(root, logits, params, generator, scheme, ahead))
 
-    def settled(self) -> Policy | None:
+    def build_graph_key(self) -> Policy | None:
         """What shapes the tree of the cycle that runs, if that and the draft alone do."""
         if self.policy.repeats:
             return self.policy
         return None
 
-    def shaped(self, cycle: "CycleBuilder") -> Growth:
+    def grow_shape(self, cycle: "CycleBuilder") -> Growth:
         """The tree of the cycle that runs."""
         return self.policy.grow(cycle)
 
@@ -115,21 +115,21 @@ class CycleBuilder:
     def one_hot(self) -> bool:
         return self.scheme.deterministic
 
-    def levels(self, depth: int, ranks: int) -> Growing[np.ndarray]:
+    def predict_levels(self, depth: int, ranks: int) -> Growing[np.ndarray]:
         assert self.ahead
-        levels = probs(self.ahead()[:depth], self.params)
+        levels = compute_probs(self.ahead()[:depth], self.params)
         most = min(ranks, levels.shape[1])
         if self.scheme.max_draws:
             most = min(most, self.scheme.max_draws)
-        top = yield largest(levels, most)[0].double()
+        top = yield select_topk(levels, most)[0].double()
         return top.numpy()
 
-    def fixed(self, shape: StaticTree) -> Growth:
+    def grow_fixed(self, shape: StaticTree) -> Growth:
         """One draft step and one batch of draws for each level."""
         tokens = [self.root]
         levels = list[Drawn]()
         logits = self.logits
-        fixed = layout(shape, logits.device)
+        fixed = get_layout(shape, logits.device)
         above = None
         for level in fixed.levels:
             # 1. The draft logits below the level's inner nodes. A child whose draw is absent is
@@ -147,7 +147,7 @@ class CycleBuilder:
             levels.append(Drawn(level.nodes, q, drawn))
         drafts = None
         if not self.scheme.deterministic:
-            drafts = drafts_of(levels)
+            drafts = concat_levels(levels)
         return TokenTree(torch.cat(tokens), fixed.parents, fixed.depth, fixed.ancestors, drafts)
 
     def draw(self, logits: Tensor, counts: Tensor) -> tuple[Tensor, Draws]:
@@ -158,16 +158,16 @@ class CycleBuilder:
         """
         if self.scheme.deterministic:
             return logits, self.scheme.draw(logits, int(counts.max()), self.generator)
-        q = probs(logits, self.params)
+        q = compute_probs(logits, self.params)
         return q, self.scheme.draw(q, counts, self.generator)
 
-    def ranked(self, depth: int, topk: int, nodes: int) -> Growth:
-        tree, _ = yield from Ranked(depth, topk, nodes).grow(self.root, self.logits)
+    def grow_ranked(self, depth: int, topk: int, nodes: int) -> Growth:
+        tree, _ = yield from TopRanking(depth, topk, nodes).grow(self.root, self.logits)
         return tree
 
 
 @dataclass
-class Ranked:
+class TopRanking:
     """EAGLE-2's ranking by log-probability (`treespec.trees.dynamic`).
 
     depth: levels, at most. topk: children per node. nodes: N to keep, the root included, once the
@@ -180,7 +180,9 @@ class Ranked:
     nodes: int
     expanded: int | None = None
 
-    def below(self, above: Tensor | None, logits: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    def score_children(
+        self, above: Tensor | None, logits: Tensor, depth: int
+    ) -> tuple[Tensor, Tensor]:
         """[..., F, K] tokens and scores of the most likely children of F nodes, the most likely first.
 
         above: [..., F] scores of the nodes; None for the root. logits: [..., F, V]. depth: of the nodes.
@@ -189,13 +191,13 @@ class Ranked:
         if logits.shape[-2] > 1 and logits.stride(-2) == 0:  # one distribution for the whole level
             rows = logits[..., :1, :]
         topk = min(self.topk, logits.shape[-1])
-        scores, tokens = largest(rows.log_softmax(-1, torch.float32), topk)
+        scores, tokens = select_topk(rows.log_softmax(-1, torch.float32), topk)
         tokens = tokens.expand(logits.shape[:-1] + (topk,))
         if above is None:
             return tokens, scores
         return tokens, above[..., None] + scores
 
-    def width(self, level: int, scores: list[Tensor]) -> int:
+    def choose_width(self, level: int, scores: list[Tensor]) -> int:
         """How many of the best nodes of a level to expand; 0 ends the tree. scores: of all levels."""
         if level >= self.depth:
             return 0
@@ -204,7 +206,7 @@ class Ranked:
         return self.expanded
 
     def grow(self, root: Tensor, logits: Tensor) -> Growing[tuple[TokenTree, Tensor]]:
-        """The growth of the tree, and the columns [N] that it keeps (`best_tree`).
+        """The growth of the tree, and the columns [N] that it keeps (`select_best_tree`).
 
         root: [1] int64. logits: [1, V] draft logits of its children. With [B, 1] and [B, 1, V] the
         trees of a batch grow together: all that it yields and returns is [B, ...] then.
@@ -215,25 +217,25 @@ class Ranked:
         above = None
         for level in range(1, self.depth + 1):
             # 1. The most likely children of each frontier node are candidates.
-            tokens, reach = self.below(above, logits, level - 1)  # [..., F, K]
+            tokens, reach = self.score_children(above, logits, level - 1)  # [..., F, K]
             drafted.append(tokens.flatten(-2))
             scores.append(reach.flatten(-2))
 
             # 2. The best of them are the next frontier. Where it is all, no order is needed.
-            expanded = self.width(level, scores)
+            expanded = self.choose_width(level, scores)
             if not expanded:
                 break
             above = scores[-1]
             last = drafted[-1]
-            order = columns(above.shape[-1], root.device).expand_as(last)
+            order = build_range(above.shape[-1], root.device).expand_as(last)
             if expanded < above.shape[-1]:
                 above, best = above.sort(descending=True, stable=True)
                 above = above[..., :expanded]
-                order = sent(best[..., :expanded], root.device)
+                order = to_device(best[..., :expanded], root.device)
                 last = last.gather(-1, order)
             orders.append(order)
             below = yield Frontier(last, orders[-1], tokens.shape[-1])
             logits = below.unflatten(0, last.shape)
 
         # 3. Keep the best of all candidates.
-        return best_tree(drafted, orders, scores, self.nodes)
+        return select_best_tree(drafted, orders, scores, self.nodes)

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Known = TypeVar("Known")
-FILE = "calibration.json"
-FORMAT = 2
-AGAIN = "delete it and make it again with treespec calibrate"
-COLDEST = 0.01  # the temperature whose rates are those of temperature 0
-FEATURES = 4
-LEAST = 1e-6
+CALIBRATION_FILE = "calibration.json"
+CALIBRATION_FORMAT = 2
+RECALIBRATE_ADVICE = "delete it and make it again with treespec calibrate"
+GREEDY_TEMPERATURE = 0.01  # the temperature whose rates are those of temperature 0
+NUM_FEATURES = 4
+MIN_CALIBRATED_PROBABILITY = 1e-6
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Calibration:
     sharpness: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.greedy) not in (0, FEATURES) or not all(self.rates.values()):
+        if len(self.greedy) not in (0, NUM_FEATURES) or not all(self.rates.values()):
             raise ValueError("weights or rates are missing")
         above_zero = list(self.sharpness)
         above_zero += map(float, self.rates)
@@ -55,7 +55,7 @@ class Calibration:
         if not all(map(math.isfinite, numbers)):
             raise ValueError("weights or rates are not numbers")
 
-    def sure(self, top: np.ndarray, depth: int) -> np.ndarray:
+    def predict_certain_choice(self, top: np.ndarray, depth: int) -> np.ndarray:
         """[F, K] Pr(the r-th most likely token is the target's choice at temperature 0), at a depth.
 
         top: [F, K] the largest probabilities at temperature 1, descending. Without a fitted model they
@@ -65,23 +65,23 @@ class Calibration:
             return top
         from scipy.special import expit  # reading a file does without scipy
 
-        probabilities: np.ndarray = expit(features_of(top, depth) @ self.greedy)
+        probabilities: np.ndarray = expit(build_calibration_features(top, depth) @ self.greedy)
         return probabilities / probabilities.sum(-1, keepdims=True).clip(1)
 
 
-def nearest(known: Mapping[str, Known], temperature: float) -> Known:
+def find_nearest(known: Mapping[str, Known], temperature: float) -> Known:
     """The entry for the temperature nearest to this one, which is above 0."""
     return known[min(known, key=lambda t: abs(math.log(float(t) / temperature)))]
 
 
-def features_of(top: np.ndarray, depth: int) -> np.ndarray:
+def build_calibration_features(top: np.ndarray, depth: int) -> np.ndarray:
     """[F, K, 4] what the model sees of the K largest probabilities [F, K] of nodes at a depth."""
-    top = top.clip(LEAST, 1 - LEAST)
+    top = top.clip(MIN_CALIBRATED_PROBABILITY, 1 - MIN_CALIBRATED_PROBABILITY)
     ranks = np.log(np.arange(1, top.shape[1] + 1))
     return np.stack(np.broadcast_arrays(1.0, np.log(top / (1 - top)), ranks, depth), -1)
 
 
-def sharpened(logits: "Tensor", depth: int, sharpness: tuple[float, ...]) -> "Tensor":
+def scale_by_sharpness(logits: "Tensor", depth: int, sharpness: tuple[float, ...]) -> "Tensor":
     """Draft logits of any shape for the children of nodes at a depth. sharpness: as of `Calibration`."""
     if not sharpness:
         return logits
@@ -90,7 +90,9 @@ def sharpened(logits: "Tensor", depth: int, sharpness: tuple[float, ...]) -> "Te
 
 def save_calibration(calibration: Calibration, folder: str | Path) -> None:
     """Write calibration.json, whole or not at all. Raises InputError if that fails."""
-    write_json(Path(folder) / FILE, {"format": FORMAT, **asdict(calibration)})
+    write_json(
+        Path(folder) / CALIBRATION_FILE, {"format": CALIBRATION_FORMAT, **asdict(calibration)}
+    )
 
 
 def load_calibration(folder: str | Path) -> Calibration | None:
@@ -98,10 +100,10 @@ def load_calibration(folder: str | Path) -> Calibration | None:
 
     Raises InputError for a damaged file and for one of another format.
     """
-    file = Path(folder) / FILE
+    file = Path(folder) / CALIBRATION_FILE
     if not file.exists():
         return None
-    fields = read_json(file, AGAIN, FORMAT)
+    fields = read_json(file, RECALIBRATE_ADVICE, CALIBRATION_FORMAT)
     try:
         greedy = tuple(map(float, fields["greedy"]))
         sharpness = tuple(map(float, fields["sharpness"]))
@@ -110,4 +112,4 @@ def load_calibration(folder: str | Path) -> Calibration | None:
             rates[temperature] = tuple(map(float, of_children))
         return Calibration(greedy, rates, sharpness)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise InputError(f"{file} is not understood: {AGAIN}") from error
+        raise InputError(f"{file} is not understood: {RECALIBRATE_ADVICE}") from error

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from treespec.draft.auto.cost import CostBy
 from treespec.heads.head import Head
 from treespec.model.cache import TreeCache
-from treespec.model.masks import together
+from treespec.model.masks import pad_and_stack
 from treespec.sampling.probs import SamplingParams
-from treespec.sampling.sampler import Distribution, Path
+from treespec.sampling.sampler import Path, Sampler
 from treespec.trees.shape import Policy
 from treespec.trees.tree import TokenTree
 
@@ -117,13 +117,13 @@ class Frontier:
     """
 
     tokens: Tensor
-    places: Tensor
+    sibling_slots: Tensor
     children: int = 1
 
     @property
     def parent_rows(self) -> Tensor:
         """[F] the row of each node's parent in the frontier above."""
-        return self.places if self.children == 1 else self.places // self.children
+        return self.sibling_slots if self.children == 1 else self.sibling_slots // self.children
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ Grow = Callable[[Tensor, Sequence[Tensor | None], Tensor | None], list[TokenTree
 Frontiers = Sequence[Frontier | None]  # by sequence; None: it has no node to draft below
 
 
-def aligned(frontiers: Frontiers, device: torch.device) -> tuple[Tensor, Tensor, list[int]]:
+def pad_frontiers(frontiers: Frontiers, device: torch.device) -> tuple[Tensor, Tensor, list[int]]:
     """Frontiers of B sequences side by side: [B, F] tokens, [B, F] parent rows, nodes of each.
 
     Shorter frontiers are padded with 0. None counts as a frontier without nodes. Frontiers of a batch
@@ -161,7 +161,7 @@ def aligned(frontiers: Frontiers, device: torch.device) -> tuple[Tensor, Tensor,
         else:
             tokens.append(no_nodes)
             parents.append(no_nodes)
-    return together(tokens), together(parents), list(map(len, tokens))
+    return pad_and_stack(tokens), pad_and_stack(parents), list(map(len, tokens))
 
 
 class Proposer(Observer):
@@ -219,7 +219,7 @@ class Proposer(Observer):
     def extend(self, frontiers: Frontiers) -> list[Tensor]:
         """For each sequence [F, N] draft logits for its frontier's children; [0, N] without one."""
 
-    def repeated(
+    def grow_by_graph(
         self,
         grow: Grow,
         roots: Tensor,
@@ -239,7 +239,7 @@ class Proposer(Observer):
         """
         return grow(roots, logits, noise)
 
-    def levels(self, row: int) -> Tensor:
+    def compute_all_levels(self, row: int) -> Tensor:
         """[D, N] draft logits of all levels of a sequence's tree, between `begin` and `extend`."""
         raise TypeError(f"{type(self).__name__} drafts level by level")
 
@@ -279,7 +279,7 @@ class Drafter(Observer):
     def draft_trees(
         self,
         roots: Tensor,
-        distributions: Sequence[Distribution],
+        distributions: Sequence[Sampler],
         generators: Sequence[torch.Generator],
         cache: TreeCache,
         now: Callable[[], float] = time.perf_counter,
@@ -294,7 +294,7 @@ class Drafter(Observer):
     def draft_logits(self, row: int) -> dict[Path, Tensor]:
         """The [V] draft logits of a row's tree of this cycle, by the path of each node with drafted children.
 
-        They are kept where `Distribution.listened` asks for them; from M draft models they are [M, V].
+        They are kept where `Distribution.wants_draft_logits` asks for them; from M draft models they are [M, V].
         """
         return {}
 
@@ -302,7 +302,7 @@ class Drafter(Observer):
         """Feedback after a cycle: accepted nodes of each tree, without the root."""
         return
 
-    def with_times(self, times: CostBy) -> "Drafter":
+    def copy_with_costs(self, times: CostBy) -> "Drafter":
         """As `new`, for a verifier that takes any tree. It drafts no more than pays, if it can.
 
         times: measures when it is called first.

@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING
 from treespec.draft.registry import DRAFTERS
 from treespec.draft.spec import DrafterSpec
 from treespec.errors import InputError
-from treespec.heads.registry import kind_in, levels_in
+from treespec.heads.registry import count_folder_levels, detect_folder_kind
 from treespec.trees.dynamic import AutoTree
 from treespec.trees.shape import Policy
-from treespec.trees.static import chain
-from treespec.verify.facts import Facts, Known
+from treespec.trees.static import build_chain
+from treespec.verify.facts import SchemeInfo, VerifierInfo
 
 if TYPE_CHECKING:
     from treespec.verify.scheme import Scheme
     from treespec.verify.walk import Verifier
 
-AT_ONCE = ", ".join(row.name for row in DRAFTERS.values() if row.at_once)
+ALL_LEVEL_DRAFTERS = ", ".join(row.name for row in DRAFTERS.values() if row.at_once)
 
 
 @dataclass(frozen=True)
-class DraftModel:
+class ProposerInfo:
     """What the pairing rules ask about a draft model, known before its weights are read.
 
     trained: whether it is a trained head.
@@ -37,15 +37,17 @@ class DraftModel:
     at_once: bool = False
 
 
-ANY = DraftModel(at_once=True)  # a draft model that goes with every tree
+ANY_DRAFT_MODEL = ProposerInfo(at_once=True)  # a draft model that goes with every tree
 
 
-def check_fit(policy: Policy, scheme: "Facts | Scheme", model: DraftModel = ANY) -> None:
+def check_fit(
+    policy: Policy, scheme: "SchemeInfo | Scheme", model: ProposerInfo = ANY_DRAFT_MODEL
+) -> None:
     """Raises InputError where policy, scheme and draft model cannot be paired."""
     # 1. The draft model gives a level at a time.
     if policy.at_once and not model.at_once:
         raise InputError(
-            f"the tree {policy.name} needs a head that drafts all levels at once ({AT_ONCE}): take "
+            f"the tree {policy.name} needs a head that drafts all levels at once ({ALL_LEVEL_DRAFTERS}): take "
             "--tree dynamic with --verifier topk, or --tree eagle"
         )
 
@@ -73,7 +75,7 @@ def check_fit(policy: Policy, scheme: "Facts | Scheme", model: DraftModel = ANY)
         check_depth(policy, model)
 
 
-def check_depth(policy: Policy, model: DraftModel) -> None:
+def check_depth(policy: Policy, model: ProposerInfo) -> None:
     """Raises InputError for a tree that is deeper than the draft model drafts."""
     if model.deepest and policy.max_depth > model.deepest:
         shallower = f"{policy.name}:depth={model.deepest}"
@@ -85,7 +87,7 @@ def check_depth(policy: Policy, model: DraftModel) -> None:
         )
 
 
-def default_tree(scheme: "Scheme", deepest: int | None) -> Policy:
+def choose_default_tree(scheme: "Scheme", deepest: int | None) -> Policy:
     """The tree without `--tree`: one chosen by its cost for children that are not drawn, else the scheme's.
 
     deepest: levels that can be drafted; None: any number.
@@ -99,7 +101,9 @@ def default_tree(scheme: "Scheme", deepest: int | None) -> Policy:
     return scheme.default_tree
 
 
-def check_named(spec: DrafterSpec, verifier: "Known | Verifier", tree: Policy | None) -> None:
+def check_named(
+    spec: DrafterSpec, verifier: "VerifierInfo | Verifier", tree: Policy | None
+) -> None:
     """Raises InputError for a verifier and tree that do not go with a drafter.
 
     tree: None is the verifier's own. A head that is missing or damaged passes: loading it raises
@@ -109,26 +113,26 @@ def check_named(spec: DrafterSpec, verifier: "Known | Verifier", tree: Policy | 
         check_one_hot(spec.kind.name, verifier, tree)
         return
     if tree is None:
-        tree = chain(1)  # a default tree fits its verifier and head
-    check_fit(tree, verifier.scheme, model_of(spec))
+        tree = build_chain(1)  # a default tree fits its verifier and head
+    check_fit(tree, verifier.scheme, describe_draft_model(spec))
 
 
-def model_of(spec: DrafterSpec) -> DraftModel:
+def describe_draft_model(spec: DrafterSpec) -> ProposerInfo:
     """The draft model that a drafter names, as far as its files and names tell."""
     if not spec.kind.is_head:
-        return DraftModel()
+        return ProposerInfo()
     folder = Path(spec.place).expanduser()
     kind: str | None = spec.kind.name
     if kind == "head":
-        kind = kind_in(folder)
+        kind = detect_folder_kind(folder)
     deepest = None
     if folder.is_dir():  # else a hub id, which may hold anything
-        deepest = levels_in(folder)
+        deepest = count_folder_levels(folder)
     at_once = kind is None or DRAFTERS[kind].at_once
-    return DraftModel(True, deepest, at_once)
+    return ProposerInfo(True, deepest, at_once)
 
 
-def check_one_hot(name: str, verifier: "Known | Verifier", tree: object) -> None:
+def check_one_hot(name: str, verifier: "VerifierInfo | Verifier", tree: object) -> None:
     """The pairing rule of drafters whose tokens have no draft distribution.
 
     Raises InputError for a scheme that needs one, and for a tree. It does so at temperature 0 too,

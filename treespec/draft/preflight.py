@@ -4,36 +4,36 @@ import json
 from pathlib import Path
 
 from treespec.draft.spec import DrafterSpec
-from treespec.errors import InputError, first_line
-from treespec.files.hub import mistyped
-from treespec.heads.folder import check_files as check_head_files
-from treespec.heads.folder import head_folder
-from treespec.heads.mtp_layouts import mtp_layer
-from treespec.heads.registry import kind_in
-from treespec.model.folder import check_files
+from treespec.errors import InputError, get_first_line
+from treespec.files.hub import explain_missing
+from treespec.heads.folder import check_head_files as check_head_files
+from treespec.heads.folder import find_head_folder
+from treespec.heads.mtp_layouts import find_mtp_layer
+from treespec.heads.registry import detect_folder_kind
+from treespec.model.folder import check_model_files
 
 
 def check_head(spec: DrafterSpec, target: str) -> None:
     """Raises InputError for a damaged head, one of another kind, and one of another width."""
     from treespec.draft.calibration import load_calibration
 
-    check_width(spec.place, target)
+    check_feature_width(spec.place, target)
     folder = Path(spec.place).expanduser()
     kind = spec.kind.name
     if folder.is_dir():
-        actual = kind_in(folder)
+        actual = detect_folder_kind(folder)
         if kind != "head" and actual and actual != kind:
             raise InputError(
                 f"--drafter {spec.own} is a head of kind {actual}: write {actual}:{spec.place}"
             )
-        load_calibration(head_folder(spec.place))
+        load_calibration(find_head_folder(spec.place))
 
 
-def check_width(head: str, target: str) -> None:
+def check_feature_width(head: str, target: str) -> None:
     """Raises InputError for a missing or damaged head, and for a target of another width."""
     check_head_files(head)
-    width = width_of(target)
-    own = width_of(head)
+    width = read_width(target)
+    own = read_width(head)
     if width and own and own != width:
         raise InputError(f"head {head} is for features of width {own}, the target's are {width}")
 
@@ -41,18 +41,18 @@ def check_width(head: str, target: str) -> None:
 def check_model(spec: DrafterSpec, target: str) -> None:
     """Raises InputError for a draft model whose files are missing or damaged."""
     check_there(spec.place, "draft model's directory")
-    check_files(str(Path(spec.place).expanduser()))
+    check_model_files(str(Path(spec.place).expanduser()))
 
 
 def check_mtp(spec: DrafterSpec, target: str) -> None:
     """Raises InputError for a target's folder without MTP layers. A hub id passes: loading tells."""
-    layers = number_in(target, "num_hidden_layers")
+    layers = read_config_number(target, "num_hidden_layers")
     folder = Path(target).expanduser()
     if layers is not None and folder.is_dir():
-        mtp_layer(tensor_files(str(folder)), layers)
+        find_mtp_layer(list_tensor_files(str(folder)), layers)
 
 
-def tensor_files(name: str, revision: str | None = None) -> dict[str, Path]:
+def list_tensor_files(name: str, revision: str | None = None) -> dict[str, Path]:
     """The file of each tensor of a target. name: a directory, or a hub id that is in the cache.
 
     Raises InputError for a target without safetensors files, and for a damaged one.
@@ -73,7 +73,7 @@ def tensor_files(name: str, revision: str | None = None) -> dict[str, Path]:
                 found |= dict.fromkeys(stored.keys(), file)
     except Exception as error:  # a damaged file may raise anything
         raise InputError(
-            f"--drafter mtp: cannot read the safetensors files of {name}: {first_line(error)}"
+            f"--drafter mtp: cannot read the safetensors files of {name}: {get_first_line(error)}"
         ) from error
     if not found:
         raise InputError(
@@ -86,7 +86,7 @@ def tensor_files(name: str, revision: str | None = None) -> dict[str, Path]:
 def check_suffix_cache(spec: DrafterSpec, target: str) -> None:
     """Raises InputError where files of a suffix cache cannot be read or are damaged."""
     if spec.place:
-        from treespec.draft.lookup.suffix_cache import check_files as check_caches
+        from treespec.draft.lookup.suffix_cache import check_cache_files as check_caches
 
         check_caches(Path(spec.place).expanduser())
 
@@ -96,16 +96,16 @@ def check_there(name: str, what: str) -> None:
 
     what: names the directory in the message.
     """
-    if not Path(name).expanduser().is_dir() and (problem := mistyped(name, what)):
+    if not Path(name).expanduser().is_dir() and (problem := explain_missing(name, what)):
         raise InputError(problem)
 
 
-def width_of(folder: str) -> int | None:
+def read_width(folder: str) -> int | None:
     """The width of a target, or of a head's target, by config.json; None: it does not tell."""
-    return number_in(folder, "target_hidden_size", "hidden_size")
+    return read_config_number(folder, "target_hidden_size", "hidden_size")
 
 
-def number_in(folder: str, *names: str) -> int | None:
+def read_config_number(folder: str, *names: str) -> int | None:
     """The first of these fields in config.json that is a number. A text model's may be nested."""
     try:
         config = json.loads((Path(folder).expanduser() / "config.json").read_text())

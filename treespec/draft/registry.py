@@ -7,10 +7,10 @@ export read the table.
 from dataclasses import dataclass
 from typing import Any
 
-from treespec.heads.registry import HEADS
-from treespec.options import TOKENS, Options, either, installed, option
+from treespec.heads.registry import HEAD_KINDS
+from treespec.options import MAX_TEXT_TOKENS, Options, join_or, load_installed_entries, option
 
-HEAD = "treespec.draft.heads.loading:load_trained"
+HEAD_LOADER = "treespec.draft.heads.loading:load_trained"
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class DrafterKind:
 
     @property
     def is_head(self) -> bool:
-        return self.loads == HEAD
+        return self.loads == HEAD_LOADER
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class SuffixOptions(DrafterOptions):
         "of earlier completions to draft from; 0: from the sequence at hand alone",
         200_000,
         least=0,
-        most=TOKENS,
+        most=MAX_TEXT_TOKENS,
     )
     longest: int = option("tokens of the suffix to look for", 64, least=1, most=1024)
     nodes: int = option("draft tokens at most", 48, least=1, most=4095)
@@ -61,20 +61,22 @@ class SuffixOptions(DrafterOptions):
     percent: int = option("least probability of a drafted path", 10, least=1, most=100)
 
 
-CHECKS = "treespec.draft.preflight"
+CHECKS_MODULE = "treespec.draft.preflight"
 
 
-def of_head(name: str, summary: str, source: str = "", **facts: Any) -> DrafterKind:
+def build_head_row(name: str, summary: str, source: str = "", **facts: Any) -> DrafterKind:
     """The row of a trained head."""
-    checks = f"{CHECKS}:check_head"
-    return DrafterKind(name, (f"{name}:HEAD",), HEAD, summary, source, checks, "must", **facts)
+    checks = f"{CHECKS_MODULE}:check_head"
+    return DrafterKind(
+        name, (f"{name}:HEAD",), HEAD_LOADER, summary, source, checks, "must", **facts
+    )
 
 
-ROWS = (
-    of_head("head", "a trained head; its files name the kind"),
+BUILTIN_DRAFTERS = (
+    build_head_row("head", "a trained head; its files name the kind"),
     *(
-        of_head(name, kind.summary, kind.source, at_once=kind.at_once)
-        for name, kind in HEADS.items()
+        build_head_row(name, kind.summary, kind.source, at_once=kind.at_once)
+        for name, kind in HEAD_KINDS.items()
     ),
     DrafterKind(
         "suffix",
@@ -83,7 +85,7 @@ ROWS = (
         "what followed the text's last tokens, in it and in earlier answers, by counts; alone or "
         "beside a draft model",
         "SuffixDecoding, Oliaro et al. 2024",
-        f"{CHECKS}:check_suffix_cache",
+        f"{CHECKS_MODULE}:check_suffix_cache",
         "may",
         SuffixOptions,
         one_hot=True,
@@ -91,10 +93,10 @@ ROWS = (
     DrafterKind(
         "model",
         ("model:MODEL",),
-        "treespec.draft.models.model:load_model",
+        "treespec.draft.models.model:load_draft_model",
         "a smaller model, of any vocabulary",
         "Leviathan et al., Chen et al. 2023",
-        f"{CHECKS}:check_model",
+        f"{CHECKS_MODULE}:check_model",
         "must",
     ),
     DrafterKind(
@@ -103,8 +105,10 @@ ROWS = (
         "treespec.draft.heads.mtp:load_mtp",
         "the target's own MTP layers, from its checkpoint",
         "DeepSeek-V3, 2412.19437",
-        f"{CHECKS}:check_mtp",
+        f"{CHECKS_MODULE}:check_mtp",
     ),
 )
-DRAFTERS: dict[str, DrafterKind] = {row.name: row for row in ROWS} | installed("drafters")
-FORMS = either(kind.forms[0] for kind in DRAFTERS.values())  # for `--help` and errors
+DRAFTERS: dict[str, DrafterKind] = {
+    row.name: row for row in BUILTIN_DRAFTERS
+} | load_installed_entries("drafters")
+DRAFTER_FORMS = join_or(kind.forms[0] for kind in DRAFTERS.values())  # for `--help` and errors

@@ -10,9 +10,9 @@ from torch import nn
 from treespec.draft.auto.cost import CostBy
 from treespec.draft.calibration import Calibration
 from treespec.draft.drafter import Drafter, Proposer
-from treespec.draft.heads.loading import proposer_of
+from treespec.draft.heads.loading import build_proposer
 from treespec.draft.lookup.one_hot import OneHotDrafter, TextDrafter
-from treespec.draft.pairing import check_one_hot, default_tree
+from treespec.draft.pairing import check_one_hot, choose_default_tree
 from treespec.draft.spec import DrafterSpec
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.heads.head import Head
@@ -23,7 +23,7 @@ from treespec.verify.walk import Verifier
 
 @final
 @dataclass(frozen=True)
-class Source:
+class DraftSource:
     """It holds no sequence: each drafter over it starts with one, of which it has observed nothing.
 
     drafting: a draft model, over which a `TreeDrafter` grows trees, or a drafter of whole trees.
@@ -60,7 +60,7 @@ class Source:
         """The draft models that it computes with besides the target."""
         return self.drafting.models
 
-    def drafter(
+    def build_drafter(
         self,
         tree: Policy | None,
         verifier: Verifier,
@@ -77,40 +77,40 @@ class Source:
             if self.drafting.one_hot:
                 check_one_hot(self.name, verifier, tree)
             if verifier.coupled:
-                return self.drafting.with_times(times)
+                return self.drafting.copy_with_costs(times)
             return self.drafting.new()
 
         # 2. A draft model, and a suffix cache next to it.
         policy = tree
         if policy is None:
-            policy = default_tree(verifier.scheme, self.drafting.max_depth)
+            policy = choose_default_tree(verifier.scheme, self.drafting.max_depth)
         cache = None
         if self.cache and policy.timed:
-            cache = self.cache.with_times(times)
+            cache = self.cache.copy_with_costs(times)
         elif self.cache:
             cache = self.cache.new()
         proposer = self.drafting.new()
         return TreeDrafter(proposer, policy, verifier.scheme, calibration, times, cache)
 
 
-Drafting: TypeAlias = Source | Head | Proposer | Drafter | TextDrafter
+Drafting: TypeAlias = DraftSource | Head | Proposer | Drafter | TextDrafter
 
 
-def source_for(drafting: Drafting, target: Target) -> Source:
+def as_source(drafting: Drafting, target: Target) -> DraftSource:
     """Turn anything that drafts into a source."""
-    if isinstance(drafting, Source):
+    if isinstance(drafting, DraftSource):
         return drafting
     if isinstance(drafting, TextDrafter):
-        return Source(OneHotDrafter(drafting))
+        return DraftSource(OneHotDrafter(drafting))
     if isinstance(drafting, Proposer | Drafter):
-        return Source(drafting)
-    return Source(proposer_of(drafting, target))
+        return DraftSource(drafting)
+    return DraftSource(build_proposer(drafting, target))
 
 
-def load_source(spec: DrafterSpec, target: Target) -> Source:
+def load_source(spec: DrafterSpec, target: Target) -> DraftSource:
     """Load what `--drafter` names. Raises InputError, and whatever loading raises."""
     drafting = resolve_name(spec.kind.loads)(spec, target)
     if not spec.cache:
-        return source_for(drafting, target)
+        return as_source(drafting, target)
     suffix = resolve_name(spec.cache.kind.loads)(spec.cache, target)
-    return Source(drafting, OneHotDrafter(suffix))
+    return DraftSource(drafting, OneHotDrafter(suffix))

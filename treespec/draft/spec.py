@@ -10,13 +10,15 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from treespec.demo.known import head_of
-from treespec.draft.registry import DRAFTERS, FORMS, DrafterKind
+from treespec.demo.known import find_head_for
+from treespec.draft.registry import DRAFTER_FORMS, DRAFTERS, DrafterKind
 from treespec.errors import InputError
-from treespec.options import nearest
+from treespec.options import find_nearest_name
 
-NAMES = "|".join(map(re.escape, DRAFTERS))
-JOINED = re.compile(rf"(suffix(?::.*?)?)\+((?:{NAMES})(?:[:@].*)?)")  # the first + before a name
+DRAFTER_NAMES_PATTERN = "|".join(map(re.escape, DRAFTERS))
+JOINED_PATTERN = re.compile(
+    rf"(suffix(?::.*?)?)\+((?:{DRAFTER_NAMES_PATTERN})(?:[:@].*)?)"
+)  # the first + before a name
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class DrafterSpec:
     """What `--drafter` names.
 
     own: as the user wrote it, without tree and cache. place: a directory, file or hub id; "" for
-    none. options: of `kind.options`. tree: as `--tree` takes it; None: the default. cache: the suffix
+    none. options: of `kind.to_options`. tree: as `--tree` takes it; None: the default. cache: the suffix
     cache that drafts next to it.
     """
 
@@ -38,10 +40,10 @@ class DrafterSpec:
     @classmethod
     def parse(cls, text: str) -> "DrafterSpec":
         """Raises InputError for an unknown drafter, a bad option and members that cannot be joined."""
-        joined = JOINED.fullmatch(text)
+        joined = JOINED_PATTERN.fullmatch(text)
         if not joined:
-            return cls._member(text)
-        cache, spec = map(cls._member, joined.groups())
+            return cls._parse_member(text)
+        cache, spec = map(cls._parse_member, joined.groups())
         if spec.kind.one_hot:
             raise InputError(
                 f"--drafter {text}: {spec.kind.name} has no draft model to join: take suffix alone, "
@@ -62,32 +64,32 @@ class DrafterSpec:
         return list(map(cls.parse, dict.fromkeys(parts)))
 
     @classmethod
-    def _member(cls, text: str) -> "DrafterSpec":
+    def _parse_member(cls, text: str) -> "DrafterSpec":
         # 1. The name, the value and the tree.
         name = re.split("[:@]", text)[0]
         kind = DRAFTERS.get(name)
         if kind is None:
-            hint = nearest(name.removeprefix("suffix+"), DRAFTERS)
-            raise InputError(f"unknown drafter {text!r}{hint}: choose {FORMS}")
+            hint = find_nearest_name(name.removeprefix("suffix+"), DRAFTERS)
+            raise InputError(f"unknown drafter {text!r}{hint}: choose {DRAFTER_FORMS}")
         without_tree, tree = split_tree(text, kind)
         value = without_tree[len(name) + 1 :]
         if name == "suffix":
             joined = re.search(r"\+([\w+-]*):", value)
             if joined:
-                hint = nearest(joined[1], DRAFTERS)
+                hint = find_nearest_name(joined[1], DRAFTERS)
                 raise InputError(f"--drafter {text}: unknown drafter {joined[1]!r}{hint}")
 
         # 2. The directory or file, and the options.
-        place, option_text = parts_of(kind, value)
+        place, option_text = split_value(kind, value)
         if kind.place == "must" and not place:
             raise InputError(f"--drafter {name} names no directory: write {name}:PATH")
         if option_text and not kind.options:
             raise InputError(f"--drafter {without_tree}: {name} takes no value")
         options = None
         if kind.options:
-            options = options_of(kind.options, option_text, without_tree)
+            options = parse_drafter_options(kind.options, option_text, without_tree)
         if kind.is_head:
-            place = head_of(place) or place
+            place = find_head_for(place) or place
         return cls(kind, without_tree, place, options, tree)
 
     @property
@@ -109,7 +111,7 @@ class DrafterSpec:
             return ""
         return first.place
 
-    def tree_or(self, tree: Any) -> Any:
+    def choose_tree(self, tree: Any) -> Any:
         """The tree that it names, or else `tree`. Raises InputError where both are given."""
         if tree is not None and self.tree is not None:
             raise InputError(f"both --tree {tree} and @{self.tree} are given: leave out one")
@@ -148,7 +150,7 @@ def split_tree(text: str, kind: DrafterKind) -> tuple[str, str | None]:
     return without_tree, tree or None
 
 
-def parts_of(kind: DrafterKind, value: str) -> tuple[str, str]:
+def split_value(kind: DrafterKind, value: str) -> tuple[str, str]:
     """(directory or file, options) of a value such as `DIRECTORY,nodes=24`.
 
     Where the directory may be left out, a value that begins like an option is none: `nodes=x` is a
@@ -164,7 +166,7 @@ def parts_of(kind: DrafterKind, value: str) -> tuple[str, str]:
     return place, ",".join(options)
 
 
-def options_of(group: type[Any], text: str, own: str) -> Any:
+def parse_drafter_options(group: type[Any], text: str, own: str) -> Any:
     """A row's options in `tokens=10,ngram=3`; the first one may go without its name. Raises InputError."""
     defaults = {field.name: field.default for field in fields(group)}
     values: dict[str, int] = {}

@@ -15,17 +15,17 @@ from torch.nn.functional import one_hot, pad
 from treespec.draft.drafter import Drafter, Frontier, Frontiers
 from treespec.draft.vocabulary import spread
 from treespec.sampling.probs import to_float
-from treespec.sampling.sampler import Distribution, ForcedTokens, Path
-from treespec.trees.mask import ancestor_mask
+from treespec.sampling.sampler import ForcedTokens, Path, Sampler
+from treespec.trees.mask import build_ancestor_mask
 from treespec.trees.tree import (
     Drafts,
     Draws,
     TokenTree,
-    best_first,
-    hung_below,
-    made,
-    received,
-    sent,
+    argsort_descending,
+    cache_tensor,
+    prepend_chain,
+    to_device,
+    to_host,
 )
 from treespec.verify.scheme import Scheme
 from treespec.verify.topk import TopK
@@ -69,7 +69,7 @@ def grow_together(extend: Extend, growths: Sequence[Growing[Grown]]) -> list[Gro
     while len(grown) < len(growths):
         asked = {row: part for row, part in enumerate(found) if isinstance(part, Tensor)}
         if asked:
-            for row, numbers in zip(asked, received([*asked.values()]), strict=True):
+            for row, numbers in zip(asked, to_host([*asked.values()]), strict=True):
                 found[row] = step(row, numbers)
         else:
             frontiers = cast(Frontiers, found)
@@ -78,7 +78,7 @@ def grow_together(extend: Extend, growths: Sequence[Growing[Grown]]) -> list[Gro
     return [grown[row] for row in range(len(growths))]
 
 
-def best_tree(
+def select_best_tree(
     tokens: Sequence[Tensor], orders: Sequence[Tensor], scores: Sequence[Tensor], nodes: int
 ) -> tuple[TokenTree, Tensor]:
     """The tree of the best candidates, or [...] trees of a batch, and their columns [..., N].
@@ -102,24 +102,26 @@ def best_tree(
     first = scores[0]
     device = tokens[0].device
     *batch, children = first.shape
-    unbeaten = made(torch.full, (*batch, 2), torch.nan, dtype=first.dtype, device=first.device)
-    ranked = sent(best_first(torch.cat([unbeaten, *scores], -1)), device)
+    unbeaten = cache_tensor(
+        torch.full, (*batch, 2), torch.nan, dtype=first.dtype, device=first.device
+    )
+    ranked = to_device(argsort_descending(torch.cat([unbeaten, *scores], -1)), device)
     kept = ranked[..., 1 : nodes + 1]
 
     # 2. Tokens and parents of those to keep.
     widths = tuple(order.shape[-1] for order in orders)
-    facts = made(column_facts, widths, children, device)
+    facts = cache_tensor(build_column_facts, widths, children, device)
     known = facts[:4, kept]
-    zero = made(torch.zeros, (*batch, 1), dtype=torch.int64, device=device)
+    zero = cache_tensor(torch.zeros, (*batch, 1), dtype=torch.int64, device=device)
     row = torch.cat([zero, *tokens, *orders], -1)
     drafted, place = row.expand(2, *row.shape).gather(-1, known[1:3])
     number = torch.empty_like(ranked).scatter_(-1, ranked, facts[4].expand_as(ranked))
     parents = number.gather(-1, known[3] + place)
-    return TokenTree(drafted, parents, known[0], ancestor_mask(parents)), kept
+    return TokenTree(drafted, parents, known[0], build_ancestor_mask(parents)), kept
 
 
-def column_facts(widths: tuple[int, ...], children: int, device: torch.device) -> Tensor:
-    """[5, 2 + M] of each column of `best_tree`: depth, itself, link and first; and -1, 0, 1, 2, …
+def build_column_facts(widths: tuple[int, ...], children: int, device: torch.device) -> Tensor:
+    """[5, 2 + M] of each column of `select_best_tree`: depth, itself, link and first; and -1, 0, 1, 2, …
 
     widths: expanded nodes of each level but the last.
     """
@@ -129,32 +131,32 @@ def column_facts(widths: tuple[int, ...], children: int, device: torch.device) -
     first = (counts.cumsum(0) - counts).clamp_min(1)[depth - 1]
     link = len(column) - 1 + (column - 2) // children
     first[:2] = link[: 2 + children] = 0
-    return sent(torch.stack([depth, column, link, first, column - 1]), device)
+    return to_device(torch.stack([depth, column, link, first, column - 1]), device)
 
 
-def drafts_of(levels: list[Drawn]) -> Drafts | None:
+def concat_levels(levels: list[Drawn]) -> Drafts | None:
     """The distributions and draws of all levels; None without any level."""
     if not levels:
         return None
     nodes = torch.cat([level.nodes for level in levels])
-    q = table([level.q for level in levels])
-    return Drafts(nodes, q, stack([level.draws for level in levels]))
+    q = pad_and_concat([level.q for level in levels])
+    return Drafts(nodes, q, stack_draws([level.draws for level in levels]))
 
 
-def stack(draws: list[Draws]) -> Draws:
+def stack_draws(draws: list[Draws]) -> Draws:
     """The draws of several levels as one table. Absent draws pad the narrower levels."""
 
-    tokens = table([level.tokens for level in draws], -1)
+    tokens = pad_and_concat([level.tokens for level in draws], -1)
     sure = None
     if draws[0].sure is not None:
-        sure = table([level.sure for level in draws], False)
+        sure = pad_and_concat([level.sure for level in draws], False)
     uniforms = None
     if draws[0].uniforms is not None:
-        uniforms = table([level.uniforms for level in draws])
+        uniforms = pad_and_concat([level.uniforms for level in draws])
     return Draws(tokens, sure, uniforms)
 
 
-def table(levels: Sequence[Any], fill: float = 0.0) -> Tensor:
+def pad_and_concat(levels: Sequence[Any], fill: float = 0.0) -> Tensor:
     """[I, V] or [I, K, ...]: the rows of several levels. `fill` pads the narrower levels in K.
 
     Levels [1, 3] and [2, 2]:
@@ -187,8 +189,8 @@ class ShapedDrafts:
     in_target: Tensor
 
 
-def shape_drafts(
-    by: Distribution, paths: Sequence[Path], logits: Tensor, vocabulary: Tensor | None, size: int
+def process_draft_logits(
+    by: Sampler, paths: Sequence[Path], logits: Tensor, vocabulary: Tensor | None, size: int
 ) -> ShapedDrafts:
     """Draft logits as the target's are shaped, over a draft vocabulary of N tokens or all V = `size`.
 
@@ -202,10 +204,10 @@ def shape_drafts(
     # 1. One row a path, over all V tokens.
     rows = to_float(logits)
     if vocabulary is None:
-        in_target = by.shape(paths, rows)
+        in_target = by.process_logits(paths, rows)
         in_draft = in_target
     else:
-        in_target = by.shape(paths, spread(rows, vocabulary, size, -torch.inf))
+        in_target = by.process_logits(paths, spread(rows, vocabulary, size, -torch.inf))
         in_draft = in_target[:, vocabulary]
 
     # 2. Rows without an allowed token stay.
@@ -213,40 +215,40 @@ def shape_drafts(
     return ShapedDrafts(torch.where(is_empty, rows, in_draft), in_target)
 
 
-def with_chain(
+def prepend_forced_chain(
     root: Tensor,
     chain: Sequence[int],
     tree: TokenTree,
     scheme: Scheme,
     generator: torch.Generator,
 ) -> TokenTree:
-    """A tree with forced tokens above it (`treespec.trees.tree.hung_below`).
+    """A tree with forced tokens above it (`treespec.trees.tree.prepend_chain`).
 
     A forced token is a draw from a one-hot q, so every verifier answers it as any other draw.
     root: [1] int64, on the host. chain: n tokens; the tree's root carries the last one. scheme: of the draws.
     """
     # 1. Without draft distributions, the children are a function of the text anyway.
-    hung = hung_below(root, chain, tree)
+    hung = prepend_chain(root, chain, tree)
     drafts = hung.drafts
     if drafts is None:
         return hung
 
     # 2. The draws at the chain's nodes.
-    q = one_hot(sent(chain, drafts.q.device), drafts.q.shape[-1]).to(drafts.q)  # [n, V]
+    q = one_hot(to_device(chain, drafts.q.device), drafts.q.shape[-1]).to(drafts.q)  # [n, V]
     drawn = scheme.draw(q, 1, generator)
 
     # 3. They stand before the tree's.
     nodes = torch.arange(len(chain), device=drafts.nodes.device)
     of_chain = Drawn(nodes, q, drawn)
     of_tree = Drawn(drafts.nodes, drafts.q, drafts.draws)
-    return replace(hung, drafts=drafts_of([of_chain, of_tree]))
+    return replace(hung, drafts=concat_levels([of_chain, of_tree]))
 
 
-def in_drafts(
+def to_draft_ids(
     chain: Sequence[int], vocabulary: Tensor | None, device: torch.device
 ) -> Tensor | None:
     """[n] the draft tokens of a chain; None where one of them is not in the draft vocabulary [N]."""
-    tokens = sent(chain, device)
+    tokens = to_device(chain, device)
     if vocabulary is None:
         return tokens
     draft_tokens = torch.searchsorted(vocabulary, tokens).clamp_max(len(vocabulary) - 1)
@@ -271,7 +273,7 @@ class ForcedDrafter(Drafter):
             return root
         return chain[-1]
 
-    def hung(
+    def prepend_forced_all(
         self, roots: Tensor, trees: Sequence[TokenTree], generators: Sequence[torch.Generator]
     ) -> list[TokenTree]:
         """The trees below the forced tokens. Each tree's root is the last of them (`end`).
@@ -283,6 +285,6 @@ class ForcedDrafter(Drafter):
             roots.split(1), self.forced, trees, generators, strict=True
         ):
             if forced.ids:
-                tree = with_chain(root, forced.ids, tree, self.scheme, generator)
+                tree = prepend_forced_chain(root, forced.ids, tree, self.scheme, generator)
             hung_trees.append(tree)
         return hung_trees

@@ -16,24 +16,24 @@ from torch import Tensor
 from treespec.draft.auto.builder import AutoBuilder
 from treespec.draft.auto.cost import CostBy
 from treespec.draft.builders import TreeBuilder
-from treespec.draft.calibration import Calibration, sharpened
+from treespec.draft.calibration import Calibration, scale_by_sharpness
 from treespec.draft.drafter import Frontier, Frontiers, GrowthKey, Proposer, join_states
 from treespec.draft.lookup.one_hot import OneHotDrafter
-from treespec.draft.pairing import DraftModel, check_fit
+from treespec.draft.pairing import ProposerInfo, check_fit
 from treespec.draft.tree_assembly import (
     ForcedDrafter,
     Growth,
     grow_together,
-    in_drafts,
-    shape_drafts,
+    process_draft_logits,
+    to_draft_ids,
 )
-from treespec.draft.vocabulary import in_target
+from treespec.draft.vocabulary import to_target_tokens
 from treespec.model.cache import TreeCache
 from treespec.sampling.noise import Noise
 from treespec.sampling.params import SamplingParams
-from treespec.sampling.sampler import Distribution, Path
+from treespec.sampling.sampler import Path, Sampler
 from treespec.trees.shape import Policy
-from treespec.trees.tree import TokenTree, root_only, sent
+from treespec.trees.tree import TokenTree, build_root_tree, to_device
 from treespec.verify.scheme import Scheme
 
 MOST_STEPS = 8  # forced tokens that a draft model steps along; each step costs a draft forward
@@ -66,7 +66,7 @@ class TreeDrafter(ForcedDrafter):
         cache: OneHotDrafter | None = None,
     ) -> None:
         has_head = proposer.head is not None
-        draft_model = DraftModel(has_head, proposer.max_depth, proposer.at_once)
+        draft_model = ProposerInfo(has_head, proposer.max_depth, proposer.at_once)
         check_fit(policy, scheme, draft_model)
         self.proposer = proposer
         self.scheme = scheme
@@ -78,18 +78,18 @@ class TreeDrafter(ForcedDrafter):
         self.times = times
         self.now = time.perf_counter
         self.cache = cache
-        self.states = [self._new_builder()]
+        self.states = [self._build_tree_builder()]
 
     @torch.no_grad()
     def draft_trees(
         self,
         roots: Tensor,
-        distributions: Sequence[Distribution],
+        distributions: Sequence[Sampler],
         generators: Sequence[torch.Generator],
         cache: TreeCache,
         now: Callable[[], float] = time.perf_counter,
     ) -> list[TokenTree]:
-        self.forced = [distribution.forced() for distribution in distributions]
+        self.forced = [distribution.list_forced_tokens() for distribution in distributions]
         self.distributions = distributions
         self.now = now
         self.paths: list[list[Path]] = [[] for _ in distributions]
@@ -100,9 +100,9 @@ class TreeDrafter(ForcedDrafter):
         # 1. The cache's trees where they are preferred, and sequences without drafts this cycle.
         each = roots.tolist()
         device = generators[0].device
-        self.offers = [self._offer(row, root, device) for row, root in enumerate(each)]
+        self.offers = [self._offer_cache_tree(row, root, device) for row, root in enumerate(each)]
         pauses = [
-            offer is not None or builder.pauses(by.params, len(each)) or forced.ends
+            offer is not None or builder.should_skip_cycle(by.params, len(each)) or forced.ends
             for offer, builder, by, forced in zip(
                 self.offers, self.states, distributions, self.forced, strict=True
             )
@@ -120,7 +120,7 @@ class TreeDrafter(ForcedDrafter):
         logits = [row for row in begun if row is not None]
         noises = [by.noise for by in distributions if by.noise]
         params = distributions[0].params
-        apart = any(by.shapers or by.listened for by in distributions)
+        apart = any(by.processors or by.wants_draft_logits for by in distributions)
         apart = apart or any(forced.ids for forced in self.forced)
         apart = apart or self.proposer.at_once or len(logits) < len(each)
         if noises:  # a CPU makes the noise of a level when the tree gets there
@@ -134,34 +134,36 @@ class TreeDrafter(ForcedDrafter):
             self.noise = noise
             if alike:  # they depend on nothing but the draft logits and noise, level by level
                 whole = torch.stack([row for row in begun if row is not None])
-                root, self.depths[0] = sent(ends[:, None], whole.device), -1
+                root, self.depths[0] = to_device(ends[:, None], whole.device), -1
                 as_scored = params if noise is None else SamplingParams(1.0)
-                first = self._scored(0, whole)
+                first = self._score_logits(0, whole)
                 growths = [self.states[0].grow(root, first, as_scored, generators[0])]
             else:
-                by_row = zip(sent(ends, device).split(1), begun, generators, strict=True)
-                growths = [self._growth(row, *parts) for row, parts in enumerate(by_row)]
+                by_row = zip(to_device(ends, device).split(1), begun, generators, strict=True)
+                growths = [self._start_growth(row, *parts) for row, parts in enumerate(by_row)]
             trees = grow_together(self.extend, growths)
             vocabulary = self.proposer.vocabulary
             if vocabulary is None:
                 return trees
-            return [in_target(tree, vocabulary, self.proposer.vocab_size) for tree in trees]
+            return [to_target_tokens(tree, vocabulary, self.proposer.vocab_size) for tree in trees]
 
         # 4. By a graph, where nothing else decides them.
-        noise = None if apart or not noises else self._noise(noises)
+        noise = None if apart or not noises else self._get_noise(noises)
         greedy = self.scheme.deterministic or all(by.params.greedy for by in distributions)
-        settled = [builder.settled() for builder in self.states] if greedy and not apart else []
+        settled = (
+            [builder.build_graph_key() for builder in self.states] if greedy and not apart else []
+        )
         if settled and all(settled):
             policies = tuple(policy for policy in settled if policy)
             noise_params = None
             if noises:
                 noise_params = params
             key = GrowthKey(policies, noise_params)
-            trees = self.proposer.repeated(grown, roots, logits, noise, key)
+            trees = self.proposer.grow_by_graph(grown, roots, logits, noise, key)
         else:
             ends = torch.tensor(list(map(self.end, range(len(each)), each)))
             if all(pauses):
-                trees = list(map(root_only, sent(ends, device).split(1)))
+                trees = list(map(build_root_tree, to_device(ends, device).split(1)))
             else:
                 trees = grown(ends, begun, noise)
         if alike:
@@ -169,9 +171,9 @@ class TreeDrafter(ForcedDrafter):
             parts = zip(tree.tokens, tree.parents, tree.depth, tree.ancestors, strict=True)
             trees = [TokenTree(*part) for part in parts]
         chosen = [offer or tree for offer, tree in zip(self.offers, trees, strict=True)]
-        return self.hung(roots, chosen, generators)
+        return self.prepend_forced_all(roots, chosen, generators)
 
-    def _offer(self, row: int, root: int, device: torch.device) -> TokenTree | None:
+    def _offer_cache_tree(self, row: int, root: int, device: torch.device) -> TokenTree | None:
         """The cache's tree, if it is preferred to the draft model's. root: its token."""
         forced = self.forced[row]
         if not self.cache or forced.ends:
@@ -179,11 +181,11 @@ class TreeDrafter(ForcedDrafter):
         guess = self.cache.guess(row, [root, *forced.ids])
         nodes = 1 + len(guess.tokens)
         choice = self.states[row].choice
-        if nodes > 1 and choice.prefers_cache(guess.score, nodes, self.cache.cost):
-            return guess.tree(self.end(row, root), device)
+        if nodes > 1 and choice.should_use_cache(guess.score, nodes, self.cache.cost):
+            return guess.build_token_tree(self.end(row, root), device)
         return None
 
-    def _growth(
+    def _start_growth(
         self, row: int, root: Tensor, logits: Tensor | None, generator: torch.Generator
     ) -> Growth:
         """The growth of a sequence's tree.
@@ -192,7 +194,7 @@ class TreeDrafter(ForcedDrafter):
         None: it has no drafts in this cycle.
         """
         if logits is None:
-            return root_only(root)
+            return build_root_tree(root)
         builder = self.states[row]
         proposer = self.proposer
         chain = self.forced[row].ids
@@ -203,25 +205,25 @@ class TreeDrafter(ForcedDrafter):
         deepest = proposer.max_depth
         levels = len(chain) + self.policy.max_depth
         if chain:
-            drafted = in_drafts(chain, proposer.vocabulary, logits.device)
+            drafted = to_draft_ids(chain, proposer.vocabulary, logits.device)
             too_deep = deepest is not None and levels > deepest
             if len(chain) > MOST_STEPS or too_deep or drafted is None:
-                return root_only(root)
+                return build_root_tree(root)
             for token in drafted.split(1):
                 logits = yield Frontier(token, torch.zeros_like(token))
 
         # 2. The tree below them, from logits that the sequence's processors change and listeners hear.
-        if by.shapers or by.listened:
+        if by.processors or by.wants_draft_logits:
             self.paths[row] = [tuple(chain)]
-            logits = self._shaped(row, logits)
+            logits = self._process_logits(row, logits)
         ahead = None
         if proposer.at_once:
-            ahead = partial(self._ahead, row)
+            ahead = partial(self._score_all_levels, row)
         params = by.params
         if by.noise:
             params = SamplingParams(1.0)  # what `_scored` gives is sampled already
         self.depths[row] = len(chain) - 1
-        scores = self._scored(row, logits)
+        scores = self._score_logits(row, logits)
         return (yield from builder.grow(root, scores, params, generator, ahead))
 
     def extend(self, frontiers: Frontiers) -> list[Tensor]:
@@ -236,63 +238,65 @@ class TreeDrafter(ForcedDrafter):
                     tokens = self.proposer.vocabulary[tokens]
                 links = zip(frontier.parent_rows.tolist(), tokens.tolist(), strict=True)
                 self.paths[row] = [(*above[parent], token) for parent, token in links]
-                logits[row] = self._shaped(row, logits[row])
+                logits[row] = self._process_logits(row, logits[row])
             if row in self.depths:
-                logits[row] = self._scored(row, logits[row])
+                logits[row] = self._score_logits(row, logits[row])
         return logits
 
-    def _scored(self, row: int, logits: Tensor) -> Tensor:
+    def _score_logits(self, row: int, logits: Tensor) -> Tensor:
         """[F, N], of sequences that grow as one [B, 1, N] and then [B F, N]: draft logits, or scores by noise."""
         by = self.distributions[row]
         self.depths[row] = depth = self.depths[row] + 1
-        logits = self._sharpened(row, logits, depth)
+        logits = self._sharpen_logits(row, logits, depth)
         if not by.noise:
             return logits
         if self.noise is None:
-            return by.scores(logits, depth, self.proposer.vocabulary)
+            return by.score_tokens(logits, depth, self.proposer.vocabulary)
         texts = slice(None) if self.alike else slice(row, row + 1)
         noise = self.noise[texts, depth, None]  # [texts, 1, N]
         by_text = logits.reshape(len(noise), -1, logits.shape[-1])
-        return by.noisy(by_text, noise).reshape(logits.shape)
+        return by.add_noise(by_text, noise).reshape(logits.shape)
 
-    def _sharpened(self, row: int, logits: Tensor, depth: int) -> Tensor:
+    def _sharpen_logits(self, row: int, logits: Tensor, depth: int) -> Tensor:
         """Draft logits below nodes of a depth, times the calibration's factor above temperature 0."""
         params = self.distributions[row].params
         if params.greedy:
             return logits
-        return sharpened(logits, depth, self.sharpness)
+        return scale_by_sharpness(logits, depth, self.sharpness)
 
-    def _noise(self, noises: Sequence[Noise]) -> Tensor:
+    def _get_noise(self, noises: Sequence[Noise]) -> Tensor:
         """[B, D, N] the noise of all levels that a tree may have."""
         deep = self.policy.max_depth
         vocabulary = self.proposer.vocabulary
         levels: list[Tensor] = []
         for of_sequence in noises:
-            levels += map(of_sequence.at, range(deep))
+            levels += map(of_sequence.get_level, range(deep))
         noise = torch.stack(levels)  # [B D, V]
         if vocabulary is not None:
             noise = noise[:, vocabulary]
         return noise.unflatten(0, (-1, deep))
 
-    def _ahead(self, row: int) -> Tensor:
+    def _score_all_levels(self, row: int) -> Tensor:
         """[D, N] draft logits or scores of all levels of a sequence's tree."""
         above = len(self.forced[row].ids)
         by = self.distributions[row]
         levels = []
-        for depth, logits in enumerate(self.proposer.levels(row)[above:].split(1), above):
-            scores = self._sharpened(row, logits, depth)
+        for depth, logits in enumerate(
+            self.proposer.compute_all_levels(row)[above:].split(1), above
+        ):
+            scores = self._sharpen_logits(row, logits, depth)
             if by.noise:
-                scores = by.scores(scores, depth, self.proposer.vocabulary)
+                scores = by.score_tokens(scores, depth, self.proposer.vocabulary)
             levels.append(scores)
         return torch.cat(levels)
 
-    def _shaped(self, row: int, logits: Tensor) -> Tensor:
+    def _process_logits(self, row: int, logits: Tensor) -> Tensor:
         """[F, N] a sequence's draft logits below the nodes of `paths`, as its processors change them."""
         by = self.distributions[row]
         paths = self.paths[row]
         vocabulary = self.proposer.vocabulary
-        shaped = shape_drafts(by, paths, logits, vocabulary, self.proposer.vocab_size)
-        if by.listened:
+        shaped = process_draft_logits(by, paths, logits, vocabulary, self.proposer.vocab_size)
+        if by.wants_draft_logits:
             self.heard[row].update(zip(paths, shaped.in_target, strict=True))
         return shaped.in_draft
 
@@ -323,7 +327,7 @@ class TreeDrafter(ForcedDrafter):
 
     def rewind(self, lengths: Sequence[int]) -> None:
         self.proposer.rewind(lengths)
-        self.states = [self._new_builder() for _ in lengths]
+        self.states = [self._build_tree_builder() for _ in lengths]
         if self.cache:
             self.cache.rewind(lengths)
 
@@ -354,7 +358,7 @@ class TreeDrafter(ForcedDrafter):
         if self.cache:
             self.cache.select(rows)
 
-    def _new_builder(self) -> TreeBuilder:
+    def _build_tree_builder(self) -> TreeBuilder:
         builder_class = TreeBuilder
         if self.policy.timed:
             builder_class = AutoBuilder

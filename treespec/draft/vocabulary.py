@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from treespec.errors import InputError
-from treespec.files.atomic import read_json, sealed, write_text
+from treespec.files.atomic import add_checksum, read_json, write_text
 from treespec.heads.head import Head
 from treespec.model.target import Target
 from treespec.trees.tree import Drafts, TokenTree
 
-FILE = "draft_vocab.json"
-AGAIN = "make it again with treespec calibrate --draft-vocab, or delete it to draft all"
+DRAFT_VOCABULARY_FILE = "draft_vocab.json"
+DRAFT_VOCABULARY_ADVICE = (
+    "make it again with treespec calibrate --draft-vocab, or delete it to draft all"
+)
 
 
 def restrict(head: Head, target: Target, tokens: Tensor) -> None:
@@ -32,13 +34,13 @@ def restrict(head: Head, target: Target, tokens: Tensor) -> None:
     tokens = tokens.to(target.output_device)
     if head.vocabulary is not None and not torch.isin(tokens, head.vocabulary).any():
         raise InputError(
-            f"{FILE} and the head's own d2t have no token in common: delete {FILE} to draft all of "
+            f"{DRAFT_VOCABULARY_FILE} and the head's own d2t have no token in common: delete {DRAFT_VOCABULARY_FILE} to draft all of "
             "d2t"
         )
     head.restrict(tokens, target)
 
 
-def whole(logits: Tensor, head: Head, target: Target) -> Tensor:
+def expand_logits(logits: Tensor, head: Head, target: Target) -> Tensor:
     """[..., N] logits of a head's draft tokens -> [..., V], -inf for tokens it does not draft."""
     if head.vocabulary is None:
         return logits
@@ -50,7 +52,7 @@ def spread(rows: Tensor, vocabulary: Tensor, size: int, fill: float = 0.0) -> Te
     return rows.new_full((*rows.shape[:-1], size), fill).index_copy_(-1, vocabulary, rows)
 
 
-def in_target(tree: TokenTree, vocabulary: Tensor, size: int) -> TokenTree:
+def to_target_tokens(tree: TokenTree, vocabulary: Tensor, size: int) -> TokenTree:
     """Renumber a tree from a draft vocabulary [N] to the target's V = `size` tokens.
 
     Its root is the target's token already.
@@ -67,7 +69,9 @@ def in_target(tree: TokenTree, vocabulary: Tensor, size: int) -> TokenTree:
     return replace(tree, tokens=tokens, drafts=drafts)
 
 
-def most_frequent(texts: Sequence[Tensor], number: int, target: Target) -> tuple[Tensor, float]:
+def find_most_frequent(
+    texts: Sequence[Tensor], number: int, target: Target
+) -> tuple[Tensor, float]:
     """The tokens of a draft vocabulary, [number] int64 ascending, and their share of the texts.
 
     texts: int64 tokens, [T] each. The end tokens of the target are among them in any case, as every
@@ -87,8 +91,10 @@ def most_frequent(texts: Sequence[Tensor], number: int, target: Target) -> tuple
 
 def save_vocabulary(tokens: Tensor, coverage: float, folder: str | Path) -> None:
     """Write the vocabulary file, whole or not at all. Raises InputError if that fails."""
-    fields = sealed({"coverage": round(coverage, 6), "tokens": tokens.tolist()})
-    write_text(Path(folder) / FILE, json.dumps(fields) + "\n")  # thousands of numbers: one line
+    fields = add_checksum({"coverage": round(coverage, 6), "tokens": tokens.tolist()})
+    write_text(
+        Path(folder) / DRAFT_VOCABULARY_FILE, json.dumps(fields) + "\n"
+    )  # thousands of numbers: one line
 
 
 def load_vocabulary(folder: str | Path, vocab_size: int) -> Tensor | None:
@@ -96,15 +102,15 @@ def load_vocabulary(folder: str | Path, vocab_size: int) -> Tensor | None:
 
     Raises InputError for anything but ascending tokens below V.
     """
-    file = Path(folder) / FILE
+    file = Path(folder) / DRAFT_VOCABULARY_FILE
     if not file.exists():
         return None
-    tokens = read_json(file, AGAIN).get("tokens")
+    tokens = read_json(file, DRAFT_VOCABULARY_ADVICE).get("tokens")
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-        raise InputError(f"{file} is not understood: {AGAIN}")
+        raise InputError(f"{file} is not understood: {DRAFT_VOCABULARY_ADVICE}")
     if not tokens or sorted({*tokens}) != tokens or tokens[0] < 0 or tokens[-1] >= vocab_size:
         raise InputError(
             f"{file} must hold tokens of the target in ascending order, from 0 to {vocab_size - 1}: "
-            f"{AGAIN}"
+            f"{DRAFT_VOCABULARY_ADVICE}"
         )
     return torch.tensor(tokens)

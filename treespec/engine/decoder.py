@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from treespec.draft.drafter import Drafter
-from treespec.engine.batch import Batch, admitted
-from treespec.engine.request import Piece, Recorded, Request, take
+from treespec.engine.batch import Batch, pop_admissible
+from treespec.engine.request import CycleRecord, Piece, Request, take
 from treespec.engine.stats import shared
 from treespec.errors import InputError, SupersededError
 from treespec.files.locks import alone_with
@@ -19,11 +19,11 @@ from treespec.kernels import ops as kernels
 from treespec.model.cache import TreeCache
 from treespec.model.target import Target
 from treespec.sampling.noise import Noise
-from treespec.sampling.sampler import Path, node_paths
-from treespec.trees.tree import TokenTree, cut_below, root_only, sent
+from treespec.sampling.sampler import Path, list_node_paths
+from treespec.trees.tree import TokenTree, build_root_tree, cut_below, to_device
 from treespec.verify.walk import Verdict, Verifier, judge_all
 
-UNREAD = Verdict([], [0])
+NO_VERDICT = Verdict([], [0])
 NOT_NUMBERS = (
     "the target's logits are not numbers (NaN): its weights are damaged, or its dtype is too narrow "
     "for it; try --dtype float32"
@@ -52,20 +52,20 @@ class Decoder:
         self.target = target
         self.verifier = verifier
         self.models = [target.model, *draft_models]
-        self.rows = Batch(target, drafter)
+        self.batch = Batch(target, drafter)
         self.lock = RLock()
-        self.latest = object()  # marks the iteration that the texts belong to
-        self.sound = True  # False within a cycle, and after an interrupted one
+        self.active_run = object()  # marks the iteration that the texts belong to
+        self.is_consistent = True  # False within a cycle, and after an interrupted one
         self.stretch: int | None = None
         self.seconds = 0.0, 0.0  # of the prefill and the cycle of the latest step
 
     @property
     def cache(self) -> TreeCache:
-        return self.rows.cache
+        return self.batch.cache
 
     @property
     def drafter(self) -> Drafter | None:
-        return self.rows.drafter
+        return self.batch.drafter
 
     @torch.inference_mode()
     def run(self, texts: Sequence[Request], batch: int = 1) -> Iterator[tuple[Request, Piece]]:
@@ -77,65 +77,67 @@ class Decoder:
         may use the models, or begin an iteration, which ends this one with a SupersededError.
         """
         with self.lock:  # waits while another thread holds the lock for its whole answer
-            iteration = self.latest = object()
-            for text in self.rows.texts:
+            iteration = self.active_run = object()
+            for text in self.batch.requests:
                 text.cancelled = True
-            for own in self.rows.entering:
-                own.text.cancelled = True
+            for own in self.batch.prefilling:
+                own.request.cancelled = True
         waiting = deque(texts)
         running = False
         while waiting or running:
             with self.lock, alone_with(self.models):
-                if self.latest is not iteration:
+                if self.active_run is not iteration:
                     raise SupersededError
-                entering = admitted(waiting, self.rows.running, batch)
-                begun = [own.text for own in self.rows.entering] + self.rows.texts
-                pieces = self.step(entering)
-                running = bool(self.rows.running or self.rows.entering)
+                entering = pop_admissible(waiting, self.batch.running, batch)
+                begun = [own.request for own in self.batch.prefilling] + self.batch.requests
+                pieces = self.run_step(entering)
+                running = bool(self.batch.running or self.batch.prefilling)
             yield from pieces
             for text in entering + begun:
                 if text.error:
                     raise text.error
 
-    def step(self, entering: Sequence[Request]) -> list[tuple[Request, Piece]]:
+    def run_step(self, entering: Sequence[Request]) -> list[tuple[Request, Piece]]:
         """Ended texts leave, texts enter, and all go through a cycle. Returns the pieces.
 
         A text whose prompt is not complete goes without the cycle.
         The caller holds the models, in inference mode. What concerns one text ends that text:
         it gets the error, and the others go on. An error that this raises ends all of them.
         """
-        rows = self.rows
-        if not self.sound:  # an interrupt may have left cache, texts and drafter inconsistent
+        rows = self.batch
+        if (
+            not self.is_consistent
+        ):  # an interrupt may have left cache, texts and drafter inconsistent
             rows.clear()
-        self.sound = False
+        self.is_consistent = False
         began = time.perf_counter()
         size = self.target.vocab_size
         device = self.target.output_device
         kernel = None
-        if device.type == "cpu" and kernels.library():
-            kernel = kernels.noise
+        if device.type == "cpu" and kernels.load_kernels():
+            kernel = kernels.fill_noise
         for text in entering:
-            if self.verifier.coupled and not text.distribution.greedy:
+            if self.verifier.coupled and not text.sampler.greedy:
                 seed = text.generator.initial_seed()
-                text.distribution.noise = Noise(seed, size, device, kernel)
-        rows.exchange(entering, self.stretch)
+                text.sampler.noise = Noise(seed, size, device, kernel)
+        rows.admit_and_release(entering, self.stretch)
         entered = time.perf_counter()
         pieces: list[tuple[Request, Piece]] = []
         if rows.running:
-            pieces = self._cycle()
+            pieces = self._run_cycle()
         self.seconds = entered - began, time.perf_counter() - entered
         if not rows.running:
-            rows.exchange(most=0)  # frees the rows
-        self.sound = True
+            rows.admit_and_release(most=0)  # frees the rows
+        self.is_consistent = True
         return pieces
 
-    def _cycle(self) -> list[tuple[Request, Piece]]:
+    def _run_cycle(self) -> list[tuple[Request, Piece]]:
         """One forward over a tree for each text."""
         device = self.target.output_device
         drafter = self.drafter
-        texts = self.rows.texts
+        texts = self.batch.requests
         stats = [text.stats for text in texts]
-        distributions = [text.distribution for text in texts]
+        distributions = [text.sampler for text in texts]
         generators = [text.generator for text in texts]
         with shared(stats, "total"):
             # 1. Draft a tree for each text.
@@ -143,15 +145,15 @@ class Decoder:
                 roots = torch.tensor([text.root for text in texts])
                 if drafter:
                     for text in texts:
-                        text.distribution.listened = text.listener is not None
+                        text.sampler.wants_draft_logits = text.listener is not None
                     before = drafter.forward_seconds
-                    now = stats[0].now
+                    now = stats[0].read_clock
                     trees = drafter.draft_trees(roots, distributions, generators, self.cache, now)
                     for each in stats:
                         each.seconds["head"] += (drafter.forward_seconds - before) / len(texts)
                 else:
-                    trees = [root_only(root) for root in sent(roots, device).split(1)]
-                trees, numbers = self._exact_parts(trees)
+                    trees = [build_root_tree(root) for root in to_device(roots, device).split(1)]
+                trees, numbers = self._list_exact_parts(trees)
 
             # 2. Score all trees in one forward.
             with shared(stats, "target"):
@@ -164,9 +166,9 @@ class Decoder:
             with shared(stats, "verify"):
                 logits = [out.logits for out in outs]
                 judged = judge_all(self.verifier, trees, logits, distributions, generators)
-                verdicts = list(map(self._checked, texts, judged))
+                verdicts = list(map(self._check_verdict, texts, judged))
                 shaped = {
-                    row: text.distribution.shape(node_paths(trees[row]), logits[row])
+                    row: text.sampler.process_logits(list_node_paths(trees[row]), logits[row])
                     for row, text in enumerate(texts)
                     if text.listener
                 }
@@ -181,7 +183,7 @@ class Decoder:
                 for text, tokens in zip(texts, kept_tokens, strict=True):
                     text.committed += tokens[:-1]
                     text.root = tokens[-1]
-                    text.distribution.grow(tokens[1:])
+                    text.sampler.append(tokens[1:])
                 if drafter:
                     paths = [verdict.path for verdict in verdicts]
                     for row, whole in numbers.items():
@@ -190,7 +192,7 @@ class Decoder:
                     features = []
                     for out, kept in zip(outs, nodes, strict=True):
                         in_order = kept == list(range(len(kept)))  # needs no copy
-                        rows = slice(len(kept)) if in_order else sent(kept, device)
+                        rows = slice(len(kept)) if in_order else to_device(kept, device)
                         features.append(out.features[rows])
                     drafter.observe(features, list(map(torch.tensor, kept_tokens)))
 
@@ -208,31 +210,35 @@ class Decoder:
                 if drafter:
                     drafts = drafter.draft_logits(row)
                 with text.failing():
-                    cycle = Recorded(trees[row], shaped[row], drafts, verdicts[row], answers[row])
+                    cycle = CycleRecord(
+                        trees[row], shaped[row], drafts, verdicts[row], answers[row]
+                    )
                     text.listener(cycle)
             if drafter and text.memory is not None and text.remember and text.complete:
-                drafter.remember(text.memory, text.remembered)
+                drafter.remember(text.memory, text.completion_with_context)
         return [(text, piece) for row, text in enumerate(texts) for piece in answers[row]]
 
-    def _exact_parts(self, trees: list[TokenTree]) -> tuple[list[TokenTree], dict[int, list[int]]]:
+    def _list_exact_parts(
+        self, trees: list[TokenTree]
+    ) -> tuple[list[TokenTree], dict[int, list[int]]]:
         """The trees without the nodes whose logits would not be exact.
 
         Also {row: its nodes' numbers in the whole tree}, of those that were cut.
         """
         numbers: dict[int, list[int]] = {}
-        for row, deepest in enumerate(self.target.deepest(self.cache) or ()):
+        for row, deepest in enumerate(self.target.find_deepest(self.cache) or ()):
             if int(trees[row].depth.max()) > deepest:
                 trees[row], numbers[row] = cut_below(trees[row], deepest)
         return trees, numbers
 
-    def _checked(self, text: Request, verdict: Verdict | Exception) -> Verdict:
+    def _check_verdict(self, text: Request, verdict: Verdict | Exception) -> Verdict:
         """A text that cannot be judged gets the error, and a verdict that nobody reads."""
         if isinstance(verdict, Exception):
             text.error = verdict
-        elif text.distribution.error:
-            text.error = text.distribution.error
+        elif text.sampler.error:
+            text.error = text.sampler.error
         elif max(verdict.tokens) >= self.target.vocab_size:
             text.error = InputError(NOT_NUMBERS)
         else:
             return verdict
-        return UNREAD
+        return NO_VERDICT

@@ -15,12 +15,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, final
 
-from treespec.engine.request import Listener, Piece, Recorded
+from treespec.engine.request import CycleRecord, Listener, Piece
 from treespec.engine.stats import Stats
-from treespec.files.printable import one_line
-from treespec.sampling.probs import SamplingParams, probs
+from treespec.files.printable import to_one_line
+from treespec.sampling.probs import SamplingParams, compute_probs
 from treespec.sampling.sampler import Path
-from treespec.text.strings import text_after
+from treespec.text.strings import decode_after
 from treespec.trees.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -89,23 +89,23 @@ class Cycle:
         return asdict(self)
 
 
-def visible(text: str) -> str:
+def show_token(text: str) -> str:
     """A token's text in one line: outer spaces as ␣, line breaks as ↵, control characters as symbols.
 
     It may still hold markup: whoever shows it escapes it for the place.
     """
-    line = one_line(text).replace("␊", "↵").replace("␉", "⇥")
+    line = to_one_line(text).replace("␊", "↵").replace("␉", "⇥")
     return re.sub("^ +| +$", lambda spaces: "␣" * len(spaces[0]), line)
 
 
-def explained(cycle: Cycle) -> str:
+def explain_end(cycle: Cycle) -> str:
     """Why the path ends where it does, in a sentence or two."""
     # 1. What was accepted.
     count = len(cycle.path)
     own = cycle.own
     drafted = len(cycle.tokens) - 1
     children = cycle.children(own.at)
-    said = f"said “{visible(own.text)}” (p {percent(own.p)})"
+    said = f"said “{show_token(own.text)}” (p {format_percent(own.p)})"
     if not drafted:
         return f"Nothing was drafted; the target {said}."
     verb = "are"
@@ -118,7 +118,7 @@ def explained(cycle: Cycle) -> str:
     # 2. Where the target went elsewhere, and how far the draft model was from it.
     after = "at once"
     if own.at:
-        after = f"after “{visible(cycle.texts[own.at])}”"
+        after = f"after “{show_token(cycle.texts[own.at])}”"
     they_hold = f"{len(children)} children there hold"
     if len(children) == 1:
         they_hold = "one child there holds"
@@ -126,45 +126,45 @@ def explained(cycle: Cycle) -> str:
     if own.rank is not None:
         of_draft = f", the draft model's choice number {own.rank}"
     if own.q is not None:
-        of_draft += f" (q {percent(own.q)})"
+        of_draft += f" (q {format_percent(own.q)})"
     return (
         f"{accepted}. The target went elsewhere {after}: the {they_hold} "
-        f"{percent(cycle.held(own.at))} of its distribution, and it {said}{of_draft}."
+        f"{format_percent(cycle.held(own.at))} of its distribution, and it {said}{of_draft}."
     )
 
 
-def percent(value: float) -> str:
+def format_percent(value: float) -> str:
     """A probability in two digits: 0.62, and < 0.01 for what is not 0 but would look so."""
     if 0 < value < 0.005:
         return "< 0.01"
     return f"{value:.2f}"
 
 
-STAGES = ("draft", "head", "target", "verify", "commit")
+CYCLE_STAGES = ("draft", "head", "target", "verify", "commit")
 
 
-def reporting(
+def build_listener(
     on_cycle: Callable[[Cycle], object],
     tokenizer: "PreTrainedTokenizerBase | None",
     params: SamplingParams,
     stats: Stats,
 ) -> Listener:
     """A listener that calls `on_cycle` with each cycle of one sequence, whose counts are `stats`."""
-    before = dict.fromkeys(STAGES, 0.0)
+    before = dict.fromkeys(CYCLE_STAGES, 0.0)
 
-    def report(seen: Recorded) -> None:
+    def report(seen: CycleRecord) -> None:
         spent = {}
-        for stage in STAGES:
+        for stage in CYCLE_STAGES:
             spent[stage] = stats.seconds[stage] - before[stage]
             before[stage] = stats.seconds[stage]
-        on_cycle(cycle_of(stats.cycles, seen, spent, tokenizer, params))
+        on_cycle(build_cycle(stats.cycles, seen, spent, tokenizer, params))
 
     return report
 
 
-def cycle_of(
+def build_cycle(
     number: int,
-    seen: Recorded,
+    seen: CycleRecord,
     seconds: dict[str, float],
     tokenizer: "PreTrainedTokenizerBase | None",
     params: SamplingParams,
@@ -173,7 +173,7 @@ def cycle_of(
     # 1. The nodes that the walk can reach, numbered again.
     tree = seen.tree
     token = seen.verdict.tokens[-1]
-    kept = reachable(tree)
+    kept = list_reachable_nodes(tree)
     number_of = {node: place for place, node in enumerate(kept)}
     tokens = tree.tokens[kept].tolist()
     parents = [number_of.get(parent, -1) for parent in tree.parents[kept].tolist()]
@@ -185,10 +185,10 @@ def cycle_of(
     # 2. Distributions of draft and target. At temperature 0 they would be one-hot.
     if params.greedy:
         params = SamplingParams(1.0)
-    p = probs(seen.logits[kept], params)  # [N, V]
+    p = compute_probs(seen.logits[kept], params)  # [N, V]
     q: dict[Path, Tensor] = {}  # [V] by path; of several draft models the mean
     for path_above, rows in seen.draft_logits.items():
-        q[path_above] = probs(rows, params).reshape(-1, rows.shape[-1]).mean(0)
+        q[path_above] = compute_probs(rows, params).reshape(-1, rows.shape[-1]).mean(0)
 
     # 3. The nodes below the root.
     texts = [decode_token_after(tokenizer, None, tokens[0])]
@@ -225,10 +225,10 @@ def decode_token_after(
     """The text of a token after another one; its number without a tokenizer."""
     if tokenizer is None:
         return f"#{token}"
-    return text_after(tokenizer, before, token)
+    return decode_after(tokenizer, before, token)
 
 
-def reachable(tree: TokenTree) -> list[int]:
+def list_reachable_nodes(tree: TokenTree) -> list[int]:
     """The nodes but for absent draws, repeated draws and what is below them."""
     nodes: dict[tuple[int, int], int] = {}
     pairs = zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)

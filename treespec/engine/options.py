@@ -10,27 +10,27 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 from treespec.errors import InputError
-from treespec.options import MANY, nearest, option
-from treespec.sampling.compiled_grammar import KINDS
+from treespec.options import MAX_COUNT, find_nearest_name, option
+from treespec.sampling.compiled_grammar import GRAMMAR_KINDS
 from treespec.sampling.params import LogitOptions, SamplingParams
-from treespec.text.strings import readable
+from treespec.text.strings import decode_command_line
 
 if TYPE_CHECKING:
     import torch
 
     from treespec.engine.events import Cycle
-    from treespec.sampling.processors import Processor, Shaper
+    from treespec.sampling.processors import Processor, TreeLogitsProcessor
 
 Seed: TypeAlias = "int | torch.Generator | None"
 Seeds: TypeAlias = "Seed | Sequence[Seed]"
 
 
-def texts_of(words: Sequence[str]) -> tuple[str, ...]:
+def parse_stop_strings(words: Sequence[str]) -> tuple[str, ...]:
     """Stop strings as the command line gives them. Raises InputError."""
-    return tuple(readable(text, "--stop") for text in words)
+    return tuple(decode_command_line(text, "--stop") for text in words)
 
 
-def variables_of(text: str) -> Any:
+def parse_template_variables(text: str) -> Any:
     """The variables that a JSON object names. Raises InputError."""
     try:
         return json.loads(text)
@@ -57,15 +57,15 @@ class RequestOptions(SamplingParams, LogitOptions):
     PANEL = "Answers"
 
     max_new_tokens: int = option(
-        "end an answer after this number of tokens", 256, least=1, most=MANY
+        "end an answer after this number of tokens", 256, least=1, most=MAX_COUNT
     )
     stop: str | Sequence[str] = option(
         "end an answer before this text; repeat the option for several texts",
         (),
-        line=(list[str], texts_of),
+        line=(list[str], parse_stop_strings),
     )
     min_tokens: int = option(
-        "go on until an answer has this number of tokens", 0, least=0, most=MANY
+        "go on until an answer has this number of tokens", 0, least=0, most=MAX_COUNT
     )
     ignore_eos: bool = option("go on after end-of-sequence tokens", False)
     json_schema: Mapping[str, object] | str | bool | None = option(
@@ -76,11 +76,11 @@ class RequestOptions(SamplingParams, LogitOptions):
     chat_template_kwargs: Mapping[str, object] | None = option(
         'variables for the chat template, as in {"enable_thinking": false}',
         None,
-        line=(str, variables_of),
+        line=(str, parse_template_variables),
     )
     logprobs: bool = option("give the log-probability of each token", False, line=None)
     top_logprobs: int = option(
-        "and those of this number of most likely tokens", 0, least=0, most=MANY, line=None
+        "and those of this number of most likely tokens", 0, least=0, most=MAX_COUNT, line=None
     )
     memory: str | None = option("for --drafter suffix: whose answers to draft from", "", line=None)
     remember: bool = option("whether this answer joins them", True, line=None)
@@ -113,15 +113,19 @@ class RequestOptions(SamplingParams, LogitOptions):
         """Options that exclude each other. Raises InputError."""
         if self.min_tokens > self.max_new_tokens:
             raise InputError(
-                f"{self.named('min_tokens')} is {self.min_tokens}, must be at most "
-                f"{self.named('max_new_tokens')}, {self.max_new_tokens}"
+                f"{self.format_option_name('min_tokens')} is {self.min_tokens}, must be at most "
+                f"{self.format_option_name('max_new_tokens')}, {self.max_new_tokens}"
             )
-        forms = [self.named(name) for name in KINDS if getattr(self, name) is not None]
+        forms = [
+            self.format_option_name(name)
+            for name in GRAMMAR_KINDS
+            if getattr(self, name) is not None
+        ]
         if len(forms) > 1:
             raise InputError(f"{' and '.join(forms)} are given: leave out all but one")
         if forms and self.ignore_eos:
             raise InputError(
-                f"{forms[0]} and {self.named('ignore_eos')} are given: an end token ends the {forms[0]}"
+                f"{forms[0]} and {self.format_option_name('ignore_eos')} are given: an end token ends the {forms[0]}"
             )
 
 
@@ -129,20 +133,22 @@ def has_only_strings(values: Iterable[object]) -> bool:
     return all(isinstance(value, str) for value in values)
 
 
-NAMES = tuple(known.name for known in fields(RequestOptions))
+REQUEST_OPTION_NAMES = tuple(known.name for known in fields(RequestOptions))
 
 
-def requested(options: Mapping[str, Any], *more: str) -> RequestOptions:
+def parse_request_options(options: Mapping[str, Any], *more: str) -> RequestOptions:
     """The checked options of a request. more: names known besides. Raises InputError."""
-    known = NAMES + more
+    known = REQUEST_OPTION_NAMES + more
     for name in options:
         if name not in known:
-            hint = nearest(name, known)
+            hint = find_nearest_name(name, known)
             raise InputError(f"unknown option {name}{hint}: there are {', '.join(known)}")
-    return RequestOptions(**{name: value for name, value in options.items() if name in NAMES})
+    return RequestOptions(
+        **{name: value for name, value in options.items() if name in REQUEST_OPTION_NAMES}
+    )
 
 
-class Keywords(TypedDict, total=False):
+class RequestKeywords(TypedDict, total=False):
     """The fields of `RequestOptions` as keywords, for type checkers."""
 
     temperature: float
@@ -153,7 +159,7 @@ class Keywords(TypedDict, total=False):
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
-    logits_processor: "Processor | Shaper | Sequence[Processor | Shaper]"
+    logits_processor: "Processor | TreeLogitsProcessor | Sequence[Processor | TreeLogitsProcessor]"
     max_new_tokens: int
     stop: str | Sequence[str]
     min_tokens: int
@@ -169,7 +175,7 @@ class Keywords(TypedDict, total=False):
     on_cycle: "Callable[[Cycle], object]"
 
 
-class BatchKeywords(Keywords, total=False):
+class BatchKeywords(RequestKeywords, total=False):
     """The options of `Spec.generate`: of each answer, and of several together."""
 
     batch: int | None

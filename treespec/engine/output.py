@@ -7,7 +7,7 @@ from threading import Condition, Event, RLock
 from typing import final
 
 from treespec.engine.request import Piece, Request, TokenLogprob
-from treespec.engine.stats import Stats, figures_of
+from treespec.engine.stats import Stats, format_stats
 from treespec.errors import InputError
 
 
@@ -27,7 +27,7 @@ class Output:
         return self.text
 
     def __repr__(self) -> str:
-        return f"Output({figures_of(self.stats)})"
+        return f"Output({format_stats(self.stats)})"
 
 
 @final
@@ -84,10 +84,10 @@ class Stream:
     @property
     def output(self) -> Output:
         """The answer so far."""
-        return output_of(self._seen, self.stats)
+        return join_pieces(self._seen, self.stats)
 
 
-def output_of(pieces: Sequence[Piece], stats: Stats) -> Output:
+def join_pieces(pieces: Sequence[Piece], stats: Stats) -> Output:
     """The pieces as one answer."""
     token_ids: list[int] = []
     logprobs: list[TokenLogprob] | None = None
@@ -160,7 +160,7 @@ class Completion:
     def output(self) -> Output:
         """The answer so far."""
         with self._changed:
-            return output_of(self._pieces, self.stats)
+            return join_pieces(self._pieces, self.stats)
 
     def take(self, piece: Piece) -> None:
         """For the engine: hand a piece over. A caller that fails at it ends its own answer."""

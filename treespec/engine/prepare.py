@@ -7,24 +7,24 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from treespec.engine.events import reporting
+from treespec.engine.events import build_listener
 from treespec.engine.options import RequestOptions, Seed, Seeds
-from treespec.engine.request import Request, Samples
+from treespec.engine.request import Request, SharedPrefill
 from treespec.engine.stats import Stats
 from treespec.errors import InputError, TooLong
 from treespec.model.target import Target
-from treespec.options import whole
-from treespec.sampling.compiled_grammar import KINDS, compiled
-from treespec.sampling.grammar import GrammarShaper
+from treespec.options import require_whole_number
+from treespec.sampling.compiled_grammar import GRAMMAR_KINDS, compile_grammar
+from treespec.sampling.grammar import GrammarProcessor
 from treespec.sampling.params import SamplingParams
-from treespec.sampling.processors import LeastTokens, shapers_of
-from treespec.sampling.sampler import Distribution
+from treespec.sampling.processors import MinTokens, build_processors
+from treespec.sampling.sampler import Sampler
 from treespec.text import templates
 from treespec.text.ending import Ending
-from treespec.text.pictures import Pictured
+from treespec.text.pictures import PictureTokens
 
 
-def requests_for(
+def build_requests(
     target: Target,
     template: str | None,
     ids: list[int],
@@ -43,23 +43,23 @@ def requests_for(
     is_seeded = not isinstance(seed, torch.Generator | None)
     samples = None
     if count > 1:
-        samples = Samples(count)
+        samples = SharedPrefill(count)
     requests = []
     for number in range(count):
         ends = find_end_tokens(target, template, wanted)
         ending = build_ending(target, template, ids, wanted, ends)
         distribution = build_distribution(target, ids, wanted, ends, ending.eos, is_seeded)
-        generator = generator_of(seed_of(first + number), ids, target.output_device)
+        generator = build_generator(seed_of(first + number), ids, target.output_device)
         request = Request(ids, ending, generator, Stats(), distribution)
         request.samples = samples
         request.memory = wanted.memory
         request.remember = wanted.remember
         if wanted.logprobs or wanted.top_logprobs:
             request.top_logprobs = wanted.top_logprobs
-        if isinstance(ids, Pictured):
+        if isinstance(ids, PictureTokens):
             request.pictures = ids.inputs
         if wanted.on_cycle:
-            request.listener = reporting(
+            request.listener = build_listener(
                 wanted.on_cycle, target.tokenizer, distribution.params, request.stats
             )
         requests.append(request)
@@ -85,14 +85,14 @@ def build_ending(
     Raises:
         InputError: where the answer has no room for `min_tokens`.
     """
-    room = room_of(target, ids)
+    room = count_answer_room(target, ids)
     if wanted.min_tokens > room:
         raise InputError(
             f"min_tokens is {wanted.min_tokens}, after the prompt the context holds {room}"
         )
     stop_strings = tuple(wanted.stop)
     if not wanted.ignore_eos:
-        stop_strings += templates.stops(template).strings
+        stop_strings += templates.get_stops(template).strings
     most = min(wanted.max_new_tokens, room)
     return Ending(target.tokenizer, ends, stop_strings, most, wanted.min_tokens)
 
@@ -101,7 +101,7 @@ def find_end_tokens(target: Target, template: str | None, wanted: RequestOptions
     """The tokens that end an answer: the target's and the template's, or none with `ignore_eos`."""
     if wanted.ignore_eos:
         return frozenset()
-    return target.eos | set(templates.stops(template).token_ids)
+    return target.eos | set(templates.get_stops(template).token_ids)
 
 
 def build_distribution(
@@ -111,7 +111,7 @@ def build_distribution(
     ends: frozenset[int],
     withheld: frozenset[int],
     is_seeded: bool,
-) -> Distribution:
+) -> Sampler:
     """The distribution of an answer's tokens.
 
     Args:
@@ -130,22 +130,22 @@ def build_distribution(
             f"logit_bias has token id {max(wanted.logit_bias)}, which is outside the vocabulary of "
             f"{target.vocab_size}"
         )
-    shapers = [shaper.begin(ids) for shaper in shapers_of(wanted)]
+    shapers = [shaper.begin(ids) for shaper in build_processors(wanted)]
     grammar = None
-    for kind in KINDS:
+    for kind in GRAMMAR_KINDS:
         source = getattr(wanted, kind)
         if source is not None:
-            grammar = GrammarShaper(
-                compiled(kind, source, target.tokenizer, target.vocab_size, ends)
+            grammar = GrammarProcessor(
+                compile_grammar(kind, source, target.tokenizer, target.vocab_size, ends)
             )
             shapers.append(grammar)
     if wanted.min_tokens:
-        shapers.append(LeastTokens(wanted.min_tokens, tuple(sorted(withheld))))
+        shapers.append(MinTokens(wanted.min_tokens, tuple(sorted(withheld))))
     params = SamplingParams(wanted.temperature, wanted.top_k, wanted.top_p, wanted.min_p)
-    return Distribution(params, shapers, is_seeded, grammar)
+    return Sampler(params, shapers, is_seeded, grammar)
 
 
-def room_of(target: Target, prompt: Sequence[int]) -> int:
+def count_answer_room(target: Target, prompt: Sequence[int]) -> int:
     """Tokens that an answer may have. Raises TooLong where the prompt leaves none."""
     room = target.context_length - len(prompt)
     if room < 1:
@@ -156,7 +156,7 @@ def room_of(target: Target, prompt: Sequence[int]) -> int:
     return room
 
 
-def generator_of(seed: int, prompt: Sequence[int], device: torch.device) -> torch.Generator:
+def build_generator(seed: int, prompt: Sequence[int], device: torch.device) -> torch.Generator:
     """The generator of a completion's draws: a function of the seed and the prompt's token ids.
 
     Its own seed is BLAKE2b, in 8 bytes, of both as little-endian words of 8 bytes. So one seed for
@@ -177,7 +177,7 @@ def seed_of(value: object, answers: int = 1) -> int:
         return secrets.randbits(63)
     if isinstance(value, torch.Generator):
         return int(torch.randint(2**63 - 1, (), generator=value, device=value.device))
-    seed = whole("seed", value)
+    seed = require_whole_number("seed", value)
     if not 0 <= seed < 1 << 64:
         raise InputError(f"seed is {seed}, must lie in [0, 2^64)")
     if seed + answers > 1 << 64:
@@ -188,7 +188,7 @@ def seed_of(value: object, answers: int = 1) -> int:
     return seed
 
 
-def seeds_of(value: Seeds, prompts: int, each: int = 1) -> list[Seed]:
+def parse_seeds(value: Seeds, prompts: int, each: int = 1) -> list[Seed]:
     """A seed for each prompt, from the first prompt's seed or a list of them. Raises InputError.
 
     each: successive seeds that a prompt takes.

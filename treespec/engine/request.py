@@ -12,9 +12,9 @@ from treespec.draft.drafter import Drafter
 from treespec.engine.stats import Stats
 from treespec.errors import InputError
 from treespec.model.cache import TreeCache
-from treespec.sampling.sampler import Distribution, Path
+from treespec.sampling.sampler import Path, Sampler
 from treespec.text.ending import Ending
-from treespec.trees.tree import TokenTree, sent
+from treespec.trees.tree import TokenTree, to_device
 from treespec.verify.walk import Verdict
 
 
@@ -35,7 +35,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-def logprobs(
+def compute_logprobs(
     logits: Tensor, nodes: Sequence[int], tokens: Sequence[int], top: int
 ) -> list[TokenLogprob]:
     """The log-probabilities of the tokens that follow nodes of a tree.
@@ -43,7 +43,7 @@ def logprobs(
     logits: [N, V], the target's. nodes, tokens: [M]. top: most likely tokens of each.
     """
     # 1. In one copy to the host.
-    rows, ids = sent([list(nodes), list(tokens)], logits.device)  # [M] each
+    rows, ids = to_device([list(nodes), list(tokens)], logits.device)  # [M] each
     logs = logits[rows].float().log_softmax(-1)  # [M, V] log-probabilities
     values, best = logs.topk(min(top, logs.shape[1]))
     numbers = torch.cat([logs.gather(1, ids[:, None]), values, best.double()], dim=1).tolist()
@@ -60,32 +60,32 @@ def logprobs(
 
 
 @final
-class Samples:
+class SharedPrefill:
     """A prompt's cache and drafter, from the first sequence that prefilled it until the last has begun.
 
     left: sequences of the prompt that have not begun; each takes copies.
     """
 
     def __init__(self, count: int) -> None:
-        self.left = count
+        self.remaining = count
         self.cache: TreeCache | None = None
         self.drafter: Drafter | None = None
 
     def begin(self, cache: TreeCache, drafter: Drafter | None) -> None:
         """One sequence more has begun. cache, drafter: its own, with the prompt alone."""
-        self.left -= 1
-        if self.left <= 0:
+        self.remaining -= 1
+        if self.remaining <= 0:
             self.cache = None
             self.drafter = None
         elif self.cache is None:
-            self.cache, self.drafter = copied(cache, drafter)
+            self.cache, self.drafter = copy_row(cache, drafter)
 
 
-def copied(
+def copy_row(
     cache: TreeCache, drafter: Drafter | None, row: int = 0
 ) -> tuple[TreeCache, Drafter | None]:
     """A row's cache and drafter, as copies of their own."""
-    row_cache = cache.alone(row)
+    row_cache = cache.copy_sequence(row)
     if drafter is None:
         return row_cache, None
     row_drafter = drafter.new()
@@ -95,8 +95,8 @@ def copied(
     return row_cache, row_drafter
 
 
-LEAD = 8  # tokens of the prompt that an answer is remembered with
-FORBIDDEN = (
+REMEMBERED_PROMPT_TOKENS = 8  # tokens of the prompt that an answer is remembered with
+FORBIDDEN_MESSAGE = (
     "logit_bias, logits_processor, a grammar and min_tokens together forbid every token at one place "
     "of the answer: leave out one of them"
 )
@@ -116,7 +116,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class CycleRecord:
     """One cycle of one text as the decoder saw it, for whoever listens.
 
     tree: as it was drafted. logits: [N, V] the target's, shaped. draft_logits: by the path of
@@ -130,7 +130,7 @@ class Recorded:
     answer: list[Piece]
 
 
-Listener: TypeAlias = Callable[[Recorded], None]
+Listener: TypeAlias = Callable[[CycleRecord], None]
 
 
 @final
@@ -154,12 +154,12 @@ class Request:
     ending: Ending
     generator: torch.Generator
     stats: Stats
-    distribution: Distribution
+    sampler: Sampler
     committed: list[int] = field(default_factory=list)
     root: int = -1
     cancelled: bool = False
     error: Exception | None = None
-    samples: Samples | None = None
+    samples: SharedPrefill | None = None
     top_logprobs: int | None = None
     listener: Listener | None = None
     memory: str | None = None
@@ -181,7 +181,7 @@ class Request:
         return self.ending.finished and self.error is None and not self.cancelled
 
     @property
-    def recalled(self) -> str | None:
+    def readable_memory(self) -> str | None:
         """The name of the answers that it is drafted from.
 
         Drafts change a completion that is sampled by draws. With a seed of the caller's it is drafted
@@ -189,13 +189,13 @@ class Request:
         that, tell of these draws: drafts from them would make the second answer another one, and not
         of the target's distribution.
         """
-        by = self.distribution
+        by = self.sampler
         return None if by.seeded and not (by.greedy or by.noise) else self.memory
 
     @property
-    def remembered(self) -> list[int]:
+    def completion_with_context(self) -> list[int]:
         """The last tokens of the prompt, which are the context of the first, and the answer."""
-        start = max(len(self.prompt) - LEAD, 0)
+        start = max(len(self.prompt) - REMEMBERED_PROMPT_TOKENS, 0)
         end = len(self.prompt) + self.stats.new_tokens
         tokens = self.committed + [self.root]
         return tokens[start:end]
@@ -223,7 +223,7 @@ def take(text: Request, verdict: Verdict, logits: Tensor) -> list[Piece]:
     text.stats.count_drafted(verdict.drafted)
 
     if verdict.forbidden_at is not None and len(drafted) + len(own) > verdict.forbidden_at:
-        raise InputError(FORBIDDEN)
+        raise InputError(FORBIDDEN_MESSAGE)
 
     # 2. Log-probabilities of the tokens that it keeps.
     drafted_logprobs = None
@@ -231,7 +231,7 @@ def take(text: Request, verdict: Verdict, logits: Tensor) -> list[Piece]:
     if text.top_logprobs is not None:
         kept = drafted + own
         nodes = [0, *verdict.path][: len(kept)]
-        all_logprobs = logprobs(logits, nodes, kept, text.top_logprobs)
+        all_logprobs = compute_logprobs(logits, nodes, kept, text.top_logprobs)
         drafted_logprobs = all_logprobs[: len(drafted)]
         own_logprobs = all_logprobs[len(drafted) :]
 

@@ -62,7 +62,7 @@ class Stats:
         reached = [self.cycles, *self.accepted_by_depth]
         return [b / a for a, b in pairwise(reached) if a]
 
-    def now(self) -> float:
+    def read_clock(self) -> float:
         """The clock that times stages, in seconds."""
         return time.perf_counter()
 
@@ -70,42 +70,42 @@ class Stats:
         """Add another generation's counts and seconds."""
         for name in ("prompt_tokens", "cached_tokens", "new_tokens", "accepted", "undrafted"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.drafted = _sums(self.drafted, other.drafted)
+        self.drafted = _add_counts(self.drafted, other.drafted)
         for stage, seconds in other.seconds.items():
             self.seconds[stage] += seconds
 
     def count_drafted(self, per_depth: list[int]) -> None:
         """Add one cycle's nodes at depth 1, 2, …"""
         self.undrafted += not per_depth
-        self.drafted = _sums(self.drafted, per_depth)
+        self.drafted = _add_counts(self.drafted, per_depth)
 
 
-def _sums(one: list[int], other: list[int]) -> list[int]:
+def _add_counts(one: list[int], other: list[int]) -> list[int]:
     return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
 
 
 @contextmanager
 def shared(texts: Sequence[Stats], stage: str) -> Iterator[None]:
     """Time a stage that several texts go through together, and give each an equal share of it."""
-    started = texts[0].now()
+    started = texts[0].read_clock()
     try:
         yield
     finally:
-        share = (texts[0].now() - started) / len(texts)
+        share = (texts[0].read_clock() - started) / len(texts)
         for stats in texts:
             stats.seconds[stage] += share
 
 
-TAU = "tokens per target forward"  # the meaning of τ
+TAU_MEANING = "tokens per target forward"  # the meaning of τ
 
 
-def figures(tokens: int, cycles: int, seconds: float, explain: bool = False) -> str:
+def format_figures(tokens: int, cycles: int, seconds: float, explain: bool = False) -> str:
     """`32 tokens · τ 2.46 · 45.1 tokens/s`. explain: add the meaning of τ, at its first use."""
     tau = tokens / cycles if cycles else 0.0
     speed = tokens / seconds if seconds else 0.0
-    meaning = f" ({TAU})" if explain else ""
+    meaning = f" ({TAU_MEANING})" if explain else ""
     return f"{tokens} tokens · τ {tau:.2f}{meaning} · {speed:.1f} tokens/s"
 
 
-def figures_of(stats: Stats, explain: bool = False) -> str:
-    return figures(stats.new_tokens, stats.cycles, stats.seconds["total"], explain)
+def format_stats(stats: Stats, explain: bool = False) -> str:
+    return format_figures(stats.new_tokens, stats.cycles, stats.seconds["total"], explain)

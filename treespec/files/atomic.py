@@ -26,9 +26,9 @@ from treespec.errors import InputError, describe_os_error
 if TYPE_CHECKING:
     from torch import Tensor
 
-TEMPORARY = re.compile(r"\..+\.(\d+)\.tmp")  # .NAME.PID.tmp
-LOCK = ".lock"
-CHECKSUM = "checksum"
+TEMPORARY_PATTERN = re.compile(r"\..+\.(\d+)\.tmp")  # .NAME.PID.tmp
+LOCK_FILE = ".lock"
+CHECKSUM_FIELD = "checksum"
 Fields = dict[str, Any]  # a JSON object
 
 
@@ -109,7 +109,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 def write_json(path: str | Path, fields: Mapping[str, object]) -> None:
     """Replace a file by a JSON object with its checksum, as `writing` does."""
-    write_text(path, json.dumps(sealed(fields), indent=2, ensure_ascii=False) + "\n")
+    write_text(path, json.dumps(add_checksum(fields), indent=2, ensure_ascii=False) + "\n")
 
 
 def read_json(path: str | Path, remedy: str, form: int | None = None) -> Fields:
@@ -120,7 +120,7 @@ def read_json(path: str | Path, remedy: str, form: int | None = None) -> Fields:
     object, fails its checksum, or has another format.
     """
     try:
-        fields = unsealed(Path(path).read_text(encoding="utf-8"), foreign=True)
+        fields = verify_checksum(Path(path).read_text(encoding="utf-8"), foreign=True)
     except OSError as error:
         raise InputError(f"cannot read {path}: {describe_os_error(error)}") from error
     except (ValueError, RecursionError) as error:
@@ -142,7 +142,7 @@ def write_tensors(
     about: dict[str, str] = {}
     if metadata:
         about.update(metadata)
-    about[CHECKSUM] = digest_of_tensors(values, about)
+    about[CHECKSUM_FIELD] = hash_tensors(values, about)
     with writing(path) as temporary:
         save_file(values, temporary, metadata=about)
 
@@ -168,8 +168,8 @@ def read_tensors(path: str | Path, remedy: str) -> tuple[dict[str, "Tensor"], di
         tensors: dict[str, Tensor] = load_file(path)
     except Exception as error:  # safetensors raises what its header's bytes lead to
         raise InputError(f"{path} is damaged: {remedy}") from error
-    expected = about.pop(CHECKSUM, None)
-    if expected is not None and expected != digest_of_tensors(tensors, about):
+    expected = about.pop(CHECKSUM_FIELD, None)
+    if expected is not None and expected != hash_tensors(tensors, about):
         raise InputError(f"{path} is damaged, its checksum does not match: {remedy}")
     return tensors, about
 
@@ -188,7 +188,7 @@ def locked(folder: str | Path, wait: Callable[[str], None] | None = None) -> Ite
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK).open("a+")
+        file = (folder / LOCK_FILE).open("a+")
     except OSError as error:
         raise InputError(f"cannot write into {folder}: {describe_os_error(error)}") from error
 
@@ -221,7 +221,7 @@ def remove_leftovers(folder: str | Path) -> None:
     if not Path(folder).is_dir():
         return
     for path in Path(folder).iterdir():
-        match = TEMPORARY.fullmatch(path.name)
+        match = TEMPORARY_PATTERN.fullmatch(path.name)
         if match is None:
             continue
         process = int(match[1])
@@ -229,17 +229,17 @@ def remove_leftovers(folder: str | Path) -> None:
             remove(path)
 
 
-def digest_of_fields(fields: Mapping[str, object]) -> str:
+def hash_fields(fields: Mapping[str, object]) -> str:
     """SHA-256 of a JSON object without its checksum, whatever the order of its fields."""
-    content = {name: value for name, value in fields.items() if name != CHECKSUM}
+    content = {name: value for name, value in fields.items() if name != CHECKSUM_FIELD}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def digest_of_tensors(tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str]) -> str:
+def hash_tensors(tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str]) -> str:
     """SHA-256 of names, dtypes, shapes and bytes, and of the header's other metadata."""
     from torch import uint8  # the checksums of JSON do without torch
 
-    digest = hashlib.sha256(digest_of_fields(metadata).encode())
+    digest = hashlib.sha256(hash_fields(metadata).encode())
     for name in sorted(tensors):
         value = tensors[name].detach().cpu().contiguous()
         digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
@@ -247,15 +247,15 @@ def digest_of_tensors(tensors: Mapping[str, "Tensor"], metadata: Mapping[str, st
     return digest.hexdigest()
 
 
-def sealed(fields: Mapping[str, object]) -> dict[str, object]:
+def add_checksum(fields: Mapping[str, object]) -> dict[str, object]:
     """The same fields, and the checksum as the last."""
     content = dict(fields)
-    content.pop(CHECKSUM, None)
-    content[CHECKSUM] = digest_of_fields(content)
+    content.pop(CHECKSUM_FIELD, None)
+    content[CHECKSUM_FIELD] = hash_fields(content)
     return content
 
 
-def unsealed(text: str | bytes, foreign: bool = False) -> Fields:
+def verify_checksum(text: str | bytes, foreign: bool = False) -> Fields:
     """The fields of a JSON object without its checksum.
 
     foreign: whether it may lack one. Raises ValueError or RecursionError for a damaged one.
@@ -263,9 +263,9 @@ def unsealed(text: str | bytes, foreign: bool = False) -> Fields:
     fields = json.loads(text)
     if not isinstance(fields, dict):
         raise ValueError("it is no JSON object")
-    checksum = digest_of_fields(fields)
+    checksum = hash_fields(fields)
     if foreign:
-        fields.setdefault(CHECKSUM, checksum)
-    if fields.pop(CHECKSUM, None) != checksum:
+        fields.setdefault(CHECKSUM_FIELD, checksum)
+    if fields.pop(CHECKSUM_FIELD, None) != checksum:
         raise ValueError("its checksum does not match")
     return fields

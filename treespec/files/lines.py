@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, final
 
 from treespec.errors import InputError, describe_os_error
-from treespec.files.atomic import Fields, sealed, unsealed
+from treespec.files.atomic import Fields, add_checksum, verify_checksum
 
 
 @final
@@ -31,7 +31,7 @@ class Lines:
 
         Raises InputError if there is no room; the lines before it are kept.
         """
-        left = (json.dumps(sealed(fields), ensure_ascii=False) + "\n").encode()
+        left = (json.dumps(add_checksum(fields), ensure_ascii=False) + "\n").encode()
         try:
             while left:
                 left = left[self.file.write(left) :]
@@ -58,12 +58,12 @@ def opened(path: str | Path) -> Iterator[Lines]:
         raise InputError(f"cannot write {path}: {describe_os_error(error)}") from error
     with file:
         file.seek(0)
-        done, end = parsed(file.read(), path)
+        done, end = parse_lines(file.read(), path)
         file.truncate(end)
         yield Lines(path, file, done)
 
 
-def parsed(content: bytes, path: Path) -> tuple[list[Fields], int]:
+def parse_lines(content: bytes, path: Path) -> tuple[list[Fields], int]:
     """The objects of a file's lines, and their size in bytes, both without a torn last line.
 
     Raises InputError, with the line's number, for a damaged line before the last.
@@ -73,7 +73,7 @@ def parsed(content: bytes, path: Path) -> tuple[list[Fields], int]:
     end = 0
     for number, line in enumerate(lines[:-1], 1):
         try:
-            rows.append(unsealed(line))
+            rows.append(verify_checksum(line))
         except (ValueError, RecursionError) as error:
             if number == len(lines) - 1 and not lines[-1]:
                 break

@@ -61,10 +61,10 @@ def alone_with(models: Sequence[nn.Module]) -> Iterator[None]:
     with ExitStack() as stack:
         # All threads lock in one order, so that two never wait for each other.
         for model in sorted(set(models), key=id):
-            stack.enter_context(_turns_of(model))
+            stack.enter_context(_get_turns(model))
         yield
 
 
-def _turns_of(model: nn.Module) -> Turns:
+def _get_turns(model: nn.Module) -> Turns:
     with _adding:
         return _turns.setdefault(model, Turns())

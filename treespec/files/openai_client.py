@@ -10,15 +10,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from treespec.files.printable import one_line
+from treespec.files.printable import to_one_line
 
-KEY = "OPENAI_API_KEY"  # the environment variable of a server's key
-SECONDS = 600.0  # that a server may be silent
-FAILURES = (OSError, http.client.HTTPException, ValueError)  # what `completed` and `served` raise
+API_KEY_VARIABLE = "OPENAI_API_KEY"  # the environment variable of a server's key
+ENDPOINT_TIMEOUT_SECONDS = 600.0  # that a server may be silent
+ENDPOINT_ERRORS = (
+    OSError,
+    http.client.HTTPException,
+    ValueError,
+)  # what `stream_chat_completion` and `find_served_model` raise
 
 
 @dataclass
-class Reply:
+class EndpointReply:
     """A chat completion as its client sees it.
 
     thought: what the server tells apart as `reasoning_content` or `reasoning`.
@@ -63,7 +67,7 @@ class Reply:
         return has_untold_text
 
 
-class Delta(NamedTuple):
+class EndpointDelta(NamedTuple):
     """What is new in a choice of a stream. ids: of its tokens, [] where the server does not tell them."""
 
     text: str
@@ -71,7 +75,7 @@ class Delta(NamedTuple):
     ids: list[int]
 
 
-def read_delta(choice: Mapping[str, Any]) -> Delta:
+def read_delta(choice: Mapping[str, Any]) -> EndpointDelta:
     """What a choice of a chunk brings. Raises LookupError, TypeError or AttributeError for what is no choice.
 
     Thoughts stand in `reasoning_content`, in newer vLLM in `reasoning`. Token ids stand in vLLM's field, in
@@ -83,44 +87,46 @@ def read_delta(choice: Mapping[str, Any]) -> Delta:
     if not ids:
         told = (choice.get("logprobs") or {}).get("content") or []
         ids = [one["id"] for one in told if "id" in one]
-    return Delta(delta.get("content") or "", thought, ids)
+    return EndpointDelta(delta.get("content") or "", thought, ids)
 
 
-def opened(url: str, body: Mapping[str, object] | None = None) -> Any:
+def open_request(url: str, body: Mapping[str, object] | None = None) -> Any:
     """The reply to a request, which may still be arriving. Raises OSError."""
     headers = {"Content-Type": "application/json"}
-    key = os.environ.get(KEY)
+    key = os.environ.get(API_KEY_VARIABLE)
     if key:
         headers["Authorization"] = f"Bearer {key}"
     data = None
     if body is not None:
         data = json.dumps(body).encode()
-    return urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=SECONDS)
+    return urllib.request.urlopen(
+        urllib.request.Request(url, data, headers), timeout=ENDPOINT_TIMEOUT_SECONDS
+    )
 
 
-def served(address: str) -> str:
+def find_served_model(address: str) -> str:
     """The name of the first model at an address, such as http://localhost:8000/v1.
 
-    Raises as `completed` does.
+    Raises as `stream_chat_completion` does.
     """
-    with opened(f"{address}/models") as reply:
+    with open_request(f"{address}/models") as reply:
         try:
             return json.loads(reply.read())["data"][0]["id"]
         except (LookupError, TypeError) as error:
             raise ValueError(f"it names no model: {error}") from error
 
 
-def completed(address: str, body: Mapping[str, object]) -> Reply:
+def stream_chat_completion(address: str, body: Mapping[str, object]) -> EndpointReply:
     """A streamed chat completion. body: model, messages and options, as OpenAI's interface has them.
 
     Raises OSError or HTTPException where it is refused or breaks off, ValueError for anything else.
     """
-    reply = Reply()
+    reply = EndpointReply()
     ended = False
     untold = False
     started = time.perf_counter()
     more = {"stream": True, "stream_options": {"include_usage": True}}
-    with opened(f"{address}/chat/completions", {**body, **more}) as lines:
+    with open_request(f"{address}/chat/completions", {**body, **more}) as lines:
         for line in lines:
             event = line.removeprefix(b"data:").strip()
             if not line.startswith(b"data:") or event == b"[DONE]":
@@ -130,7 +136,7 @@ def completed(address: str, body: Mapping[str, object]) -> Reply:
                 untold |= reply.take(chunk, time.perf_counter() - started)
                 ended |= any(choice.get("finish_reason") for choice in chunk["choices"])
             except (LookupError, TypeError, AttributeError) as error:
-                raise ValueError(one_line(event.decode(errors="replace"))[:200]) from error
+                raise ValueError(to_one_line(event.decode(errors="replace"))[:200]) from error
     if not ended:
         raise ConnectionError("its answer breaks off")
     reply.seconds = time.perf_counter() - started
@@ -146,14 +152,16 @@ def _replace_half_characters(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def said_by(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """What a server, or the connection to it, had to say."""
     if isinstance(error, urllib.error.HTTPError):
         hint = ""
         if error.code in (401, 403):
-            hint = f"; its key is taken from {KEY}"
-        told = one_line(error.read(2000).decode(errors="replace"))[:200]
+            hint = f"; its key is taken from {API_KEY_VARIABLE}"
+        told = to_one_line(error.read(2000).decode(errors="replace"))[:200]
         return f"the server refuses with HTTP {error.code}: {told}{hint}"
     if isinstance(error, ValueError):
         return f"the server answers with no chat completion: {error}"
-    return f"the server does not answer: {one_line(str(getattr(error, 'reason', None) or error))}"
+    return (
+        f"the server does not answer: {to_one_line(str(getattr(error, 'reason', None) or error))}"
+    )

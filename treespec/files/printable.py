@@ -2,8 +2,8 @@
 
 from unicodedata import bidirectional, category
 
-REPLACED = "\N{REPLACEMENT CHARACTER}"
-JOINERS = (0x200C, 0x200D)  # Persian, Hindi and emoji need them
+REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+JOINER_CODES = (0x200C, 0x200D)  # Persian, Hindi and emoji need them
 
 
 class Symbols(dict[int, str]):
@@ -17,20 +17,22 @@ class Symbols(dict[int, str]):
     def __missing__(self, code: int) -> str:
         character = chr(code)
         hidden = category(character) in ("Cc", "Cf", "Cs") and bidirectional(character) != "AN"
-        self[code] = REPLACED if hidden and code not in JOINERS else character
+        self[code] = REPLACEMENT_CHARACTER if hidden and code not in JOINER_CODES else character
         return self[code]
 
 
-CONTROL = Symbols({code: chr(0x2400 + code) for code in range(32)})
-CONTROL |= {ord("\n"): "\n", ord("\t"): "\t", ord("\r"): ""}
-CONTROL |= dict.fromkeys((0x2028, 0x2029), "\n")  # separators that some terminals break a line at
+CONTROL_SYMBOLS = Symbols({code: chr(0x2400 + code) for code in range(32)})
+CONTROL_SYMBOLS |= {ord("\n"): "\n", ord("\t"): "\t", ord("\r"): ""}
+CONTROL_SYMBOLS |= dict.fromkeys(
+    (0x2028, 0x2029), "\n"
+)  # separators that some terminals break a line at
 
 
-def printable(text: str) -> str:
+def to_printable(text: str) -> str:
     """The text with symbols for control characters, so that a terminal only shows it."""
-    return text.translate(CONTROL)
+    return text.translate(CONTROL_SYMBOLS)
 
 
-def one_line(text: str) -> str:
-    """`printable`, with symbols for line breaks and tabs."""
-    return printable(text).replace("\n", "␊").replace("\t", "␉")
+def to_one_line(text: str) -> str:
+    """`to_printable`, with symbols for line breaks and tabs."""
+    return to_printable(text).replace("\n", "␊").replace("\t", "␉")

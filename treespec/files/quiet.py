@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 # torchao tells of kernels for other devices, torch's _pytree of enums in torchao.
-LOUD = ("transformers", "torchao", "torch.utils._pytree")
+NOISY_LOGGERS = ("transformers", "torchao", "torch.utils._pytree")
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def quiet() -> Iterator[None]:
     from transformers.utils import logging as bars
 
     # 1. What is set.
-    levels = {log: log.level for log in map(logging.getLogger, LOUD)}
+    levels = {log: log.level for log in map(logging.getLogger, NOISY_LOGGERS)}
     shown = bars.is_progress_bar_enabled()
     downloads = not are_progress_bars_disabled()
 

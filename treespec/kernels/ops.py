@@ -25,27 +25,33 @@ from torch import Tensor
 from treespec.errors import InputError
 from treespec.files.atomic import writing
 from treespec.files.downloads import cache_folder
-from treespec.kernels.huge_pages import huge_pages
-from treespec.kernels.processor import processor
+from treespec.kernels.huge_pages import allocate_huge_pages
+from treespec.kernels.processor import describe_processor
 
 log = logging.getLogger(__name__)
 
-SOURCES = [Path(__file__).with_name(name) for name in ("layer.c", "kernels.c")]  # it includes this
-HALF = {torch.bfloat16: 1, torch.float32: 0}  # the dtypes of rows
-FORMS = (torch.bfloat16, torch.float16, torch.float32)  # of weights, as kernels.c numbers them
-POINTER = ctypes.c_void_p
-LONG = ctypes.c_long
-INT = ctypes.c_int
+SOURCE_FILES = [
+    Path(__file__).with_name(name) for name in ("layer.c", "kernels.c")
+]  # it includes this
+BFLOAT16_FLAGS = {torch.bfloat16: 1, torch.float32: 0}  # the dtypes of rows
+WEIGHT_FORMS = (
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+)  # of weights, as kernels.c numbers them
+C_POINTER = ctypes.c_void_p
+C_LONG = ctypes.c_long
+C_INT = ctypes.c_int
 
 
-LINEAR = Struct("2P2l3i")  # `Linear` of kernels.c
-ATTENTION = Struct(
+LINEAR_STRUCT = Struct("2P2l3i")  # `Linear` of kernels.c
+ATTENTION_STRUCT = Struct(
     "6P19l2f2i"
 )  # `Attention` of kernels.c: pointers, sizes, strides, scale, cap, half, threads
 
 
 @cache
-def library() -> Any:
+def load_kernels() -> Any:
     """The compiled kernels, or None where nothing compiles them."""
     compiler = os.environ.get("CC") or shutil.which("cc")
     if compiler is None:
@@ -53,20 +59,34 @@ def library() -> Any:
             "no C compiler: torch's own operations run, which are slower, and round by tree"
         )
         return None
-    command = [compiler, *flags(), "-O3", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC"]
-    about = [*command, *(source.read_text() for source in SOURCES), processor()]
+    command = [
+        compiler,
+        *choose_compiler_flags(),
+        "-O3",
+        "-ffp-contract=off",
+        "-fopenmp",
+        "-shared",
+        "-fPIC",
+    ]
+    about = [*command, *(source.read_text() for source in SOURCE_FILES), describe_processor()]
     file = cache_folder() / f"kernels-{hashlib.sha256(repr(about).encode()).hexdigest()[:16]}.so"
     try:
         if not file.exists():
             with writing(file) as made:
-                compiling = [*command, str(SOURCES[0]), "-o", str(made)]
+                compiling = [*command, str(SOURCE_FILES[0]), "-o", str(made)]
                 subprocess.run(compiling, check=True, capture_output=True, text=True)
         compiled = ctypes.CDLL(str(file))
-        compiled.pack.argtypes = [POINTER, POINTER, LONG, LONG, INT]
-        compiled.linear.argtypes = [ctypes.c_char_p, POINTER, POINTER, LONG]
-        compiled.layers.argtypes = [ctypes.c_char_p, LONG]
-        compiled.rms_norm.argtypes = [POINTER] * 3 + [LONG, LONG, ctypes.c_float, INT, INT]
-        compiled.noise.argtypes = [POINTER, POINTER, LONG, LONG, INT]
+        compiled.pack.argtypes = [C_POINTER, C_POINTER, C_LONG, C_LONG, C_INT]
+        compiled.linear.argtypes = [ctypes.c_char_p, C_POINTER, C_POINTER, C_LONG]
+        compiled.layers.argtypes = [ctypes.c_char_p, C_LONG]
+        compiled.rms_norm.argtypes = [C_POINTER] * 3 + [
+            C_LONG,
+            C_LONG,
+            ctypes.c_float,
+            C_INT,
+            C_INT,
+        ]
+        compiled.noise.argtypes = [C_POINTER, C_POINTER, C_LONG, C_LONG, C_INT]
         return compiled
     except (OSError, InputError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", None) or str(error)
@@ -78,10 +98,10 @@ def library() -> Any:
 
 def name() -> str:
     """The name of the compiled file, which tells its source, flags and processor; "" without one."""
-    return Path(kernels._name).name if (kernels := library()) else ""
+    return Path(kernels._name).name if (kernels := load_kernels()) else ""
 
 
-def flags() -> list[str]:
+def choose_compiler_flags() -> list[str]:
     """The compiler's flags for this processor, or the smaller one that torch and oneDNN are told."""
     if torch.backends.cpu.get_cpu_capability() == "AVX2":
         return ["-march=x86-64-v3"]
@@ -90,69 +110,69 @@ def flags() -> list[str]:
     return ["-march=native"] if plain else ["-march=native", "-mno-amx-bf16"]
 
 
-def form_of(weight: Tensor) -> int | None:
-    """The form in which the kernels hold a weight: the narrowest of `FORMS` with all its values.
+def choose_form(weight: Tensor) -> int | None:
+    """The form in which the kernels hold a weight: the narrowest of `WEIGHT_FORMS` with all its values.
 
     None for a dtype that the kernels do not take.
     """
-    if weight.dtype not in FORMS or not weight.numel():
+    if weight.dtype not in WEIGHT_FORMS or not weight.numel():
         return None
-    for form, dtype in enumerate(FORMS[:2]):
+    for form, dtype in enumerate(WEIGHT_FORMS[:2]):
         if torch.equal(weight.to(dtype).to(weight.dtype), weight):
             return form
-    return FORMS.index(weight.dtype)
+    return WEIGHT_FORMS.index(weight.dtype)
 
 
-def packed(weight: Tensor, form: int) -> Tensor:
+def pack_weight(weight: Tensor, form: int) -> Tensor:
     """A weight [out, in] in the order of the kernels, in a form that holds its values."""
     outputs, inputs = weight.shape
-    plain = weight.detach().to(FORMS[form]).contiguous()
+    plain = weight.detach().to(WEIGHT_FORMS[form]).contiguous()
     numbers = -(-outputs // 16) * 16 * (-(-inputs // 32) * 32)
-    order = huge_pages(numbers * plain.itemsize).view(plain.dtype)
-    library().pack(plain.data_ptr(), order.data_ptr(), inputs, outputs, form)
+    order = allocate_huge_pages(numbers * plain.itemsize).view(plain.dtype)
+    load_kernels().pack(plain.data_ptr(), order.data_ptr(), inputs, outputs, form)
     return order
 
 
-def linear(
+def multiply_packed(
     x: Tensor, weight: Tensor, bias: Tensor | None, shape: tuple[int, int], form: int
 ) -> Tensor:
     """[..., out] = [..., in] times a packed weight, in the dtype of x: bfloat16 or float32.
 
     shape: (out, in) of the weight. form: as it was packed. Other dtypes are multiplied in float32.
     """
-    if x.dtype not in HALF:
-        return linear(x.float(), weight, bias, shape, form).to(x.dtype)
+    if x.dtype not in BFLOAT16_FLAGS:
+        return multiply_packed(x.float(), weight, bias, shape, form).to(x.dtype)
     outputs, inputs = shape
     x, bias = x.contiguous(), None if bias is None else bias.to(x.dtype)
     out = x.new_empty(*x.shape[:-1], outputs)
     pointers = weight.data_ptr(), 0 if bias is None else bias.data_ptr()
-    modes = form, HALF[x.dtype], torch.get_num_threads()
-    options = LINEAR.pack(*pointers, inputs, outputs, *modes)
-    library().linear(options, x.data_ptr(), out.data_ptr(), x.numel() // inputs)
+    modes = form, BFLOAT16_FLAGS[x.dtype], torch.get_num_threads()
+    options = LINEAR_STRUCT.pack(*pointers, inputs, outputs, *modes)
+    load_kernels().linear(options, x.data_ptr(), out.data_ptr(), x.numel() // inputs)
     return out
 
 
-def noise(starts: Sequence[int], size: int) -> Tensor:
+def fill_noise(starts: Sequence[int], size: int) -> Tensor:
     """[P, size] float32 Gumbel numbers, the SplitMix64 streams from P starts (int64), as `treespec.sampling.noise`."""
     given = torch.tensor(starts)
     out = torch.empty(len(starts), size)
     threads = torch.get_num_threads()
-    library().noise(given.data_ptr(), out.data_ptr(), len(starts), size, threads)
+    load_kernels().noise(given.data_ptr(), out.data_ptr(), len(starts), size, threads)
     return out
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def apply_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """[..., H] the root mean square norm of [..., H], as Llama has it: rounded, times the weight."""
     x = x.contiguous()
     width = len(weight)
     out = torch.empty_like(x)
     pointers = (tensor.data_ptr() for tensor in (x, weight, out))
-    modes = HALF[x.dtype], torch.get_num_threads()
-    library().rms_norm(*pointers, x.numel() // width, width, eps, *modes)
+    modes = BFLOAT16_FLAGS[x.dtype], torch.get_num_threads()
+    load_kernels().rms_norm(*pointers, x.numel() // width, width, eps, *modes)
     return out
 
 
-def attention(
+def attend_packed(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -172,23 +192,23 @@ def attention(
     tensors = query, key, value, mask
     if query.dtype == mask.dtype == torch.float16:
         q, k, v, hidden = (x.float() for x in tensors)
-        found = attention(q, k, v, hidden, scale, cap_and_sinks)
+        found = attend_packed(q, k, v, hidden, scale, cap_and_sinks)
         return None if found is None else found.half()
     (b, heads, n, d) = query.shape
     (_, kv, columns, dv) = value.shape
     free = columns - mask.shape[-1]
     whole = mask.shape[:3] in ((b, 1, n), (1, 1, n)) and free >= 0  # nothing to broadcast
-    fit = whole and query.dtype in HALF and all(fits(x, query.dtype) for x in tensors)
-    if not fit or library() is None:
+    fit = whole and query.dtype in BFLOAT16_FLAGS and all(fits(x, query.dtype) for x in tensors)
+    if not fit or load_kernels() is None:
         return None
     out = query.new_empty(b, n, heads, dv)
     sinks = None if sinks is None else sinks.to(query.dtype)
     pointers = [x.data_ptr() for x in (*tensors, out)] + [0 if sinks is None else sinks.data_ptr()]
     strides = [*query.stride()[:3], *key.stride()[:3], *value.stride()[:3]]
     strides += [mask.stride(0) if len(mask) > 1 else 0, mask.stride(2)]
-    options = scale, cap, HALF[query.dtype], torch.get_num_threads()
-    library().attention(
-        ATTENTION.pack(*pointers, b, heads, kv, n, columns, free, d, dv, *strides, *options)
+    options = scale, cap, BFLOAT16_FLAGS[query.dtype], torch.get_num_threads()
+    load_kernels().attention(
+        ATTENTION_STRUCT.pack(*pointers, b, heads, kv, n, columns, free, d, dv, *strides, *options)
     )
     return out
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-HARD = 1  # omp_pause_hard of OpenMP 5.0
+OMP_PAUSE_HARD = 1  # omp_pause_hard of OpenMP 5.0
 
 
 def end_workers() -> None:
@@ -20,12 +20,12 @@ def end_workers() -> None:
 
     Where no OpenMP library is found that can, nothing happens.
     """
-    for pause in pauses():
-        pause(HARD)
+    for pause in find_pause_functions():
+        pause(OMP_PAUSE_HARD)
 
 
 @cache
-def pauses() -> list[Callable[[int], int]]:
+def find_pause_functions() -> list[Callable[[int], int]]:
     """`omp_pause_resource_all` of each GNU OpenMP library that the process has loaded."""
     if sys.platform != "linux":
         return []

@@ -13,7 +13,7 @@ from treespec.errors import InputError
 TIED = r"(Model (has|with) `tie_word_embeddings|Input and output embeddings are no longer tied|`lora_bias=True`)"
 
 
-def adapted(model: PreTrainedModel, path: str) -> PreTrainedModel:
+def apply_adapter(model: PreTrainedModel, path: str) -> PreTrainedModel:
     """A model with the adapter of a folder. Weights that are not quantised take it into themselves.
 
     Raises InputError without the package peft, for adapters that cannot be a target, and whatever the
@@ -28,7 +28,7 @@ def adapted(model: PreTrainedModel, path: str) -> PreTrainedModel:
         warnings.filterwarnings("ignore", TIED)
         warnings.filterwarnings("error", "Found missing adapter keys")  # they would be random
         wrapped: Any = PeftModel.from_pretrained(model, path)
-        inner = unwrapped(wrapped)
+        inner = unwrap_adapter(wrapped)
         if getattr(model, "hf_quantizer", None) is not None or not can_merge(wrapped):
             return inner
         untie(wrapped)
@@ -74,7 +74,7 @@ def add_biases(wrapped: Any) -> None:
             layer.bias = nn.Parameter(zeros, requires_grad=False)
 
 
-def unwrapped(model: Any) -> Any:
+def unwrap_adapter(model: Any) -> Any:
     """The transformers model inside a `PeftModel`, whose layers hold the adapter; others unchanged.
 
     Raises InputError for adapters that are more than other layers.

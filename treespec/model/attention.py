@@ -11,11 +11,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from treespec.kernels import ops as kernels
-from treespec.model.masks import additive
-from treespec.model.placement import device_of
-from treespec.model.support import INDEXED, get_layer_types
+from treespec.model.masks import to_additive_mask
+from treespec.model.placement import find_device_of
+from treespec.model.support import INDEXED_ATTENTION, get_layer_types
 
-NAME = "trees"  # without "sdpa": transformers refuses that to models with caps or sinks
+ATTENTION_NAME = "trees"  # without "sdpa": transformers refuses that to models with caps or sinks
 # torch's sdpa has neither; transformers computes them step by step.
 CAPS_OR_SINKS = [
     "flint",
@@ -28,7 +28,7 @@ CAPS_OR_SINKS = [
 ]
 
 
-def tree_attention(
+def attend_tree(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -52,7 +52,7 @@ def tree_attention(
             query, key, value, attention_mask, scale=options.get("scaling"), enable_gqa=True
         )
         return by_head.transpose(1, 2), None
-    mask = whole(attention_mask, key.shape[2])
+    mask = expand_mask(attention_mask, key.shape[2])
     return sdpa_attention_forward(module, query, key, value, mask, **options)
 
 
@@ -64,9 +64,9 @@ def attend_on_cpu(
     attention_mask: Tensor | None,
     options: dict[str, Any],
 ) -> Tensor | None:
-    """`tree_attention` by our kernels, or by the model's own steps if it has caps or sinks.
+    """`attend_tree` by our kernels, or by the model's own steps if it has caps or sinks.
 
-    Returns [B, N, heads, D]; None where neither applies. Arguments as for `tree_attention`.
+    Returns [B, N, heads, D]; None where neither applies. Arguments as for `attend_tree`.
     """
     n = query.shape[2]
     t = key.shape[2]
@@ -77,14 +77,14 @@ def attend_on_cpu(
         mask = torch.ones(1, 1, n, t, dtype=torch.bool).tril(t - n)
     if mask is not None:
         if mask.dtype == torch.bool:
-            mask = additive(mask, query.dtype)
+            mask = to_additive_mask(mask, query.dtype)
         scale = options.get("scaling") or query.shape[-1] ** -0.5
-        output = kernels.attention(query, key, value, mask, scale, (cap, sinks))
+        output = kernels.attend_packed(query, key, value, mask, scale, (cap, sinks))
         if output is not None:
             return output
     if cap or sinks is not None:
         eager = sys.modules[type(module).__module__].eager_attention_forward
-        return eager(module, query, key, value, whole(mask, t), **options)[0]
+        return eager(module, query, key, value, expand_mask(mask, t), **options)[0]
     return None
 
 
@@ -97,7 +97,7 @@ def can_use_cudnn(query: Tensor, attention_mask: Tensor | None, options: dict[st
     return query.dtype != torch.float32
 
 
-def whole(mask: Tensor | None, columns: int) -> Tensor | None:
+def expand_mask(mask: Tensor | None, columns: int) -> Tensor | None:
     """[B, 1, N, T] a mask of all columns from an additive one of the last; all nodes see those before.
 
     Five columns, of which the mask has three:
@@ -110,7 +110,7 @@ def whole(mask: Tensor | None, columns: int) -> Tensor | None:
 
 
 def take_trees(model: PreTrainedModel) -> None:
-    """Let a decoder with transformers' sdpa attention use `tree_attention`; on a CPU also one with
+    """Let a decoder with transformers' sdpa attention use `attend_tree`; on a CPU also one with
     soft caps or sinks.
 
     Other parts of the model keep their attention: an audio tower may accept no other. Indexed
@@ -119,21 +119,23 @@ def take_trees(model: PreTrainedModel) -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)  # 45 ms for each new length; graphs turn it on
     if not can_take_trees(model):
         return
-    AttentionInterface.register(NAME, tree_attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionInterface.register(ATTENTION_NAME, attend_tree)
+    AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
     decoder = model.get_decoder()
     if isinstance(decoder, PreTrainedModel):
-        decoder.set_attn_implementation(NAME)
+        decoder.set_attn_implementation(ATTENTION_NAME)
     else:
-        model.set_attn_implementation(NAME)
+        model.set_attn_implementation(ATTENTION_NAME)
 
 
 def can_take_trees(model: PreTrainedModel) -> bool:
-    """Whether a model's attention can become `tree_attention`."""
+    """Whether a model's attention can become `attend_tree`."""
     config = model.config.get_text_config()
-    if INDEXED in get_layer_types(config):
+    if INDEXED_ATTENTION in get_layer_types(config):
         return False
     if config._attn_implementation == "sdpa":
         return True
     has_caps_or_sinks = config.model_type in CAPS_OR_SINKS
-    return has_caps_or_sinks and device_of(model).type == "cpu" and bool(kernels.library())
+    return (
+        has_caps_or_sinks and find_device_of(model).type == "cpu" and bool(kernels.load_kernels())
+    )

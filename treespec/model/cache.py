@@ -30,16 +30,18 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from treespec.model.cache_layer import ColumnMove, TreeLayer, flatten_moves
-from treespec.trees.tree import made, sent
+from treespec.trees.tree import cache_tensor, to_device
 
 State = dict[tuple[str, int], Tensor]  # [1, ...] each, by kind and number
 States = list[State]  # of each recurrent layer; empty before the first token
-MARKS = 2  # earlier states of a sequence that are kept
-SLACK = 1536  # committed tokens of which layers keep more than their windows; a third goes at once
-FORWARD = 512  # nodes of a forward that layers with a window have room for
+MAX_SNAPSHOTS = 2  # earlier states of a sequence that are kept
+WINDOW_SLACK_TOKENS = (
+    1536  # committed tokens of which layers keep more than their windows; a third goes at once
+)
+MAX_FORWARD_NODES = 512  # nodes of a forward that layers with a window have room for
 
 
-class Mark(NamedTuple):
+class CacheSnapshot(NamedTuple):
     """A length of a sequence, and the states after it.
 
     base: the shortest length that `rewind` can go back to, but for 0. A layer of window w holds the
@@ -55,7 +57,7 @@ class Mark(NamedTuple):
     is_long: bool = False
     tokens: Tensor | None = None
 
-    def cut(self, length: int) -> "Mark":
+    def cut(self, length: int) -> "CacheSnapshot":
         """The same of the first `length` tokens."""
         if self.tokens is None:
             return self._replace(length=length)
@@ -65,27 +67,29 @@ class Mark(NamedTuple):
 class CacheRow(NamedTuple):
     """A sequence of a cache: what it holds `now`, and the `earlier` marks that `rewind` may go back to."""
 
-    earlier: list[Mark]
-    now: Mark
+    earlier: list[CacheSnapshot]
+    now: CacheSnapshot
 
 
 def make_empty_row(is_long: bool = False) -> CacheRow:
-    """A sequence without tokens. is_long: of its keys, as in `Mark`."""
-    return CacheRow([], Mark(0, [], is_long=is_long))
+    """A sequence without tokens. is_long: of its keys, as in `CacheSnapshot`."""
+    return CacheRow([], CacheSnapshot(0, [], is_long=is_long))
 
 
-def first_seen(position: int, window: int | None) -> int:
+def find_first_seen(position: int, window: int | None) -> int:
     """The first of the last `window` positions up to this one; 0 without a window."""
     if not window:
         return 0
     return max(0, position + 1 - window)
 
 
-class Recurrent(Protocol):
+class RecurrentStates(Protocol):
     """The recurrent layers of a model (`recurrent`)."""
 
-    def layers(self, capacity: int) -> list[TreeLayer]: ...
-    def committed(self, cache: "TreeCache", nodes: Sequence[Sequence[int]]) -> list[States]: ...
+    def build_layers(self, capacity: int) -> list[TreeLayer]: ...
+    def compute_committed_states(
+        self, cache: "TreeCache", nodes: Sequence[Sequence[int]]
+    ) -> list[States]: ...
 
 
 @final
@@ -106,9 +110,9 @@ class TreeCache(Cache):
         self,
         layers: int,
         capacity: int = 512,
-        recurrent: Recurrent | None = None,
+        recurrent: RecurrentStates | None = None,
         windows: Sequence[int | None] = (),
-        slack: int = SLACK,
+        slack: int = WINDOW_SLACK_TOKENS,
     ) -> None:
         """recurrent: of the model, if any of its layers carry a state from token to token.
 
@@ -119,11 +123,11 @@ class TreeCache(Cache):
             self.tree_layers = recurrent.layers(capacity)
         else:
             self.tree_layers = [TreeLayer(capacity) for _ in range(layers)]
-        self.recurrent, self.windows, self.slack = recurrent, windows, slack
+        self.recurrent, self.windows, self.rewind_room = recurrent, windows, slack
         for layer, window in zip(self.tree_layers, windows, strict=False):
             if window:
-                layer.window, layer.most = window, window + slack + FORWARD
-                layer.capacity = min(capacity, layer.most)
+                layer.window, layer.max_columns = window, window + slack + MAX_FORWARD_NODES
+                layer.capacity = min(capacity, layer.max_columns)
         self.rows = [make_empty_row()]
         self.forwarded: dict[int, Any] = {}
         self.tokens: Tensor | None = None
@@ -134,12 +138,12 @@ class TreeCache(Cache):
         """Committed positions of each sequence."""
         return [row.now.length for row in self.rows]
 
-    def shifted(self, places: Tensor) -> Tensor:
+    def shift_positions(self, places: Tensor) -> Tensor:
         """[B, N] positions of nodes of each sequence, from their places [B, N]."""
         shifts = tuple(row.now.shift for row in self.rows)
         if not any(shifts):
             return places
-        return places + made(sent, shifts, places.device)[:, None]
+        return places + cache_tensor(to_device, shifts, places.device)[:, None]
 
     @property
     def states(self) -> list[States]:
@@ -152,26 +156,26 @@ class TreeCache(Cache):
         held = 0
         for state in self.states[0]:
             held += sum(part.nbytes for part in state.values())
-        return (2 + MARKS) * held
+        return (2 + MAX_SNAPSHOTS) * held
 
     @property
     def end(self) -> int:
         """The column that the next forward writes at, in layers without a window."""
         return max(self.lengths, default=0)
 
-    def starts(self, window: int | None) -> list[int]:
+    def list_first_positions(self, window: int | None) -> list[int]:
         """The position of each sequence that lies in the first column of layers of that window."""
-        return [first_seen(row.now.base, window) for row in self.rows]
+        return [find_first_seen(row.now.base, window) for row in self.rows]
 
-    def columns(self, window: int | None) -> tuple[int, int]:
+    def find_write_columns(self, window: int | None) -> tuple[int, int]:
         """The first column that a forward attends to, and the one that it writes at."""
         if not self.rows:
             return 0, 0
-        pairs = zip(self.lengths, self.starts(window), strict=True)
+        pairs = zip(self.lengths, self.list_first_positions(window), strict=True)
         held = [length - start for length, start in pairs]
-        return first_seen(min(held), window), max(held)
+        return find_first_seen(min(held), window), max(held)
 
-    def shown(self, places: Tensor, free: int, window: int | None) -> Tensor:
+    def mask_positions(self, places: Tensor, free: int, window: int | None) -> Tensor:
         """[B, X] the positions of those columns that a mask of layers of a window is for.
 
         places: [B, T] positions of the committed columns of a layer without a window, and of others.
@@ -179,9 +183,9 @@ class TreeCache(Cache):
         """
         if window is None:
             return places[:, free:]
-        first, end = self.columns(window)
+        first, end = self.find_write_columns(window)
         columns = torch.arange(first, end, device=places.device)
-        index = sent(self.starts(window), places.device)[:, None] + columns
+        index = to_device(self.list_first_positions(window), places.device)[:, None] + columns
         # The root's column stands for those beyond the longest sequence: no node sees either.
         known = places.gather(1, index.clamp_max(self.end))
         return torch.cat([known, places[:, self.end :]], dim=1)
@@ -209,7 +213,7 @@ class TreeCache(Cache):
 
         @functools.cache
         def flatten(window: int | None, device: torch.device, heads: int, capacity: int) -> Tensor:
-            return sent(flatten_moves(list_moves(window), heads, capacity), device)
+            return to_device(flatten_moves(list_moves(window), heads, capacity), device)
 
         # 2. Copy them in every layer.
         for layer in self.tree_layers:
@@ -231,7 +235,7 @@ class TreeCache(Cache):
             now = before._replace(
                 length=before.length + len(kept),
                 states=states_after[number],
-                tokens=self._tokens_after(number, kept),
+                tokens=self._extend_tokens(number, kept),
             )
             rows.append(CacheRow(earlier, now))
         self._hold(rows)
@@ -239,13 +243,13 @@ class TreeCache(Cache):
         # 4. Drop columns that no window reaches.
         smallest = min(filter(None, self.windows), default=0)
         for number, row in enumerate(rows):
-            if smallest and row.now.length - max(row.now.base, smallest) > self.slack:
-                self._drop(number, row.now.length - 2 * self.slack // 3)
+            if smallest and row.now.length - max(row.now.base, smallest) > self.rewind_room:
+                self._drop(number, row.now.length - 2 * self.rewind_room // 3)
 
     def _list_moves(self, nodes: Sequence[Sequence[int]], window: int | None) -> list[ColumnMove]:
         """The accepted nodes that are not in their columns yet, in layers of a window."""
-        _, end = self.columns(window)
-        rows = zip(self.lengths, self.starts(window), nodes, strict=True)
+        _, end = self.find_write_columns(window)
+        rows = zip(self.lengths, self.list_first_positions(window), nodes, strict=True)
         moves = []
         for row, (length, start, kept) in enumerate(rows):
             for place, node in enumerate(kept, length - start):
@@ -253,7 +257,7 @@ class TreeCache(Cache):
                     moves.append(ColumnMove(row, end + node, place))
         return moves
 
-    def _tokens_after(self, row: int, kept: Sequence[int]) -> Tensor | None:
+    def _extend_tokens(self, row: int, kept: Sequence[int]) -> Tensor | None:
         """The tokens of a sequence and of its accepted nodes, where they are kept."""
         before = self.rows[row].now
         if self.tokens is None or (before.tokens is None and before.length):
@@ -270,8 +274,8 @@ class TreeCache(Cache):
         for layer in self.tree_layers:
             if not layer.window:
                 continue
-            before = first_seen(now.base, layer.window)
-            start = first_seen(base, layer.window)
+            before = find_first_seen(now.base, layer.window)
+            start = find_first_seen(base, layer.window)
             for states in layer.storage:
                 kept = states[row, :, start - before : now.length - before].clone()
                 states[row, :, : now.length - start] = kept
@@ -302,7 +306,7 @@ class TreeCache(Cache):
         if length >= row.now.length:
             return row
         earlier = [mark for mark in row.earlier if mark.length <= length]
-        latest = Mark(0, [])
+        latest = CacheSnapshot(0, [])
         if earlier:
             latest = earlier[-1]
         return CacheRow(earlier, latest._replace(base=row.now.base))
@@ -313,7 +317,7 @@ class TreeCache(Cache):
         earlier = [mark._replace(shift=by) for mark in row.earlier]
         self.rows = [CacheRow(earlier, row.now._replace(shift=by))]
 
-    def become(self, is_long: bool) -> None:
+    def replace_with(self, is_long: bool) -> None:
         """Set the kind of rotary factors of the only sequence, which is empty."""
         self.rows = [make_empty_row(is_long)]
 
@@ -322,7 +326,7 @@ class TreeCache(Cache):
         for number, (earlier, now) in enumerate(self.rows):
             if all(now.length != mark.length for mark in earlier):
                 marks = earlier + [now]
-                self.rows[number] = CacheRow(marks[-MARKS:], now)
+                self.rows[number] = CacheRow(marks[-MAX_SNAPSHOTS:], now)
 
     def _hold(self, rows: list[CacheRow]) -> None:
         self.rows = rows
@@ -330,7 +334,9 @@ class TreeCache(Cache):
 
     def write_after(self, nodes: int) -> None:
         """Until the next commit or rewind, forwards write after that many uncommitted nodes."""
-        columns = functools.cache(self.columns)  # layers of equal windows have equal columns
+        columns = functools.cache(
+            self.find_write_columns
+        )  # layers of equal windows have equal columns
         for layer in self.tree_layers:
             layer.first, end = columns(layer.window)
             layer.length = end + nodes
@@ -376,13 +382,13 @@ class TreeCache(Cache):
             layer.gather(parts, max(part.capacity for part, _ in parts))
         self._hold(own + joined)
 
-    def alone(self, row: int, capacity: int = 1) -> "TreeCache":
+    def copy_sequence(self, row: int, capacity: int = 1) -> "TreeCache":
         """A copy of one sequence, in a cache of its own. capacity: columns to allocate at least."""
         layers = len(self.tree_layers)
-        copy = TreeCache(layers, 512, self.recurrent, self.windows, self.slack)
+        copy = TreeCache(layers, 512, self.recurrent, self.windows, self.rewind_room)
         for own, layer in zip(copy.tree_layers, self.tree_layers, strict=True):
             if layer.storage:
-                held = self.lengths[row] - self.starts(layer.window)[row]
+                held = self.lengths[row] - self.list_first_positions(layer.window)[row]
                 own.gather([(layer, [row])], max(layer.limit_columns(capacity), held))
         copy._hold([self.rows[row]])
         return copy

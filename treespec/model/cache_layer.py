@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import CacheLayerMixin
 
-from treespec.trees.tree import sent
+from treespec.trees.tree import to_device
 
-SPARE = 4  # times the rows of a block over those in use, before it is given up
+MAX_SPARE_FACTOR = 4  # times the rows of a block over those in use, before it is given up
 
 
 class ColumnMove(NamedTuple):
@@ -55,7 +55,7 @@ class TreeLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
     window: int | None = None
-    most: int | None = None
+    max_columns: int | None = None
     first = 0
     columns: Tensor | None = None
 
@@ -63,13 +63,13 @@ class TreeLayer(CacheLayerMixin):
         super().__init__()
         self.capacity, self.length = capacity, 0
         self.storage: tuple[Tensor, ...] = ()
-        self.block: tuple[Tensor, ...] = ()
+        self.allocation: tuple[Tensor, ...] = ()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate storage for keys and values like these, [B, KV heads, N, D]."""
         like = (key_states, value_states)
-        self.block = allocate_block(like, len(key_states), self.capacity)
-        self.storage = self.block
+        self.allocation = allocate_block(like, len(key_states), self.capacity)
+        self.storage = self.allocation
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -103,8 +103,8 @@ class TreeLayer(CacheLayerMixin):
         capacity = self.capacity
         while capacity < columns:
             capacity *= 2
-        if self.most:
-            capacity = min(capacity, max(columns, self.most))
+        if self.max_columns:
+            capacity = min(capacity, max(columns, self.max_columns))
         if capacity > self.capacity:
             rows = 0
             if self.storage:
@@ -113,8 +113,8 @@ class TreeLayer(CacheLayerMixin):
 
     def limit_columns(self, columns: int) -> int:
         """So many columns, or the number that growing stops at."""
-        if self.most:
-            return min(columns, self.most)
+        if self.max_columns:
+            return min(columns, self.max_columns)
         return columns
 
     def gather(self, parts: Sequence[tuple["TreeLayer", Sequence[int]]], capacity: int) -> None:
@@ -125,7 +125,7 @@ class TreeLayer(CacheLayerMixin):
         """
         total = sum(len(rows) for _, rows in parts)
         stays = self._has_room(total, capacity) and parts[0][0] is self
-        block = self.block
+        block = self.allocation
         if not stays:
             like = next((layer.storage for layer, _ in parts if layer.storage), ())
             block = allocate_block(like, total + total // 4, capacity)
@@ -136,13 +136,13 @@ class TreeLayer(CacheLayerMixin):
             stays = False
         # One statement without a call, which CPython does not interrupt.
         storage = tuple(states[:total] for states in block)
-        self.block, self.storage, self.capacity = block, storage, capacity
+        self.allocation, self.storage, self.capacity = block, storage, capacity
 
     def _has_room(self, rows: int, capacity: int) -> bool:
         """Whether the block can hold so many rows of this capacity, and is not far too large for them."""
-        if not self.block or capacity != self.capacity:
+        if not self.allocation or capacity != self.capacity:
             return False
-        return rows <= len(self.block[0]) <= SPARE * rows
+        return rows <= len(self.allocation[0]) <= MAX_SPARE_FACTOR * rows
 
     def _copy_rows(
         self, rows: Sequence[int], block: tuple[Tensor, ...], first: int, in_place: bool
@@ -160,8 +160,8 @@ class TreeLayer(CacheLayerMixin):
         if not self.storage or not sources:
             return
         end = min(self.length, block[0].shape[2])
-        source_rows = sent(sources, block[0].device)
-        place_rows = sent(places, block[0].device)
+        source_rows = to_device(sources, block[0].device)
+        place_rows = to_device(places, block[0].device)
         for states, old in zip(block, self.storage, strict=True):
             states[place_rows, :, :end] = old[:, :, :end].index_select(0, source_rows)
 

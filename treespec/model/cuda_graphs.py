@@ -32,7 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from treespec.errors import first_line
+from treespec.errors import get_first_line
 from treespec.model.cache_layer import TreeLayer
 
 log = logging.getLogger(__name__)
@@ -45,15 +45,17 @@ More = tuple[str, ...]  # of "texts" and "rows"
 Key = tuple[tuple[int, ...], int, int, int, More, Any]  # block, texts, rows, written columns
 Recorded = tuple[Callable[[], None], Outputs, Sequence[Tensor]]
 
-MET = 8  # a forward is recorded when it comes so often over one storage: that costs about ten of its own
+RECORD_AFTER_CALLS = 8  # a forward is recorded when it comes so often over one storage: that costs about ten of its own
 # graphs, and forwards whose times are counted; the oldest go
-KEPT = 24
-MOST = 1000
-LARGEST = 256  # rows of a forward: beyond, the host is as fast as the device
+MAX_GRAPHS = 24
+MAX_COUNTED_FORWARDS = 1000
+MAX_GRAPH_ROWS = 256  # rows of a forward: beyond, the host is as fast as the device
 # Of fixed shapes: cuDNN, which makes a plan for each, is fastest.
-BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
-BACKENDS += [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-CLOSE = 0.1  # mean difference of a graph's outputs from the model's, in parts of their spread
+GRAPH_BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+GRAPH_BACKENDS += [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+GRAPH_TOLERANCE = (
+    0.1  # mean difference of a graph's outputs from the model's, in parts of their spread
+)
 
 
 @final
@@ -69,13 +71,13 @@ class Graph:
     is_proven = False
 
     def __init__(self, layers: Sequence[TreeLayer], texts: int) -> None:
-        self.blocks = [ref(x) for layer in layers for x in layer.block]
+        self.blocks = [ref(x) for layer in layers for x in layer.allocation]
         self.texts = texts
         self.length, self.given = layers[0].length, dict[str, Tensor]()
 
     def fits(self, layers: Sequence[TreeLayer]) -> bool:
         """Whether the layers still have the storage that the graph writes to."""
-        now = [x for layer in layers for x in layer.block]
+        now = [x for layer in layers for x in layer.allocation]
         return all(known() is x for known, x in zip(self.blocks, now, strict=True))
 
     def take(
@@ -85,22 +87,22 @@ class Graph:
         b, n = inputs["tokens"].shape
         for name, x in inputs.items():
             shape = (rows, *x.shape[2:]) if rows > n else x.shape[1:]
-            own = self.kept(name, x, (self.texts, *shape))
+            own = self.get_static_tensor(name, x, (self.texts, *shape))
             (own[:b, :n] if rows > n else own[:b]).copy_(x)
         of = {layer.window: layer for layer in layers}
         for window, layer in of.items():
-            numbers = self.kept(f"columns {window}", inputs["tokens"], (written,))
+            numbers = self.get_static_tensor(f"columns {window}", inputs["tokens"], (written,))
             torch.arange(layer.length, layer.length + written, out=numbers)
         for name, (window, mask) in masks.items():
             first = of[window].first
             t = mask.shape[3]
-            own = self.kept(name, mask, (self.texts, 1, rows, of[window].capacity))
+            own = self.get_static_tensor(name, mask, (self.texts, 1, rows, of[window].capacity))
             own.fill_(False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min)
             own[:b, :, :n, first : first + t] = mask
         for name in (*inputs, *masks) if b < self.texts else ():
             self.given[name][b:] = self.given[name][:1]
 
-    def kept(self, name: str, like: Tensor, shape: Sequence[int]) -> Tensor:
+    def get_static_tensor(self, name: str, like: Tensor, shape: Sequence[int]) -> Tensor:
         """The tensor of that name which the graph reads."""
         if name not in self.given:
             with torch.inference_mode(mode=False):  # a tensor for any mode
@@ -113,8 +115,8 @@ class Graph:
         try:
             for layer in layers:
                 layer.columns = self.given[f"columns {layer.window}"]
-                layer.storage = tuple(x[: self.texts] for x in layer.block)
-            with sdpa_kernel(BACKENDS):
+                layer.storage = tuple(x[: self.texts] for x in layer.allocation)
+            with sdpa_kernel(GRAPH_BACKENDS):
                 return run(self.given)
         finally:
             for layer, storage in zip(layers, held, strict=True):
@@ -155,20 +157,22 @@ class Graphs:
         (rows, written, more, of) = how
         (b, n) = inputs["tokens"].shape
         plain = partial(run, {**inputs, **{name: mask for name, (_, mask) in masks.items()}})
-        if self.is_broken or rows > LARGEST or not all(layer.storage for layer in layers):
+        if self.is_broken or rows > MAX_GRAPH_ROWS or not all(layer.storage for layer in layers):
             return plain()
         rows, written = (1 << (n - 1).bit_length(),) * 2 if "rows" in more else (rows, written)
         for layer in layers:
             layer.reserve(layer.length + written)
-        texts = min(1 << (b - 1).bit_length(), len(layers[0].block[0])) if "texts" in more else b
-        key = (tuple(map(id, layers[0].block)), texts, rows, written, more, of)
+        texts = (
+            min(1 << (b - 1).bit_length(), len(layers[0].allocation[0])) if "texts" in more else b
+        )
+        key = (tuple(map(id, layers[0].allocation)), texts, rows, written, more, of)
         graph = self.graphs.get(key)
         if graph is None or not graph.fits(layers):
-            self.met = Counter() if len(self.met) > MOST else self.met
+            self.met = Counter() if len(self.met) > MAX_COUNTED_FORWARDS else self.met
             self.met[key] += 1
-            if self.met[key] >= MET:
+            if self.met[key] >= RECORD_AFTER_CALLS:
                 graph = Graph(layers, texts)
-            elif (larger := self.larger(key, layers)) is None:
+            elif (larger := self.find_larger(key, layers)) is None:
                 return plain()
             else:
                 key = larger
@@ -181,12 +185,12 @@ class Graphs:
             try:
                 graph.repeat, graph.outputs, read = self.record(partial(graph.run, layers, run))
             except Exception as error:  # an operation that waits for the device, for one
-                self.give_up(first_line(error))
+                self.disable(get_first_line(error))
                 return plain()
             del self.met[key]
-            stored = {x.data_ptr() for layer in layers for x in layer.block}
+            stored = {x.data_ptr() for layer in layers for x in layer.allocation}
             graph.read = [x for x in read if x.data_ptr() not in stored]
-            self.graphs = dict([*self.graphs.items()][-KEPT:]) | {key: graph}
+            self.graphs = dict([*self.graphs.items()][-MAX_GRAPHS:]) | {key: graph}
 
         # 3. Repeat it. Once the model runs first, for comparison: its own graphs share memory with this one.
         true: Outputs = ()
@@ -197,12 +201,12 @@ class Graphs:
         outputs = tuple(x[:, :n] for x in outputs) if rows > n else outputs
         for found, wanted in zip(outputs, true, strict=False):
             apart = found - wanted if wanted.is_floating_point() else None
-            if apart is not None and not apart.abs().mean() <= CLOSE * wanted.std():
-                self.give_up("its outputs are not the model's")
+            if apart is not None and not apart.abs().mean() <= GRAPH_TOLERANCE * wanted.std():
+                self.disable("its outputs are not the model's")
                 return true
         return outputs
 
-    def larger(self, key: Key, layers: Sequence[TreeLayer]) -> Key | None:
+    def find_larger(self, key: Key, layers: Sequence[TreeLayer]) -> Key | None:
         """The smallest graph of more texts or rows that does for now. key: of a forward that has none."""
         block, texts, rows, written, more, of = key
         room = min(layer.capacity - layer.length for layer in layers)
@@ -214,21 +218,25 @@ class Graphs:
             able += [other] if alike and many and wide and other[3] <= room else []
         return min(able, key=lambda other: other[1] * other[2], default=None)
 
-    def give_up(self, why: str) -> None:
+    def disable(self, why: str) -> None:
         self.is_broken = True
         self.graphs = {}
         log.warning("%s runs without CUDA graphs: %s", self.name, why)
 
 
-def graphs_of(target: Any) -> Graphs | None:
+def build_graphs(target: Any) -> Graphs | None:
     """Graphs of a target's forwards, if it has attention layers alone and lies whole on a CUDA device."""
     devices = {weight.device for weight in target.model.parameters()}
     fit = devices == {target.device} and target.device.type == "cuda" and not target.recurrent
-    return Graphs(type(target.model).__name__) if fit and "position_ids" in target.takes else None
+    return (
+        Graphs(type(target.model).__name__)
+        if fit and "position_ids" in target.forward_arguments
+        else None
+    )
 
 
 @final
-class Reading(TorchDispatchMode):
+class InputTracer(TorchDispatchMode):
     """Collects the tensors that operations read and did not make: a graph has their addresses."""
 
     def __init__(self) -> None:
@@ -239,14 +247,14 @@ class Reading(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        given = tensors_in((args, kwargs))
+        given = collect_tensors((args, kwargs))
         self.read |= {place: x for place, x in given.items() if place not in self.made}
         out = function(*args, **(kwargs or {}))
-        self.made |= tensors_in(out).keys() - self.read.keys()
+        self.made |= collect_tensors(out).keys() - self.read.keys()
         return out
 
 
-def tensors_in(values: Any) -> dict[int, Tensor]:
+def collect_tensors(values: Any) -> dict[int, Tensor]:
     """By the address of their storage."""
     tensors = (x for x in tree_leaves(values) if isinstance(x, Tensor))
     return {x.untyped_storage().data_ptr(): x for x in tensors}
@@ -266,7 +274,7 @@ class Recorder:
         beside.wait_stream(now)
         with torch.cuda.stream(beside):
             run()
-            with Reading() as reading:
+            with InputTracer() as reading:
                 run()
         now.wait_stream(beside)
 

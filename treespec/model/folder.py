@@ -7,17 +7,24 @@ from typing import Any
 
 from safetensors import safe_open
 
-from treespec.errors import InputError, first_line
+from treespec.errors import InputError, get_first_line
 from treespec.files.atomic import read_json
-from treespec.files.hub import mistyped, only_cached
+from treespec.files.hub import explain_missing, is_hub_unreachable
 from treespec.model.placement import AS_IT_IS, Placement
-from treespec.options import either
+from treespec.options import join_or
 
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
+WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 ADAPTER = "adapter_config.json"
-WORDS = ("*token*", "tekken*", "vocab*", "merges*", "*.model", "spiece*")  # files of tokenizers
-SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
-REASONS = {  # part of an error -> what it means
+TOKENIZER_PATTERNS = (
+    "*token*",
+    "tekken*",
+    "vocab*",
+    "merges*",
+    "*.model",
+    "spiece*",
+)  # files of tokenizers
+MODEL_SIZE_FIELDS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+ERROR_REASONS = {  # part of an error -> what it means
     "trust_remote_code": "it brings Python code of its own (auto_map in config.json), which would run "
     "on this machine; read it, then give --trust-remote-code",
     # A table that `quiet` hides.
@@ -33,7 +40,7 @@ def loading(path: str, what: str = "target") -> Iterator[None]:
     try:
         yield
     except Exception as error:  # a damaged file may raise anything
-        if isinstance(error, InputError) and first_line(error).startswith("cannot load"):
+        if isinstance(error, InputError) and get_first_line(error).startswith("cannot load"):
             raise
         reason = explain_load_error(error)
         raise InputError(f"cannot load the {what} {path!r}: {reason}") from error
@@ -43,11 +50,11 @@ def explain_load_error(error: Exception) -> str:
     """The reason of a failed load, for the line that names the target."""
     if isinstance(error, InputError):
         return str(error)
-    line = first_line(error)
+    line = get_first_line(error)
     kind = type(error).__name__
     if kind == "SafetensorError":
         return f"its weights are damaged, fetch them again ({line})"
-    for part, reason in REASONS.items():
+    for part, reason in ERROR_REASONS.items():
         if part in str(error):
             return reason
     if " " in line:
@@ -55,7 +62,7 @@ def explain_load_error(error: Exception) -> str:
     return f"{kind}: {line}"  # a KeyError's line is its key alone
 
 
-def located(path: str, how: Placement = AS_IT_IS) -> dict[str, Any]:
+def resolve_model(path: str, how: Placement = AS_IT_IS) -> dict[str, Any]:
     """The options that every `from_pretrained` of `path` takes.
 
     Raises InputError for a path that is neither a directory nor a hub id, and for the revision of a
@@ -70,17 +77,17 @@ def located(path: str, how: Placement = AS_IT_IS) -> dict[str, Any]:
                     "directory: leave it out"
                 )
             return options
-        problem = mistyped(path, "model directory")
+        problem = explain_missing(path, "model directory")
         if problem:
             raise InputError(problem)
-        if only_cached(path, how.revision):
+        if is_hub_unreachable(path, how.revision):
             options["local_files_only"] = True
     if how.revision:
         options["revision"] = how.revision
     return options
 
 
-def check_files(
+def check_model_files(
     path: str, how: Placement = AS_IT_IS, words: bool = False, chats: bool = False
 ) -> None:
     """Raises InputError for a directory whose files are missing or damaged. A hub id passes.
@@ -88,14 +95,14 @@ def check_files(
     words: whether it must have a tokenizer; chats: and a file that can hold a chat template.
     """
     folder = Path(path)
-    if not folder.is_dir() or gguf_file(path, how) or base_of(path):
+    if not folder.is_dir() or find_gguf_file(path, how) or find_adapter_base(path):
         return
     with loading(path):
         check_fields(folder)
         check_weights(folder)
         check_tokenizer(folder)
-        tokenizer_fields = fields_of(folder, "tokenizer_config.json")
-    if (words or chats) and not has_words(folder):
+        tokenizer_fields = read_json_fields(folder, "tokenizer_config.json")
+    if (words or chats) and not has_tokenizer_files(folder):
         raise InputError(
             f"the target {path!r} has no tokenizer: its directory lacks tokenizer.json"
         )
@@ -110,10 +117,10 @@ def check_files(
 def check_weights(folder: Path) -> None:
     """Raises for a directory without weights, and for safetensors whose header is damaged."""
     files: list[Path] = []
-    for pattern in WEIGHTS:
+    for pattern in WEIGHT_PATTERNS:
         files += folder.glob(pattern)
     if not files:
-        raise InputError(f"it has no weights: {WEIGHTS[0]}")
+        raise InputError(f"it has no weights: {WEIGHT_PATTERNS[0]}")
     for file in files:
         if file.suffix == ".safetensors":
             with safe_open(file, framework="numpy"):  # reads the header
@@ -127,19 +134,19 @@ def check_tokenizer(folder: Path) -> None:
         raise InputError("tokenizer.json has no field 'model': fetch it again")
 
 
-def has_words(folder: Path) -> bool:
+def has_tokenizer_files(folder: Path) -> bool:
     """Whether a directory holds a file of a tokenizer."""
-    return any(any(folder.glob(pattern)) for pattern in WORDS)
+    return any(any(folder.glob(pattern)) for pattern in TOKENIZER_PATTERNS)
 
 
 def check_fields(folder: Path) -> None:
     """Raises InputError for a directory whose config.json is missing, damaged or no model's."""
-    fields = fields_of(folder, "config.json")
-    fields_of(folder, "generation_config.json")
+    fields = read_json_fields(folder, "config.json")
+    read_json_fields(folder, "generation_config.json")
     adapters = sorted(str(file.parent) for file in folder.glob(f"*/{ADAPTER}"))
     if adapters and not (folder / "config.json").is_file():
         raise InputError(
-            f"it holds PEFT adapters by name: give the folder of one, {either(adapters)}"
+            f"it holds PEFT adapters by name: give the folder of one, {join_or(adapters)}"
         )
     if not (folder / "config.json").is_file():
         names = sorted(file.name for file in folder.iterdir())
@@ -152,7 +159,7 @@ def check_fields(folder: Path) -> None:
     check_sizes(fields)
 
 
-def fields_of(folder: Path, name: str) -> Mapping[str, Any]:
+def read_json_fields(folder: Path, name: str) -> Mapping[str, Any]:
     """The fields of a JSON file; {} if it is missing. Raises InputError for a damaged one."""
     file = folder / name
     if not file.is_file():
@@ -162,7 +169,7 @@ def fields_of(folder: Path, name: str) -> Mapping[str, Any]:
 
 def check_sizes(sizes: Mapping[str, object]) -> None:
     """Raises InputError for sizes that are no positive whole numbers. None is no size."""
-    for name in SIZES:
+    for name in MODEL_SIZE_FIELDS:
         size = sizes.get(name)
         if size is not None and not (isinstance(size, int) and size > 0):
             raise InputError(
@@ -170,7 +177,7 @@ def check_sizes(sizes: Mapping[str, object]) -> None:
             )
 
 
-def base_of(path: str | Path) -> str | None:
+def find_adapter_base(path: str | Path) -> str | None:
     """The model that the PEFT adapter in a folder adapts; None for any other path.
 
     Raises InputError for an adapter_config.json that is damaged or names no model.
@@ -186,7 +193,7 @@ def base_of(path: str | Path) -> str | None:
     return base
 
 
-def gguf_file(path: str, how: Placement) -> Path | None:
+def find_gguf_file(path: str, how: Placement) -> Path | None:
     """The file of `gguf:FILE`; None for any other form.
 
     path: the target's directory or hub id, which FILE may lie in. Raises InputError for a file that
@@ -204,14 +211,14 @@ def gguf_file(path: str, how: Placement) -> Path | None:
     elif folder.is_dir():
         raise InputError(f"{missing}, neither here nor in {path}")
     else:
-        file = hub_file(path, how.gguf, how.revision, f"{missing} here")
+        file = fetch_model_file(path, how.gguf, how.revision, f"{missing} here")
     with file.open("rb") as data:
         if data.read(4) != b"GGUF":
             raise InputError(f"{file} is no GGUF file: it does not begin with GGUF")
     return file
 
 
-def hub_file(repository: str, name: str, revision: str | None, missing: str) -> Path:
+def fetch_model_file(repository: str, name: str, revision: str | None, missing: str) -> Path:
     """A file of a hub repository: of its newest state, or offline of the cached one.
 
     revision: default the main branch. missing: begins the line of the InputError.
@@ -219,9 +226,9 @@ def hub_file(repository: str, name: str, revision: str | None, missing: str) -> 
     from huggingface_hub import hf_hub_download
 
     try:
-        offline = only_cached(repository, revision)
+        offline = is_hub_unreachable(repository, revision)
         return Path(hf_hub_download(repository, name, revision=revision, local_files_only=offline))
     except Exception as error:  # of many kinds; its first line gives the reason
         raise InputError(
-            f"{missing}, and the hub's {repository} did not give it: {first_line(error)}"
+            f"{missing}, and the hub's {repository} did not give it: {get_first_line(error)}"
         ) from error

@@ -9,15 +9,20 @@ import torch
 from torch import Tensor
 
 from treespec.model.cache import TreeCache
-from treespec.trees.mask import attention_mask, chunk_mask, positions, window_mask
-from treespec.trees.tree import TokenTree, columns, sent
+from treespec.trees.mask import (
+    build_attention_mask,
+    build_window_mask,
+    chunk_mask,
+    compute_positions,
+)
+from treespec.trees.tree import TokenTree, build_range, to_device
 
 # As a decoder takes them: one mask, or one for each layer type; None without attention.
 Masks = Tensor | dict[str, Tensor] | None
-SLIDING = ("sliding_attention", "hybrid_sliding")
+SLIDING_TYPES = ("sliding_attention", "hybrid_sliding")
 
 
-def additive_masks(
+def build_additive_masks(
     windows: Mapping[str, int | None],
     columns: Callable[[int | None], Tensor],
     seen: Tensor,
@@ -42,12 +47,12 @@ def additive_masks(
     nodes = seen.shape[1]
     for kind, window in windows.items():
         places = columns(window)
-        visible = attention_mask(seen, places)
-        if window and kind in SLIDING:
-            visible &= window_mask(places, nodes, window)
+        visible = build_attention_mask(seen, places)
+        if window and kind in SLIDING_TYPES:
+            visible &= build_window_mask(places, nodes, window)
         elif window:
             visible &= chunk_mask(places, nodes, window)
-        masks[kind] = additive(sent(visible, device), dtype)[:, None]
+        masks[kind] = to_additive_mask(to_device(visible, device), dtype)[:, None]
     return masks
 
 
@@ -58,7 +63,7 @@ def as_taken(masks: dict[str, Tensor]) -> Masks:
     return next(iter(masks.values()), None)
 
 
-def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+def to_additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """A mask of the same shape to add to attention scores: 0 where `visible`, else the lowest number."""
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return mask.masked_fill_(~visible, torch.finfo(dtype).min)
@@ -72,7 +77,7 @@ class TreeBatch(NamedTuple):
     ancestors: Tensor
 
 
-def batched(trees: Sequence[TokenTree]) -> TreeBatch:
+def pad_trees(trees: Sequence[TokenTree]) -> TreeBatch:
     """The nodes of B trees as tensors.
 
     Smaller trees are padded with nodes of token 0 that see only themselves. Trees of five nodes
@@ -81,11 +86,11 @@ def batched(trees: Sequence[TokenTree]) -> TreeBatch:
         columns   | a b c | 0 1 2 3 4 |
                   | p . . | 0 1 2 . . |
     """
-    tokens = together([tree.tokens for tree in trees]).clamp_min(0)
-    depth = together([tree.depth for tree in trees])
+    tokens = pad_and_stack([tree.tokens for tree in trees]).clamp_min(0)
+    depth = pad_and_stack([tree.depth for tree in trees])
     sizes = {len(tree.tokens) for tree in trees}
     if len(sizes) == 1:
-        return TreeBatch(tokens, depth, together([tree.ancestors for tree in trees]))
+        return TreeBatch(tokens, depth, pad_and_stack([tree.ancestors for tree in trees]))
     itself = torch.eye(tokens.shape[1], dtype=torch.bool, device=depth.device)
     ancestors = itself.repeat(len(trees), 1, 1)
     for row, tree in enumerate(trees):
@@ -94,7 +99,7 @@ def batched(trees: Sequence[TokenTree]) -> TreeBatch:
     return TreeBatch(tokens, depth, ancestors)
 
 
-def together(rows: Sequence[Tensor]) -> Tensor:
+def pad_and_stack(rows: Sequence[Tensor]) -> Tensor:
     """[B, N, ...] from [n, ...] of each text, padded with zeros. A single text is not copied."""
     if len(rows) == 1:
         return rows[0][None]
@@ -109,18 +114,18 @@ def together(rows: Sequence[Tensor]) -> Tensor:
     return torch.cat(parts).unflatten(0, (len(rows), size))
 
 
-def unpadded(rows: Tensor, sizes: Sequence[int]) -> Tensor:
+def unpad_rows(rows: Tensor, sizes: Sequence[int]) -> Tensor:
     """[sum of sizes, ...]: the first `sizes[row]` entries of each batch row of [B, N, ...]."""
     if sum(sizes) == rows.shape[0] * rows.shape[1]:
         return rows.flatten(0, 1)
     return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
 
 
-def rows_of(x: Tensor, rows: Tensor) -> Tensor:
+def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
     """[B, F, ...]: the entries of [B, N, ...] at the indices `rows` [B, F] of each text."""
     b, n = x.shape[:2]
     if b > 1:
-        rows = rows + columns(b * n, rows.device)[::n, None]
+        rows = rows + build_range(b * n, rows.device)[::n, None]
     return x.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, (b, -1))
 
 
@@ -145,7 +150,7 @@ class Chunk:
     @cached_property
     def seen(self) -> Tensor:
         """[B, n, T] bool: the columns of cache and chunk that each new position sees."""
-        return attention_mask(self.causal, self.places)
+        return build_attention_mask(self.causal, self.places)
 
     @property
     def positions(self) -> Tensor:
@@ -153,7 +158,7 @@ class Chunk:
         return self.places[:, -self.causal.shape[1] :]
 
 
-def causal_chunks(
+def split_causal_chunks(
     cache: TreeCache,
     counts: Sequence[int],
     size: Callable[[int], int],
@@ -169,11 +174,11 @@ def causal_chunks(
         end = cache.end
         n = min(size(end), max(counts) - start)
         taken = [max(0, min(count - start, n)) for count in counts]
-        depth = columns(n, device).expand(len(counts), n)
+        depth = build_range(n, device).expand(len(counts), n)
         if min(cache.lengths) == end:  # no gap: a text's positions are the columns
-            places = columns(end + n, device).expand(len(counts), -1)
+            places = build_range(end + n, device).expand(len(counts), -1)
         else:
-            places = positions(depth, cache.lengths)
+            places = compute_positions(depth, cache.lengths)
         causal = depth[:, None] <= depth[..., None]
         yield Chunk(slice(start, start + n), taken, places, causal)
         cache.commit([range(kept) for kept in taken])

@@ -125,7 +125,7 @@ class OutputPath:
     def __init__(self, model: PreTrainedModel, decoder: nn.Module) -> None:
         """decoder: the model's, whose output the hidden states are."""
         self.model = model
-        self.decoders = modules_around(model, decoder)  # the forward calls one of them
+        self.decoders = find_modules_around(model, decoder)  # the forward calls one of them
         self.is_direct: dict[torch.dtype, bool] = {}  # by the dtype of hidden states
 
     def __call__(self, hidden: Tensor, output: nn.Module | None = None) -> Tensor:
@@ -140,10 +140,10 @@ class OutputPath:
                 output = self.model.get_output_embeddings()
             logits = output(hidden)
         else:
-            logits = self.by_own_forward(hidden, output)
+            logits = self.compute_by_forward(hidden, output)
         return logits.to(hidden.device)  # an output tied to the input may lie there
 
-    def by_own_forward(self, hidden: Tensor, output: nn.Module | None = None) -> Tensor:
+    def compute_by_forward(self, hidden: Tensor, output: nn.Module | None = None) -> Tensor:
         """As `__call__`, by the model's forward without its decoder."""
         states = hidden.reshape(1, -1, hidden.shape[-1])
 
@@ -179,7 +179,7 @@ class OutputPath:
         # 2. The forward.
         handle = self.model.get_output_embeddings().register_forward_hook(keep)
         try:
-            logits = self.by_own_forward(states)
+            logits = self.compute_by_forward(states)
         finally:
             handle.remove()
         if len(calls) != 1:
@@ -187,7 +187,7 @@ class OutputPath:
         return is_same_tensor(calls[0].entered, states) and is_same_tensor(calls[0].left, logits)
 
 
-def modules_around(model: PreTrainedModel, decoder: nn.Module) -> list[nn.Module]:
+def find_modules_around(model: PreTrainedModel, decoder: nn.Module) -> list[nn.Module]:
     """The decoder, and the parts of a model that hold it, but not the output embedding."""
     output = model.get_output_embeddings()
     found = []

@@ -10,7 +10,7 @@ decoder, with their positions. Four tokens of a picture of 2 by 2, then text:
                 0         1         2         1         2          3     4       the column
 
 All that follows stands at its place in the text, or `shift` from there: here -2. A tree follows where
-each token sees those before it, and the layers get of the pictures what `Shown` holds.
+each token sees those before it, and the layers get of the pictures what `PictureInputs` holds.
 """
 
 from collections.abc import Mapping
@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from treespec.errors import InputError, first_line
-from treespec.trees.tree import root_only
+from treespec.errors import InputError, get_first_line
+from treespec.trees.tree import build_root_tree
 
-KNOWN = {"inputs_embeds", "input_ids", "position_ids", "attention_mask", "cache_position"}
-DEEP = {"visual_pos_masks", "deepstack_visual_embeds"}
-TOLERANCE = 0.02  # of the spread of logits, on average
+KNOWN_ARGUMENTS = {"inputs_embeds", "input_ids", "position_ids", "attention_mask", "cache_position"}
+DEEPSTACK_ARGUMENTS = {"visual_pos_masks", "deepstack_visual_embeds"}
+PICTURE_TOLERANCE = 0.02  # of the spread of logits, on average
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class DeepRows:
 
 
 @dataclass(frozen=True)
-class Shown:
+class PictureInputs:
     """What the layers get of a prompt of P tokens with pictures.
 
     shift: from a token's place behind the prompt to its position.
@@ -51,7 +51,7 @@ class Shown:
     deep: DeepRows | None  # None: only the first layer gets something of the pictures
     shift: int = 0
 
-    def arguments(self, start: int, end: int) -> dict[str, Any]:
+    def select_arguments(self, start: int, end: int) -> dict[str, Any]:
         """The decoder's arguments for the tokens from start to end."""
         arguments: dict[str, Any] = {"inputs_embeds": self.rows[:, start:end]}
         if self.places is not None:
@@ -64,7 +64,7 @@ class Shown:
         return arguments
 
 
-class Enough(Exception):
+class StopForward(Exception):
     """The decoder has all that it gets: it need not run."""
 
 
@@ -81,7 +81,7 @@ class PlainForward:
 
 
 @torch.no_grad()
-def shown(target: Any, inputs: Mapping[str, Tensor]) -> Shown:
+def prepare_pictures(target: Any, inputs: Mapping[str, Tensor]) -> PictureInputs:
     """What the layers of a target get of a prompt with pictures.
 
     inputs: what the model's processor gives for the prompt, `input_ids` [1, P] among it. The target's
@@ -90,7 +90,7 @@ def shown(target: Any, inputs: Mapping[str, Tensor]) -> Shown:
     """
     tokens = inputs["input_ids"]
     forward = run_with_pictures(target, inputs)
-    obstacle = find_obstacle(forward.arguments, target.embeddings(tokens))
+    obstacle = find_obstacle(forward.arguments, target.embed_tokens(tokens))
     if not obstacle:
         pictures = build_shown(forward.arguments, tokens.shape[1])
         if target.follows_pictures:
@@ -114,17 +114,19 @@ def run_with_pictures(target: Any, inputs: Mapping[str, Tensor]) -> PlainForward
     def keep(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         arguments.update(kwargs)
         if target.follows_pictures:
-            raise Enough
+            raise StopForward
 
     handle = target.decoder.register_forward_pre_hook(keep, with_kwargs=True)
     try:
         on_device = {name: value.to(target.device) for name, value in inputs.items()}
         logits = target.model(**on_device, use_cache=False).logits[0, -1].float()
-    except Enough:
+    except StopForward:
         pass
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         name = type(target.model).__name__
-        raise InputError(f"pictures: {name} does not take these: {first_line(error)}") from error
+        raise InputError(
+            f"pictures: {name} does not take these: {get_first_line(error)}"
+        ) from error
     finally:
         handle.remove()
     return PlainForward(arguments, logits)
@@ -160,13 +162,13 @@ def find_obstacle(arguments: Mapping[str, Any], embeddings: Tensor) -> str:
     mask = arguments.get("attention_mask")
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2 and mask.all()):
         return "have a mask of their own"
-    for name in sorted(set(arguments) - KNOWN - DEEP):
+    for name in sorted(set(arguments) - KNOWN_ARGUMENTS - DEEPSTACK_ARGUMENTS):
         if isinstance(arguments[name], Tensor | list):
             return f"go to its layers as {name}"
     return ""
 
 
-def build_shown(arguments: Mapping[str, Any], size: int) -> Shown:
+def build_shown(arguments: Mapping[str, Any], size: int) -> PictureInputs:
     """What the layers get, from the decoder's arguments for a prompt of that size."""
     places = arguments.get("position_ids")
     mask = arguments.get("visual_pos_masks")
@@ -174,19 +176,19 @@ def build_shown(arguments: Mapping[str, Any], size: int) -> Shown:
     deep = None
     if mask is not None and rows is not None:
         deep = DeepRows(mask, rows)
-    return Shown(arguments["inputs_embeds"], places, deep, measure_shift(places, size))
+    return PictureInputs(arguments["inputs_embeds"], places, deep, measure_shift(places, size))
 
 
-def predicts_equally(target: Any, tokens: Tensor, pictures: Shown, plain: Tensor) -> bool:
+def predicts_equally(target: Any, tokens: Tensor, pictures: PictureInputs, plain: Tensor) -> bool:
     """Whether masks and positions of ours lead to the model's last logits.
 
     tokens: [1, P]. plain: [V] the model's logits.
     """
-    cache = target.new_cache(tokens.shape[1])
+    cache = target.build_cache(tokens.shape[1])
     target.prefill(cache, tokens[:, :-1], pictures=pictures)
-    logits = target.forward_tree(cache, root_only(tokens[0, -1:])).logits[0].float()
-    allowed = TOLERANCE
+    logits = target.forward_tree(cache, build_root_tree(tokens[0, -1:])).logits[0].float()
+    allowed = PICTURE_TOLERANCE
     if target.dtype != torch.float32:
-        allowed = 5 * TOLERANCE
+        allowed = 5 * PICTURE_TOLERANCE
     difference = (logits.to(plain.device) - plain).abs().mean()
     return bool(difference <= allowed * plain.std())

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 from treespec.errors import InputError
-from treespec.options import LOAD_IN, LOAD_IN_FORMS, either, nearest
+from treespec.options import LOAD_IN, LOAD_IN_FORMS, find_nearest_name, join_or
 
 if TYPE_CHECKING:
     import torch
@@ -15,7 +15,12 @@ if TYPE_CHECKING:
     DeviceMap: TypeAlias = Device | dict[str, Device] | None
 
 # form of --load-in -> the package that it takes
-TAKES = {"4bit": "bitsandbytes", "8bit": "bitsandbytes", "fp8": "torchao", "int8": "torchao"}
+LOAD_IN_PACKAGES = {
+    "4bit": "bitsandbytes",
+    "8bit": "bitsandbytes",
+    "fp8": "torchao",
+    "int8": "torchao",
+}
 
 
 @final
@@ -42,9 +47,9 @@ class Placement:
         if self.gguf == "":
             raise InputError("--load-in gguf names no file: write gguf:FILE")
         if self.gguf is None and self.load_in not in LOAD_IN:
-            hint = nearest(self.load_in, LOAD_IN)
+            hint = find_nearest_name(self.load_in, LOAD_IN)
             raise InputError(
-                f"--load-in is {self.load_in!r}, must be {either(LOAD_IN_FORMS)}{hint}"
+                f"--load-in is {self.load_in!r}, must be {join_or(LOAD_IN_FORMS)}{hint}"
             )
 
     @property
@@ -77,9 +82,9 @@ class Placement:
     def check_package(self) -> None:
         """Raises InputError where the package that quantises is not installed."""
         form = self.quantizer
-        if form is None or form not in TAKES:
+        if form is None or form not in LOAD_IN_PACKAGES:
             return
-        package = TAKES[form]
+        package = LOAD_IN_PACKAGES[form]
         if find_spec(package) is None:
             raise InputError(
                 f"--load-in {self.load_in} takes the package {package}: pip install {package}"
@@ -89,7 +94,7 @@ class Placement:
 AS_IT_IS = Placement()
 
 
-def device_of(model: "PreTrainedModel") -> "torch.device":
+def find_device_of(model: "PreTrainedModel") -> "torch.device":
     """The device that a model takes tokens on. Weights that accelerate has offloaded have none."""
     import torch
 

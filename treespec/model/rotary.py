@@ -23,13 +23,13 @@ from transformers import PreTrainedConfig
 from treespec.model.cache import TreeCache
 from treespec.model.recurrent.rows import replaced
 from treespec.model.support import get_promised_length, get_rotary_type, list_rotary_settings
-from treespec.trees.tree import sent
+from treespec.trees.tree import to_device
 
 Factors = tuple[Tensor, ...]  # cos and sin, [B, N, D] each
 TRIAL_POSITIONS = 4
 
 
-def longest_short_text(config: PreTrainedConfig) -> int | None:
+def find_longest_short_text(config: PreTrainedConfig) -> int | None:
     """The tokens of the longest text with short factors; None where all texts have the same ones."""
     promised = get_promised_length(config)
     for rope in list_rotary_settings(config):
@@ -62,11 +62,11 @@ class LengthFactors:
         is_long_text = is_long[:, :1]
         forwards = {}
         for module in self.modules:
-            forwards[module] = partial(self._both, module.forward, is_long_text)
+            forwards[module] = partial(self._compute_both, module.forward, is_long_text)
         with replaced(forwards):
             yield
 
-    def _both(
+    def _compute_both(
         self, code: Any, is_long: Tensor, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
     ) -> Factors:
         """The output of a rotary module for positions [B, N]. code: its own forward.
@@ -102,17 +102,17 @@ class LengthFactors:
         chosen = torch.full((1, 1), is_long, device=places.device)
         try:
             whole = module.forward(x, places)
-            first = self._both(module.forward, chosen, x, places[:, :TRIAL_POSITIONS])
+            first = self._compute_both(module.forward, chosen, x, places[:, :TRIAL_POSITIONS])
         except (TypeError, ValueError, RuntimeError, KeyError, AttributeError):
             return False  # it takes other arguments
         pairs = zip(first, whole, strict=True)
         return all(torch.equal(part, own[:, : part.shape[1]]) for part, own in pairs)
 
-    def rows(self, cache: TreeCache, nodes: int, device: torch.device) -> Tensor:
+    def select_rows(self, cache: TreeCache, nodes: int, device: torch.device) -> Tensor:
         """[B, N] bool: whether the keys of each text in a cache have long factors."""
-        return sent([[row.now.is_long] * nodes for row in cache.rows], device)
+        return to_device([[row.now.is_long] * nodes for row in cache.rows], device)
 
-    def outdated(self, cache: TreeCache, lengths: Sequence[int]) -> list[int]:
+    def find_outdated(self, cache: TreeCache, lengths: Sequence[int]) -> list[int]:
         """The rows of a cache whose keys have other factors than texts of these lengths.
 
         lengths: of each text, without the token that is forwarded next.
@@ -124,7 +124,7 @@ class LengthFactors:
                 wrong.append(number)
         return wrong
 
-    def deepest(self, cache: TreeCache) -> list[int]:
+    def find_deepest(self, cache: TreeCache) -> list[int]:
         """For each text, the largest depth of a node whose logits are exact."""
         depths = []
         for length in cache.lengths:

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from treespec.errors import InputError, first_line
+from treespec.errors import InputError, get_first_line
 
 if TYPE_CHECKING:
     from treespec.model.recurrent.model import Recurrent
 
 TREE_COLUMNS = 1024  # cache columns behind the longest text that a tree may fill
-INDEXED = "indexed_attention"  # sees the columns that an index chooses
-HOLDS_TREE = {"full_attention", "sliding_attention", "chunked_attention", INDEXED}
+INDEXED_ATTENTION = "indexed_attention"  # sees the columns that an index chooses
+HOLDS_TREE = {"full_attention", "sliding_attention", "chunked_attention", INDEXED_ATTENTION}
 CARRIES_STATE = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 OWN_STATE = {"recurrent_gemma", "rwkv"}  # keep a state outside of the cache, and nobody runs them
 NO_ATTENTION = {"linear_attention", "conv", "moe", "mlp"}
@@ -40,8 +40,8 @@ def find_state_obstacle(model: PreTrainedModel) -> str:
     unknown = set(get_layer_types(config)) - HOLDS_TREE - CARRIES_STATE - NO_ATTENTION
     if unknown:
         return f"its {', '.join(sorted(unknown))} layers cannot branch into a tree"
-    takes = arguments_taken(decoder_of(model))
-    if "past_key_values" not in takes and not carries_state(model):
+    takes = list_forward_arguments(find_decoder(model))
+    if "past_key_values" not in takes and not has_recurrent_state(model):
         return "its forward takes no cache of keys and values, which a tree is written into"
     return ""
 
@@ -50,8 +50,10 @@ def find_position_obstacle(model: PreTrainedModel) -> str:
     """Why siblings of a tree cannot share a position in a model; "" if nothing speaks against it."""
     config = model.config.get_text_config()
     siblings = "of the cache, where siblings cannot share a position"
-    decoder = decoder_of(model)
-    takes_positions = carries_state(model) or "position_ids" in arguments_taken(decoder)
+    decoder = find_decoder(model)
+    takes_positions = has_recurrent_state(model) or "position_ids" in list_forward_arguments(
+        decoder
+    )
     if getattr(config, "alibi", None) or not takes_positions:
         alibi = ""
         if any("alibi" in name for name in dir(decoder)):
@@ -74,7 +76,7 @@ def get_layer_types(config: PreTrainedConfig) -> list[str]:
     return list(getattr(config, "layer_types", None) or [])
 
 
-def carries_state(model: PreTrainedModel) -> bool:
+def has_recurrent_state(model: PreTrainedModel) -> bool:
     """Whether any layer carries a state from token to token."""
     kinds = set(get_layer_types(model.config.get_text_config()))
     if kinds & CARRIES_STATE:
@@ -82,9 +84,11 @@ def carries_state(model: PreTrainedModel) -> bool:
     return getattr(model, "_is_stateful", False)
 
 
-def recurrent_layers(model: PreTrainedModel, decoder: nn.Module, layers: int) -> "Recurrent | None":
+def find_recurrent_layers(
+    model: PreTrainedModel, decoder: nn.Module, layers: int
+) -> "Recurrent | None":
     """The layers that carry a state, None for a model without. Raises InputError."""
-    if not carries_state(model):
+    if not has_recurrent_state(model):
         return None
     from treespec.model.recurrent.model import Recurrent  # takes transformers 5.23 or newer
 
@@ -102,16 +106,16 @@ def refusing(model: PreTrainedModel) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {first_line(error)}"
+        reason = f"{type(error).__name__}: {get_first_line(error)}"
         raise InputError(f"{type(model).__name__} cannot be a target: {reason}") from error
 
 
-def arguments_taken(decoder: nn.Module) -> frozenset[str]:
+def list_forward_arguments(decoder: nn.Module) -> frozenset[str]:
     """The names of the arguments of a decoder's forward."""
     return frozenset(inspect.signature(decoder.forward).parameters)
 
 
-def decoder_of(model: PreTrainedModel) -> nn.Module:
+def find_decoder(model: PreTrainedModel) -> nn.Module:
     """The stack of layers below the output embedding."""
     candidates = (model.get_decoder(), model.base_model, getattr(model, "model", None))
     return next(module for module in candidates if module is not None and module is not model)
@@ -141,7 +145,7 @@ class ContextLimit(NamedTuple):
     reason: str | None
 
 
-def context_length(config: PreTrainedConfig) -> ContextLimit:
+def find_context_length(config: PreTrainedConfig) -> ContextLimit:
     """The number of positions that a model scores exactly, and why its config promises more.
 
     `dynamic` NTK computes its rotary factors from the longest position of a forward beyond
@@ -173,7 +177,7 @@ def context_length(config: PreTrainedConfig) -> ContextLimit:
         limits.append(ContextLimit(columns, reason))
 
     # 4. Columns that an index chooses.
-    if INDEXED in get_layer_types(config):
+    if INDEXED_ATTENTION in get_layer_types(config):
         topk = getattr(config, "index_topk", None)
         chosen = topk or getattr(config, "indexer_budget", None) or 0
         reason = f"beyond, its attention chooses {chosen} tokens by an index"
@@ -204,7 +208,7 @@ def get_rotary_type(parameters: Mapping[str, Any]) -> str:
     return str(parameters.get("rope_type", parameters.get("type", "")))
 
 
-def layer_windows(config: PreTrainedConfig) -> tuple[list[str], dict[str, int | None]]:
+def detect_layer_windows(config: PreTrainedConfig) -> tuple[list[str], dict[str, int | None]]:
     """The type of each layer, and {type: its window or chunk in positions, None for full attention}.
 
     Layers without attention have none.
@@ -228,7 +232,7 @@ def layer_windows(config: PreTrainedConfig) -> tuple[list[str], dict[str, int | 
 
 
 @torch.no_grad()
-def layers_of(decoder: nn.Module, layers: int, device: torch.device) -> nn.ModuleList:
+def find_layers(decoder: nn.Module, layers: int, device: torch.device) -> nn.ModuleList:
     """The module list with that number of layers, of which a text's forward calls some.
 
     device: of the tokens. Raises InputError where there is none.

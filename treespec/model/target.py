@@ -17,35 +17,41 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treespec.errors import InputError
-from treespec.model.adapters import unwrapped
-from treespec.model.attention import NAME, take_trees
-from treespec.model.cache import SLACK, TreeCache
-from treespec.model.cuda_graphs import Graphs, graphs_of
-from treespec.model.masks import additive_masks, as_taken, batched, causal_chunks, unpadded
+from treespec.model.adapters import unwrap_adapter
+from treespec.model.attention import ATTENTION_NAME, take_trees
+from treespec.model.cache import WINDOW_SLACK_TOKENS, TreeCache
+from treespec.model.cuda_graphs import Graphs, build_graphs
+from treespec.model.masks import (
+    as_taken,
+    build_additive_masks,
+    pad_trees,
+    split_causal_chunks,
+    unpad_rows,
+)
 from treespec.model.output import OutputPath, forward_with_features
 from treespec.model.output import TreeOutput as TreeOutput
-from treespec.model.pictures import Shown
-from treespec.model.placement import AS_IT_IS, Placement, device_of
-from treespec.model.quantization.layers import rows_of_output, sizes_of
+from treespec.model.pictures import PictureInputs
+from treespec.model.placement import AS_IT_IS, Placement, find_device_of
+from treespec.model.quantization.layers import copy_output_embedding_rows, get_linear_sizes
 from treespec.model.quantization.load_in import unpack_compressed
-from treespec.model.rotary import LengthFactors, longest_short_text
+from treespec.model.rotary import LengthFactors, find_longest_short_text
 from treespec.model.support import (
     LENGTH_DEPENDENT,
-    arguments_taken,
-    context_length,
-    decoder_of,
+    detect_layer_windows,
     end_tokens,
-    layer_windows,
-    layers_of,
-    recurrent_layers,
+    find_context_length,
+    find_decoder,
+    find_layers,
+    find_recurrent_layers,
+    list_forward_arguments,
     refuse_what_cannot_branch,
     refusing,
 )
 from treespec.model.tokenizers import load_tokenizer
-from treespec.model.tree_check import understand
+from treespec.model.tree_check import detect_windows
 from treespec.model.weights import load_model
-from treespec.trees.mask import positions
-from treespec.trees.tree import TokenTree, sent
+from treespec.trees.mask import compute_positions
+from treespec.trees.tree import TokenTree, to_device
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +70,7 @@ class Target:
     """
 
     trust_remote_code = False  # whether `load` was allowed to run the model's Python files
-    slack = SLACK  # of its caches
+    slack = WINDOW_SLACK_TOKENS  # of its caches
     follows_pictures = False  # whether a trial has shown it
     has_streams = False  # whether layers hand on several hidden states of a token: a trial shows it
     graphs: Graphs | None = None  # of its forwards, on CUDA
@@ -72,7 +78,7 @@ class Target:
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None, ends: bool = False) -> None:
         """ends: whether the model has embedding and output alone, as `load_ends` gives it."""
-        self.model = model = unwrapped(model).eval().requires_grad_(False)
+        self.model = model = unwrap_adapter(model).eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.ends = ends
         with refusing(model):
@@ -80,32 +86,32 @@ class Target:
             self._read_ends(model)
             if not ends:
                 self._read_layers(model)
-                self.output_device = understand(self)
-                self.graphs = graphs_of(self)
+                self.output_device = detect_windows(self)
+                self.graphs = build_graphs(self)
 
     def _read_ends(self, model: PreTrainedModel) -> None:
         """Read sizes and end tokens from the model and its config."""
         self.config = model.config.get_text_config()
         self.dtype, self.eos, self.stack = model.dtype, end_tokens(model), nn.ModuleList()
         self.layers: int = self.config.num_hidden_layers
-        self.vocab_size, self.feature_width = sizes_of(model.get_output_embeddings())
-        self.layer_types, self.windows = layer_windows(self.config)
-        limit = context_length(self.config)
+        self.vocab_size, self.feature_width = get_linear_sizes(model.get_output_embeddings())
+        self.layer_types, self.windows = detect_layer_windows(self.config)
+        limit = find_context_length(self.config)
         self.context_length = limit.length
         if limit.reason:
             self._end_texts(limit.length, limit.reason)
-        self.longest_short_text = longest_short_text(self.config)
-        self.device = self.output_device = device_of(model)
-        self.output_path = OutputPath(model, decoder_of(model))
+        self.longest_short_text = find_longest_short_text(self.config)
+        self.device = self.output_device = find_device_of(model)
+        self.output_path = OutputPath(model, find_decoder(model))
 
     def _read_layers(self, model: PreTrainedModel) -> None:
         """Find the layers, and make the model ready for trees."""
         take_trees(model)
         unpack_compressed(model)
-        self.decoder = decoder_of(model)
-        self.takes = arguments_taken(self.decoder)
-        self.stack = layers_of(self.decoder, self.layers, self.device)
-        self.recurrent = recurrent_layers(model, self.decoder, self.layers)
+        self.decoder = find_decoder(model)
+        self.forward_arguments = list_forward_arguments(self.decoder)
+        self.stack = find_layers(self.decoder, self.layers, self.device)
+        self.recurrent = find_recurrent_layers(model, self.decoder, self.layers)
         if self.recurrent and not self.recurrent.has_attention:
             self.windows = {}
         if self.longest_short_text:
@@ -133,7 +139,7 @@ class Target:
         target.trust_remote_code = how.trust_remote_code
         return target
 
-    def new_cache(self, capacity: int = 512) -> TreeCache:
+    def build_cache(self, capacity: int = 512) -> TreeCache:
         """An empty cache of one text. capacity: columns to allocate; it grows by itself."""
         windows = [self.windows.get(kind) for kind in self.layer_types]
         return TreeCache(self.layers, capacity, self.recurrent, windows, self.slack)
@@ -141,7 +147,7 @@ class Target:
     @property
     def masks_last(self) -> bool:
         """Whether the attention takes masks of the last columns alone: our kernels do."""
-        if self.config._attn_implementation != NAME or self.graphs:
+        if self.config._attn_implementation != ATTENTION_NAME or self.graphs:
             return False
         return self.device.type == "cpu"
 
@@ -151,22 +157,22 @@ class Target:
         scale = getattr(self.model.get_input_embeddings(), "embed_scale", 1.0)
         return float(scale) * getattr(self.config, "embedding_multiplier", 1.0)
 
-    def embeddings(self, tokens: Tensor) -> Tensor:
+    def embed_tokens(self, tokens: Tensor) -> Tensor:
         """[..., H] the first layer's input for tokens [...], on the device of the features."""
         rows = self.model.get_input_embeddings()(tokens.to(self.device)).to(self.output_device)
         return rows * getattr(self.config, "embedding_multiplier", 1.0)
 
-    def output_rows(self, tokens: Tensor) -> nn.Linear:
+    def copy_output_rows(self, tokens: Tensor) -> nn.Linear:
         """A copy of the output embedding's rows for the tokens [N], a linear layer H -> N.
 
-        It lies on the device of the features, and holds floats. Raises as `rows_of_output` does.
+        It lies on the device of the features, and holds floats. Raises as `copy_output_embedding_rows` does.
         """
-        return rows_of_output(self.model, tokens, self.output_device)
+        return copy_output_embedding_rows(self.model, tokens, self.output_device)
 
-    def output_logits(self, hidden: Tensor, output: nn.Module | None = None) -> Tensor:
+    def compute_output_logits(self, hidden: Tensor, output: nn.Module | None = None) -> Tensor:
         """[..., V] logits of hidden states [..., H] after the final norm, by the model's own path.
 
-        output: `output_rows` of N tokens, for logits [..., N]. Default: all tokens.
+        output: `copy_output_rows` of N tokens, for logits [..., N]. Default: all tokens.
         """
         return self.output_path(hidden, output)
 
@@ -186,7 +192,7 @@ class Target:
         tokens: Tensor,
         aux_layers: AuxLayers = (),
         counts: Sequence[int] | None = None,
-        pictures: Shown | None = None,
+        pictures: PictureInputs | None = None,
         ahead: int = 0,
     ) -> Tensor:
         """Append tokens to each sequence and commit them, in chunks. Returns features [B, P, H].
@@ -208,15 +214,17 @@ class Target:
         tokens: Tensor,
         counts: Sequence[int],
         aux_layers: AuxLayers = (),
-        pictures: Shown | None = None,
+        pictures: PictureInputs | None = None,
     ) -> Tensor:
         """`prefill` of keys with the rotary factors that the sequences have."""
         cache.reserve(cache.end + tokens.shape[1])
         features: list[Tensor] = []
-        for part in causal_chunks(cache, counts, self.rows_at_once, self.output_device):
+        for part in split_causal_chunks(
+            cache, counts, self.choose_prefill_chunk, self.output_device
+        ):
             words: dict[str, Any] = {"tokens": tokens[:, part.columns]}
             if pictures:
-                words = pictures.arguments(cache.end, cache.end + part.causal.shape[1])
+                words = pictures.select_arguments(cache.end, cache.end + part.causal.shape[1])
                 cache.shift(pictures.shift)
             features.append(self._forward(cache, words, part.places, part.causal, aux_layers)[1])
         cache.mark()
@@ -229,10 +237,10 @@ class Target:
         """
         if self.factors is None:
             return
-        for row in self.factors.outdated(cache, lengths):
+        for row in self.factors.find_outdated(cache, lengths):
             mark = cache.rows[row].now
-            renewed = self.new_cache(max(mark.length, 1))
-            renewed.become(not mark.is_long)
+            renewed = self.build_cache(max(mark.length, 1))
+            renewed.replace_with(not mark.is_long)
             if mark.length:
                 if mark.tokens is None:
                     raise InputError(
@@ -241,13 +249,13 @@ class Target:
                 self._append(renewed, mark.tokens[None], [mark.length])
             cache.put(row, renewed)
 
-    def rows_at_once(self, columns: int) -> int:
+    def choose_prefill_chunk(self, columns: int) -> int:
         """New positions per forward of the target: `rows_beside` of the columns that a mask is for."""
         if self.masks_last:
-            return self.rows_beside(min(columns, 1))
-        return self.rows_beside(columns)
+            return self.choose_chunk_beside(min(columns, 1))
+        return self.choose_chunk_beside(columns)
 
-    def rows_beside(self, columns: int) -> int:
+    def choose_chunk_beside(self, columns: int) -> int:
         """New positions per forward: a power of two (16 to 512) with a small mask beside the weights.
 
         Few shapes, because oneDNN caches memory for each.
@@ -258,7 +266,9 @@ class Target:
         return 1 << (room.bit_length() - 1)
 
     @torch.no_grad()
-    def features(self, tokens: Tensor, aux_layers: AuxLayers = (), last: bool = False) -> Tensor:
+    def compute_features(
+        self, tokens: Tensor, aux_layers: AuxLayers = (), last: bool = False
+    ) -> Tensor:
         """[B, T, H] features of whole texts, without a cache, as training needs them.
 
         tokens: [B, T] int64; any padding on the right.
@@ -272,10 +282,10 @@ class Target:
         if not limit or tokens.shape[1] <= limit:
             return features
         # A token sees those before it alone, so its text is as long as its place.
-        short = self.features(tokens[:, :limit], aux_layers, last)
+        short = self.compute_features(tokens[:, :limit], aux_layers, last)
         return torch.cat([short, features[:, limit:]], 1)
 
-    def parted(self, features: Tensor, aux_layers: AuxLayers) -> tuple[Tensor, Tensor]:
+    def split_features(self, features: Tensor, aux_layers: AuxLayers) -> tuple[Tensor, Tensor]:
         """Split `features(…, last=True)` [..., F] into the head's features and the last state."""
         last = features[..., -self.feature_width :]
         if not aux_layers:
@@ -300,19 +310,19 @@ class Target:
         trees: one for each text. aux_layers: as for `prefill`.
         """
         self._rotate(cache, cache.lengths)
-        nodes = batched(trees)
-        places = positions(nodes.depth, cache.lengths)
+        nodes = pad_trees(trees)
+        places = compute_positions(nodes.depth, cache.lengths)
         words = {"tokens": nodes.tokens}
         hidden, features = self._forward(cache, words, places, nodes.ancestors, aux_layers)
         sizes = [len(tree.tokens) for tree in trees]
-        logits = self.output_logits(unpadded(hidden, sizes)).split(sizes)
+        logits = self.compute_output_logits(unpad_rows(hidden, sizes)).split(sizes)
         return [TreeOutput(logits[row], features[row, :size]) for row, size in enumerate(sizes)]
 
-    def deepest(self, cache: TreeCache) -> list[int] | None:
+    def find_deepest(self, cache: TreeCache) -> list[int] | None:
         """For each text, the largest depth of a node with exact logits; None: any depth in all texts."""
         if self.factors is None:
             return None
-        return self.factors.deepest(cache)
+        return self.factors.find_deepest(cache)
 
     @torch.no_grad()
     def forward_nodes(
@@ -350,15 +360,15 @@ class Target:
         """
         # 1. Masks and positions. Learned positions end at the context length; no node beyond is kept.
         n = seen.shape[1]
-        node_places = cache.shifted(places[:, -n:].clamp_max(self.context_length - 1))
+        node_places = cache.shift_positions(places[:, -n:].clamp_max(self.context_length - 1))
         free = min(cache.lengths) if self.masks_last else 0
-        columns = partial(cache.shown, places, free)
-        masks = additive_masks(self.windows, columns, seen, self.dtype, self.device)
-        inputs = {"places": sent(node_places, self.device)}
+        columns = partial(cache.mask_positions, places, free)
+        masks = build_additive_masks(self.windows, columns, seen, self.dtype, self.device)
+        inputs = {"places": to_device(node_places, self.device)}
         if "tokens" in words:
-            inputs["tokens"] = sent(words["tokens"], self.device)
+            inputs["tokens"] = to_device(words["tokens"], self.device)
         if self.factors:
-            inputs["is_long"] = self.factors.rows(cache, n, self.device)
+            inputs["is_long"] = self.factors.select_rows(cache, n, self.device)
             cache.tokens = inputs.get("tokens")
 
         # 2. The forward, by a graph if there is one, which has no recurrent layers.
@@ -387,7 +397,9 @@ class Target:
             masks = self.recurrent.all_masks(masks)
         offered: dict[str, Any] = {"past_key_values": cache, "cache_params": cache}
         offered |= {"attention_mask": masks, "position_ids": inputs["places"]}
-        arguments = {name: value for name, value in offered.items() if name in self.takes}
+        arguments = {
+            name: value for name, value in offered.items() if name in self.forward_arguments
+        }
         if "tokens" in inputs:
             arguments["input_ids"] = inputs["tokens"]
         else:

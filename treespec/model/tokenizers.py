@@ -5,14 +5,14 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from treespec.demo.fetch import model_path
+from treespec.demo.fetch import find_model_path
 from treespec.errors import InputError
-from treespec.model.folder import base_of, gguf_file, has_words, loading
+from treespec.model.folder import find_adapter_base, find_gguf_file, has_tokenizer_files, loading
 from treespec.model.placement import AS_IT_IS, Placement
-from treespec.model.quantization.gguf import own_or_gguf
+from treespec.model.quantization.gguf import load_own_or_gguf
 
 # a file of a tokenizer -> the module that reads it, and what installs that
-PACKAGES = {
+TOKENIZER_PACKAGES = {
     "tekken.json": ("mistral_common", "mistral-common"),
     "tokenizer.model": ("sentencepiece", "sentencepiece"),
 }
@@ -24,17 +24,17 @@ def load_tokenizer(path: str, how: Placement = AS_IT_IS) -> PreTrainedTokenizerB
     A GGUF file gives its tokenizer where the model has no other.
     Raises InputError where it cannot be loaded.
     """
-    path = model_path(path)
+    path = find_model_path(path)
     folder = Path(path)
-    file = gguf_file(path, how)
-    if file is None and folder.is_dir() and not has_words(folder):
-        base = base_of(path)
+    file = find_gguf_file(path, how)
+    if file is None and folder.is_dir() and not has_tokenizer_files(folder):
+        base = find_adapter_base(path)
         if base is None:
             return None
         return load_tokenizer(base, how)
     with loading(path, "tokenizer of"):
         try:
-            tokenizer: PreTrainedTokenizerBase = own_or_gguf(AutoTokenizer, path, file, how)
+            tokenizer: PreTrainedTokenizerBase = load_own_or_gguf(AutoTokenizer, path, file, how)
         except Exception as error:  # the loaders raise whatever the file or hub gave them
             package = find_missing_package(folder, str(error))
             if package:
@@ -50,7 +50,7 @@ def find_missing_package(folder: Path, error: str) -> str:
     """
     if (folder / "tokenizer.json").is_file():
         return ""
-    for name, (module, install) in PACKAGES.items():
+    for name, (module, install) in TOKENIZER_PACKAGES.items():
         is_needed = (folder / name).is_file() or name in error
         if is_needed and find_spec(module) is None:
             return f"{name} takes the package {module}: pip install {install}"

@@ -10,26 +10,26 @@ import torch
 from torch import nn
 
 from treespec.errors import InputError
-from treespec.model.attention import NAME
+from treespec.model.attention import ATTENTION_NAME
 from treespec.model.cpu.experts import PACKED
 from treespec.model.output import captured
 from treespec.model.quantization.layers import is_plain_weight
-from treespec.trees.mask import ancestor_mask
-from treespec.trees.tree import TokenTree, root_only
+from treespec.trees.mask import build_ancestor_mask
+from treespec.trees.tree import TokenTree, build_root_tree
 
 log = logging.getLogger(__name__)
 
-NARROW = 4  # positions: the window or chunk during a check
-FAR = 2 * NARROW + 1  # committed tokens of a check: a window of 4 hides most of them
+CHECK_WINDOW = 4  # positions: the window or chunk during a check
+CHECK_TOKENS = 2 * CHECK_WINDOW + 1  # committed tokens of a check: a window of 4 hides most of them
 
 
-def understand(target: Any) -> torch.device:
+def detect_windows(target: Any) -> torch.device:
     """Find out by trial whether a model uses the windows of its config (Moshi does not).
 
     Returns the device of the features. Only a check longer than a window could notice it. So the
-    checks run with the window narrowed to `NARROW` positions, in the config and in all modules. A
+    checks run with the window narrowed to `CHECK_WINDOW` positions, in the config and in all modules. A
     window that the narrowed model ignores is checked once more over its real length. No trial sees a
-    change at a position beyond `FAR` that has another cause than a window.
+    change at a position beyond `CHECK_TOKENS` that has another cause than a window.
     Raises the first trial's error where no masks lead to the plain model's logits.
     """
     # 1. With narrow windows, then without.
@@ -37,11 +37,11 @@ def understand(target: Any) -> torch.device:
     unused = dict.fromkeys(target.windows)
     with narrowed(target):
         try:
-            return check_against_plain_model(target, FAR)
+            return check_against_plain_model(target, CHECK_TOKENS)
         except Exception as first:  # a model's own code may raise anything
             target.windows = unused
             try:
-                check_against_plain_model(target, FAR)
+                check_against_plain_model(target, CHECK_TOKENS)
             except Exception:
                 raise first from None
 
@@ -70,23 +70,23 @@ def check_against_plain_model(target: Any, committed: int = 1) -> torch.device:
     d = 11 % target.vocab_size
     last = target.layers - 1
     with captured(target.stack, (last,)) as inputs:
-        plain = _plain(target, tokens + [b, d])[-2:]
+        plain = _compute_plain_logits(target, tokens + [b, d])[-2:]
     if last in inputs:  # it may call no layer
         target.has_streams = inputs[last].shape != (1, committed + 2, target.config.hidden_size)
 
     # 2. The tree's logits.
-    cache = target.new_cache(8)
+    cache = target.build_cache(8)
     target.prefill(cache, torch.tensor([tokens]))
     parents, depth = torch.tensor([[-1, 0, 0], [0, 1, 1]])
     out = target.forward_tree(
-        cache, TokenTree(torch.tensor([b, c, d]), parents, depth, ancestor_mask(parents))
+        cache, TokenTree(torch.tensor([b, c, d]), parents, depth, build_ancestor_mask(parents))
     )
 
     # 3. Their mean difference, compared with the spread of logits. NaN fails as well.
     difference = (out.logits[[0, 2]].float().to(plain.device) - plain).abs().mean()
     allowed = find_tolerance(target)
     if not difference <= allowed * plain.std():
-        reason = _why(target, plain, float(difference), allowed)
+        reason = _explain_difference(target, plain, float(difference), allowed)
         raise InputError(f"{type(target.model).__name__} cannot be used: {reason}")
     return out.features.device
 
@@ -112,7 +112,7 @@ def has_equal_bits(target: Any) -> bool:
     forwarded again one by one.
     """
     # 1. What cannot have them.
-    if target.device.type != "cpu" or target.config._attn_implementation != NAME:
+    if target.device.type != "cpu" or target.config._attn_implementation != ATTENTION_NAME:
         return False
     if target.recurrent or multiplies_itself(target.model.get_output_embeddings()):
         return False
@@ -121,14 +121,14 @@ def has_equal_bits(target: Any) -> bool:
 
     # 2. The tree.
     tokens = torch.arange(96)[None] % target.vocab_size
-    cache = target.new_cache()
-    other = target.new_cache()
+    cache = target.build_cache()
+    other = target.build_cache()
     target.prefill(cache, tokens)
-    target.prefill(other, tokens[:, :FAR])
+    target.prefill(other, tokens[:, :CHECK_TOKENS])
     cache.join([other])
     nodes = tokens[0, :31]
     parents = (torch.arange(31) - 1) // 2
-    ancestors = ancestor_mask(parents)
+    ancestors = build_ancestor_mask(parents)
     tree = TokenTree(nodes, parents, ancestors.sum(1) - 1, ancestors)
     rows = target.forward_trees(cache, [tree, tree])[0].logits
 
@@ -136,7 +136,7 @@ def has_equal_bits(target: Any) -> bool:
     cache.commit([[0, 2], [0]])
     cache.select([0])
     for node in (6, 14, 30):
-        alone = target.forward_tree(cache, root_only(nodes[[node]])).logits
+        alone = target.forward_tree(cache, build_root_tree(nodes[[node]])).logits
         if not torch.equal(alone[0], rows[node]):
             return False
         cache.commit([[0]])
@@ -159,7 +159,7 @@ def is_matrix(weight: nn.Parameter | None) -> bool:
     return min(weight.shape[-2:]) > 1
 
 
-def tell_of_bits(target: Any) -> None:
+def warn_if_not_bit_exact(target: Any) -> None:
     """Warn where drafting may change the target's logits by a rounding."""
     if not has_equal_bits(target):
         log.warning(
@@ -170,12 +170,12 @@ def tell_of_bits(target: Any) -> None:
         )
 
 
-def _plain(target: Any, tokens: list[int]) -> torch.Tensor:
+def _compute_plain_logits(target: Any, tokens: list[int]) -> torch.Tensor:
     """[T, V] logits of the plain model in float32, over T tokens without a cache of ours."""
     return target.model(input_ids=torch.tensor([tokens], device=target.device)).logits[0].float()
 
 
-def _why(target: Any, plain: torch.Tensor, difference: float, allowed: float) -> str:
+def _explain_difference(target: Any, plain: torch.Tensor, difference: float, allowed: float) -> str:
     """The likely reason for which a tree's logits differ from the plain model's.
 
     plain: [2, V] its logits. difference: on average. allowed: in parts of the logits' spread.
@@ -191,8 +191,8 @@ def _why(target: Any, plain: torch.Tensor, difference: float, allowed: float) ->
     if getattr(target.model, "is_loaded_in_8bit", False):
         return f"{start}, as 8bit rounds a row by the other rows of a forward; take --load-in int8"
     tokens = [i % target.vocab_size for i in (3, 5, 7)]
-    first = _plain(target, tokens[:1])
-    followed = _plain(target, tokens)
+    first = _compute_plain_logits(target, tokens[:1])
+    followed = _compute_plain_logits(target, tokens)
     if (first[0] - followed[0]).abs().mean() > allowed * first.std():
         return "its logits depend on later tokens, so it is no causal language model"
     return f"{start}, so its masks or output path are not understood"
@@ -209,19 +209,19 @@ class WindowAttribute:
 
 @contextmanager
 def narrowed(target: Any) -> Iterator[None]:
-    """Inside, every window and chunk in a model's configs and modules is at most `NARROW`."""
+    """Inside, every window and chunk in a model's configs and modules is at most `CHECK_WINDOW`."""
     windows = target.windows
     slack = target.slack
     narrow_windows = dict(windows)
     for kind, window in windows.items():
         if window:
-            narrow_windows[kind] = min(window, NARROW)
+            narrow_windows[kind] = min(window, CHECK_WINDOW)
     attributes = find_window_attributes(target)
     try:
         for attribute in attributes:
-            setattr(attribute.owner, attribute.name, NARROW)
+            setattr(attribute.owner, attribute.name, CHECK_WINDOW)
         target.windows = narrow_windows
-        target.slack = NARROW
+        target.slack = CHECK_WINDOW
         yield
     finally:
         target.windows = windows
@@ -235,7 +235,7 @@ def find_window_attributes(target: Any) -> list[WindowAttribute]:
 
     It looks in modules, configs, and configs that modules hold.
     """
-    sizes = {window for window in target.windows.values() if window and window > NARROW}
+    sizes = {window for window in target.windows.values() if window and window > CHECK_WINDOW}
     attributes = []
     for owner in list_modules_and_configs(target):
         for name, value in vars(owner).items():

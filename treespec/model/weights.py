@@ -15,30 +15,38 @@ from transformers import (
     PreTrainedModel,
 )
 
-from treespec.demo.fetch import model_path
+from treespec.demo.fetch import find_model_path
 from treespec.errors import InputError
 from treespec.files.quiet import quiet
-from treespec.model.adapters import adapted
+from treespec.model.adapters import apply_adapter
 from treespec.model.folder import (
-    SIZES,
-    base_of,
+    MODEL_SIZE_FIELDS,
     check_fields,
     check_sizes,
-    gguf_file,
+    find_adapter_base,
+    find_gguf_file,
     loading,
-    located,
+    resolve_model,
 )
 from treespec.model.placement import AS_IT_IS, Placement
-from treespec.model.quantization.gguf import own_or_gguf, switch_gguf_bar, tell_of_rotary_factors
-from treespec.model.quantization.load_in import FOREIGN, foreign, quantizer_options
+from treespec.model.quantization.gguf import (
+    load_own_or_gguf,
+    switch_gguf_bar,
+    warn_of_rotary_factors,
+)
+from treespec.model.quantization.load_in import (
+    FOREIGN_FORMATS,
+    build_foreign_format_error,
+    build_quantizer_options,
+)
 
 # Tensors that older checkpoints hold and no model needs: buffers computed from the config.
-BUFFERS = (
+IGNORABLE_BUFFERS = (
     r"rotary_emb\.inv_freq$|rotary_emb\.(cos|sin)_cached$|\.masked_bias$"
     r"|(attn|attention)\.bias$|position_ids$"
 )
 # Layers that predict further tokens, and the parts of a multimodal model that a text model lacks.
-BESIDE = r"(^|\.)mtp[._]|(^|\.)(vision|visual|audio|multi_modal|multimodal)\w*\."
+OTHER_PARTS_PATTERN = r"(^|\.)mtp[._]|(^|\.)(vision|visual|audio|multi_modal|multimodal)\w*\."
 
 
 def load_model(path: str, how: Placement = AS_IT_IS) -> PreTrainedModel:
@@ -47,30 +55,32 @@ def load_model(path: str, how: Placement = AS_IT_IS) -> PreTrainedModel:
     path: a directory or a hub id. Raises InputError for a model that cannot be loaded, and for
     weights that do not fit the config.
     """
-    path = model_path(path)
+    path = find_model_path(path)
     with loading(path):
         # 1. The config alone, so that its errors differ from those of the weights.
-        base = base_of(path)
+        base = find_adapter_base(path)
         if base:
-            return adapted(load_model(base, how), path).eval()
+            return apply_adapter(load_model(base, how), path).eval()
         config = load_config(path, how)
-        file = gguf_file(path, how)
-        where = located(path, how)
+        file = find_gguf_file(path, how)
+        where = resolve_model(path, how)
 
         # 2. The form of the weights. transformers' table of misfits stays hidden: step 3 names them in
         # a line. It looks for an adapter on the hub unless it is told not to.
-        options = how.options | quantizer_options(how, config) | where
+        options = how.options | build_quantizer_options(how, config) | where
         options["adapter_kwargs"] = {"local_files_only": "local_files_only" in where}
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         if file is not None:
             options |= {"gguf_file": str(file), "attn_implementation": "sdpa"}
         with quiet(), switch_gguf_bar():
-            model, report = auto_class(config).from_pretrained(path, config=config, **options)
+            model, report = choose_auto_class(config).from_pretrained(
+                path, config=config, **options
+            )
 
         # 3. Every tensor must fit.
         _check_tensors(model, report)
     if file is not None:
-        tell_of_rotary_factors(file, model.config)
+        warn_of_rotary_factors(file, model.config)
     return cast(PreTrainedModel, model.eval())
 
 
@@ -79,21 +89,21 @@ def load_config(path: str, how: Placement = AS_IT_IS) -> PreTrainedConfig:
 
     Raises InputError for a config that is missing or damaged, or that describes no model.
     """
-    path = model_path(path)
-    base = base_of(path)
+    path = find_model_path(path)
+    base = find_adapter_base(path)
     if base:
         return load_config(base, how)
-    file = gguf_file(path, how)
+    file = find_gguf_file(path, how)
     with loading(path):
         if file is None and Path(path).is_dir():
             check_fields(Path(path))  # transformers would pass over some errors
-        config: PreTrainedConfig = own_or_gguf(AutoConfig, path, file, how)
+        config: PreTrainedConfig = load_own_or_gguf(AutoConfig, path, file, how)
         text = config.get_text_config()
-        check_sizes({name: getattr(text, name, None) for name in SIZES})
+        check_sizes({name: getattr(text, name, None) for name in MODEL_SIZE_FIELDS})
     return config
 
 
-def auto_class(config: PreTrainedConfig) -> Any:
+def choose_auto_class(config: PreTrainedConfig) -> Any:
     """transformers' class that loads a config's model: with images only where there is no other."""
     own_classes = getattr(config, "auto_map", None) or {}
     if "AutoModelForCausalLM" in own_classes or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -112,8 +122,8 @@ def _check_tensors(model: PreTrainedModel, report: dict[str, Any]) -> None:
     extra = report.get("unexpected_keys", ())
     for name in extra:
         last_part = name.split(".")[-1]
-        if last_part in FOREIGN:
-            raise foreign(FOREIGN[last_part])
+        if last_part in FOREIGN_FORMATS:
+            raise build_foreign_format_error(FOREIGN_FORMATS[last_part])
     misshapen = sorted(report.get("mismatched_keys", ()), key=str)
     if misshapen:
         name, shape, expected = misshapen[0]
@@ -123,15 +133,17 @@ def _check_tensors(model: PreTrainedModel, report: dict[str, Any]) -> None:
         raise InputError(f"{start}{name} is {list(shape)}, by the config {list(expected)}{more}")
     missing = report.get("missing_keys")
     if missing:
-        raise InputError(f"{start}they lack {names(missing)}, which would be random")
-    unknown = [name for name in extra if not _ignorable(name, model.config)]
+        raise InputError(f"{start}they lack {list_names_briefly(missing)}, which would be random")
+    unknown = [name for name in extra if not _is_ignorable(name, model.config)]
     if unknown:
-        raise InputError(f"{start}they hold {names(unknown)}, which the model would leave out")
+        raise InputError(
+            f"{start}they hold {list_names_briefly(unknown)}, which the model would leave out"
+        )
 
 
-def _ignorable(name: str, config: PreTrainedConfig) -> bool:
+def _is_ignorable(name: str, config: PreTrainedConfig) -> bool:
     """Whether a model is complete without this tensor, though its class does not say so."""
-    if re.search(BUFFERS, name) or re.search(BESIDE, name):
+    if re.search(IGNORABLE_BUFFERS, name) or re.search(OTHER_PARTS_PATTERN, name):
         return True
     text = config.get_text_config()
     layers = getattr(text, "num_hidden_layers", 0)
@@ -142,7 +154,7 @@ def _ignorable(name: str, config: PreTrainedConfig) -> bool:
     return layers <= int(number[1]) < layers + further
 
 
-def names(tensors: Iterable[str]) -> str:
+def list_names_briefly(tensors: Iterable[str]) -> str:
     """The first three names in order, and the number of the others."""
     ordered = sorted(tensors)
     text = ", ".join(ordered[:3])
@@ -159,10 +171,10 @@ def load_ends(path: str, how: Placement = AS_IT_IS) -> PreTrainedModel | None:
     a model that is quantised at loading are plain in any case. A GGUF file is loaded whole, as is an
     adapter.
     """
-    if how.gguf or base_of(path):
+    if how.gguf or find_adapter_base(path):
         return None
     # 1. A config without layers, and the weights: those of the layers have no place to go.
-    path = model_path(path)
+    path = find_model_path(path)
     config = load_config(path, how)
     text = config.get_text_config()
     sizes: dict[str, Any] = {}
@@ -173,9 +185,11 @@ def load_ends(path: str, how: Placement = AS_IT_IS) -> PreTrainedModel | None:
     try:
         for name, size in sizes.items():
             setattr(text, name, type(size)())  # [] and 0
-        options = how.options | located(path, how) | {"output_loading_info": True}
+        options = how.options | resolve_model(path, how) | {"output_loading_info": True}
         with quiet(), switch_gguf_bar():
-            model, report = auto_class(config).from_pretrained(path, config=config, **options)
+            model, report = choose_auto_class(config).from_pretrained(
+                path, config=config, **options
+            )
     except Exception:  # what a model's own code makes of no layers
         return None
 

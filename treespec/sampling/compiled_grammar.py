@@ -1,7 +1,7 @@
 """Grammars of answers: a JSON schema, a regular expression or a grammar, compiled by llguidance.
 
 Compiled grammars and the tokenizers behind them are kept, so a schema that many requests share is
-compiled once. A `Trial` is a process that compiles grammars first, and follows each for a few tokens: a
+compiled once. A `GrammarSandbox` is a process that compiles grammars first, and follows each for a few tokens: a
 grammar that crashes llguidance, or keeps it busy, ends that process and not its parent.
 """
 
@@ -24,12 +24,16 @@ from treespec.errors import InputError
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-KINDS = ("json_schema", "regex", "grammar")
+GRAMMAR_KINDS = ("json_schema", "regex", "grammar")
 # Far beyond what schemas in use need. They bound the time of a token and the memory of a matcher.
-LIMITS: Any = {"step_max_items": 10_000, "step_lexer_fuel": 50_000, "max_lexer_states": 50_000}
-LIMITS |= {"verbose_errors": False}
+MATCHER_LIMITS: Any = {
+    "step_max_items": 10_000,
+    "step_lexer_fuel": 50_000,
+    "max_lexer_states": 50_000,
+}
+MATCHER_LIMITS |= {"verbose_errors": False}
 # JSON as json.dumps writes it. One way to space means fewer tokens to choose, and more forced ones.
-SPACING: Any = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+JSON_SPACING: Any = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 
 
 @final
@@ -46,7 +50,7 @@ class Grammar:
     ends: frozenset[int]
 
 
-def compiled(
+def compile_grammar(
     kind: str, source: object, tokenizer: Any, vocab_size: int, ends: frozenset[int]
 ) -> Grammar:
     """The grammar of an answer.
@@ -55,11 +59,13 @@ def compiled(
     or a grammar in llguidance's Lark. vocab_size: V of the target. Raises InputError
     for a source that cannot be used, and for a target whose tokenizer cannot be matched.
     """
-    text = text_of(kind, source)
-    return Grammar(kind, start_of(kind, text, tokens_of(tokenizer, vocab_size, ends)), ends)
+    text = to_grammar_text(kind, source)
+    return Grammar(
+        kind, build_start_matcher(kind, text, copy_tokenizer(tokenizer, vocab_size, ends)), ends
+    )
 
 
-def text_of(kind: str, source: object) -> str:
+def to_grammar_text(kind: str, source: object) -> str:
     """The source as text. Raises InputError for the wrong type and for text that is no JSON."""
     if kind == "json_schema":
         try:
@@ -81,7 +87,7 @@ def text_of(kind: str, source: object) -> str:
 
 
 @lru_cache(maxsize=4)
-def tokens_of(tokenizer: Any, vocab_size: int, ends: frozenset[int]) -> "LLTokenizer":
+def copy_tokenizer(tokenizer: Any, vocab_size: int, ends: frozenset[int]) -> "LLTokenizer":
     """llguidance's copy of the tokenizer. Raises InputError for one that it cannot copy."""
     if tokenizer is None:
         raise InputError("the target has no tokenizer: a grammar needs the text of its tokens")
@@ -118,21 +124,21 @@ def copy_of(tokenizer: Any, vocab_size: int, ends: frozenset[int]) -> dict[str, 
 
 
 @lru_cache(maxsize=64)
-def start_of(kind: str, text: str, tokens: "LLTokenizer") -> "LLMatcher":
+def build_start_matcher(kind: str, text: str, tokens: "LLTokenizer") -> "LLMatcher":
     """The matcher of a grammar before the first token. Raises InputError for one without use."""
     from llguidance import LLMatcher, LLParserLimits
 
     # 1. The matcher. It compiles without the interpreter's lock, so other threads go on.
     try:
         if kind == "json_schema":
-            grammar = LLMatcher.grammar_from_json_schema(text, SPACING)
+            grammar = LLMatcher.grammar_from_json_schema(text, JSON_SPACING)
         elif kind == "regex":
             grammar = LLMatcher.grammar_from_regex(text)
         else:
             grammar = LLMatcher.grammar_from_lark(text)
     except ValueError as error:
         raise InputError(f"{kind} is too large: {error}") from None
-    start = LLMatcher(tokens, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
+    start = LLMatcher(tokens, grammar, log_level=0, limits=LLParserLimits(**MATCHER_LIMITS))
 
     # 2. What is wrong with it, if anything.
     fault = start.get_error()
@@ -141,11 +147,11 @@ def start_of(kind: str, text: str, tokens: "LLTokenizer") -> "LLMatcher":
     first = start.deep_copy()
     first.compute_bitmask()
     if first.is_error():
-        raise too_complex(kind, first)
+        raise build_complexity_error(kind, first)
     return start
 
 
-def too_complex(kind: str, matcher: "LLMatcher") -> InputError:
+def build_complexity_error(kind: str, matcher: "LLMatcher") -> InputError:
     """Why a matcher has given up."""
     fault = matcher.get_error()
     if "NoExtension" in fault:
@@ -153,39 +159,43 @@ def too_complex(kind: str, matcher: "LLMatcher") -> InputError:
     return InputError(f"{kind} is too complex to be followed: {' '.join(fault.split())}")
 
 
-MOST = 1 << 17  # characters of a grammar
-SECONDS = 5.0  # that the process may take for one
-STEP = 0.1  # seconds of CPU for a token: other threads of the parent wait for some of them
-TOKENS = 16  # that a grammar is followed for
-STACK = 2 << 20  # bytes, less than threads of the parent have: what passes here fits there
+MAX_GRAMMAR_CHARACTERS = 1 << 17  # characters of a grammar
+MAX_COMPILE_SECONDS = 5.0  # that the process may take for one
+MAX_TOKEN_SECONDS = (
+    0.1  # seconds of CPU for a token: other threads of the parent wait for some of them
+)
+TRIAL_TOKEN_COUNT = 16  # that a grammar is followed for
+STACK_BYTES = 2 << 20  # bytes, less than threads of the parent have: what passes here fits there
 
 
 @final
-class Trial:
+class GrammarSandbox:
     """The process over a tokenizer. It begins with the first grammar, and again after one ended it.
 
     One thread at a time may use it.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, ends: frozenset[int]) -> None:
-        """As for `compiled`. A large tokenizer is copied now: the copy holds up other threads."""
+        """As for `compile_grammar`. A large tokenizer is copied now: the copy holds up other threads."""
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.ends = ends
         with suppress(InputError):  # a request by grammar will hear of it
-            tokens_of(tokenizer, vocab_size, ends)
+            copy_tokenizer(tokenizer, vocab_size, ends)
         self.pipe: Connection | None = None
         self.check = lru_cache(maxsize=64)(self._check)
 
     def run(self, kind: str, source: object) -> None:
-        """Raises InputError for a grammar that `compiled` refuses, and for one that takes too much.
+        """Raises InputError for a grammar that `compile_grammar` refuses, and for one that takes too much.
 
-        kind, source: as for `compiled`.
+        kind, source: as for `compile_grammar`.
         """
-        text = text_of(kind, source)
-        if len(text) > MOST:
-            raise InputError(f"{kind} has {len(text)} characters, at most {MOST} are taken")
-        tokens_of(self.tokenizer, self.vocab_size, self.ends)
+        text = to_grammar_text(kind, source)
+        if len(text) > MAX_GRAMMAR_CHARACTERS:
+            raise InputError(
+                f"{kind} has {len(text)} characters, at most {MAX_GRAMMAR_CHARACTERS} are taken"
+            )
+        copy_tokenizer(self.tokenizer, self.vocab_size, self.ends)
         self.check(kind, text)
 
     def _check(self, kind: str, text: str) -> None:
@@ -194,7 +204,7 @@ class Trial:
                 self._begin()
             assert self.pipe
             self.pipe.send((kind, text))
-            if not self.pipe.poll(SECONDS):
+            if not self.pipe.poll(MAX_COMPILE_SECONDS):
                 raise TimeoutError
             fault = self.pipe.recv()
         except (EOFError, OSError):
@@ -227,20 +237,20 @@ def _serve(pipe: Connection, fields: dict[str, Any]) -> None:
         with suppress(EOFError):
             while True:
                 kind, text = pipe.recv()
-                pipe.send(_fault(kind, text, tokens))
+                pipe.send(_find_fault(kind, text, tokens))
 
-    threading.stack_size(STACK)
+    threading.stack_size(STACK_BYTES)
     threading.Thread(target=loop).start()
 
 
-def _fault(kind: str, text: str, tokens: "LLTokenizer") -> str:
+def _find_fault(kind: str, text: str, tokens: "LLTokenizer") -> str:
     """Compile a grammar and let it take a few random tokens. What is wrong with it, or ""."""
     try:
-        matcher = start_of(kind, text, tokens).deep_copy()
+        matcher = build_start_matcher(kind, text, tokens).deep_copy()
         coins = random.Random(0)
     except InputError as error:
         return str(error)
-    for _ in range(TOKENS):
+    for _ in range(TRIAL_TOKEN_COUNT):
         begun = time.thread_time()
         matcher.compute_ff_tokens()
         mask = matcher.compute_bitmask()
@@ -252,8 +262,8 @@ def _fault(kind: str, text: str, tokens: "LLTokenizer") -> str:
         if token in tokens.eos_tokens:
             break
         matcher.consume_token(token)
-        if time.thread_time() - begun > STEP:
-            return f"{kind} is too complex: a token takes longer than {STEP:g} s"
+        if time.thread_time() - begun > MAX_TOKEN_SECONDS:
+            return f"{kind} is too complex: a token takes longer than {MAX_TOKEN_SECONDS:g} s"
     if matcher.is_error():
-        return str(too_complex(kind, matcher))
+        return str(build_complexity_error(kind, matcher))
     return ""

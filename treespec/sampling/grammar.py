@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from treespec.errors import InputError
-from treespec.sampling.compiled_grammar import Grammar, too_complex
+from treespec.sampling.compiled_grammar import Grammar, build_complexity_error
 
 MOST_FORCED = 64  # tokens of a forced chain: bounds the nodes of a forward
 
 
 @final
-class GrammarShaper:
+class GrammarProcessor:
     """Forbids the tokens that a grammar does not allow after an answer.
 
     One matcher walks the tree: it consumes the tokens down to a node and rolls back to the fork.
@@ -37,11 +37,11 @@ class GrammarShaper:
         self.below: list[int] = []  # what it has consumed behind the answer
         self.masks: dict[tuple[int, ...], bytes] = {}  # bits, by path below the answer
 
-    def begin(self, prompt: Sequence[int]) -> "GrammarShaper":
+    def begin(self, prompt: Sequence[int]) -> "GrammarProcessor":
         """One for another text. The grammar is of the answer alone, whatever the prompt."""
-        return GrammarShaper(self.grammar)
+        return GrammarProcessor(self.grammar)
 
-    def shape(
+    def process_logits(
         self, answer: Sequence[int], paths: Sequence[Sequence[int]], logits: Tensor
     ) -> Tensor:
         """[N, V] logits with -inf for forbidden tokens.
@@ -64,12 +64,12 @@ class GrammarShaper:
         allowed = torch.from_numpy(bits.view(np.bool_)).to(logits.device)
         return logits.where(allowed, -math.inf)
 
-    def forced(self, answer: Sequence[int]) -> list[int]:
+    def list_forced_tokens(self, answer: Sequence[int]) -> list[int]:
         """The tokens that must follow the answer, as far as the grammar leaves no choice."""
         self._follow(answer)
-        self._reach(())
+        self._move_to(())
         forced: list[int] = self.matcher.compute_ff_tokens()[:MOST_FORCED]
-        if len(self.ends) != 1 or len(forced) == MOST_FORCED or not self._reach(forced):
+        if len(self.ends) != 1 or len(forced) == MOST_FORCED or not self._move_to(forced):
             return forced
         if self.matcher.is_stopped():
             forced += self.ends
@@ -80,7 +80,7 @@ class GrammarShaper:
         if len(answer) == len(self.answer):
             return
         self._check()
-        self._reach(())
+        self._move_to(())
         self.masks.clear()
         new = list(takewhile(lambda token: token not in self.ends, answer[len(self.answer) :]))
         if self.matcher.validate_tokens(new) < len(new):
@@ -93,7 +93,7 @@ class GrammarShaper:
 
     def _mask(self, path: tuple[int, ...]) -> bytes:
         """The tokens allowed after a path, a bit each; all of them below a forbidden path."""
-        if not self._reach(path):
+        if not self._move_to(path):
             return b"\xff" * len(self.matcher.compute_bitmask())
         mask = self.matcher.compute_bitmask()
         self._check()
@@ -102,9 +102,9 @@ class GrammarShaper:
     def _check(self) -> None:
         """Raises InputError once the matcher has given up."""
         if self.matcher.is_error():
-            raise too_complex(self.grammar.kind, self.matcher)
+            raise build_complexity_error(self.grammar.kind, self.matcher)
 
-    def _reach(self, path: Sequence[int]) -> bool:
+    def _move_to(self, path: Sequence[int]) -> bool:
         """Move the matcher to the end of a path; False where the grammar forbids one of its tokens.
 
         The matcher consumes no end-of-sequence token: what stands below one is no part of a text.

@@ -7,10 +7,10 @@ from numbers import Real
 from typing import Any
 
 from treespec.errors import InputError
-from treespec.options import MANY, Options, option, whole
+from treespec.options import MAX_COUNT, Options, option, require_whole_number
 
-COLDEST = 1e-5  # temperature: about the float32 spacing at the size of logits
-HOTTEST = 1e30  # temperature: float32 holds it
+MIN_TEMPERATURE = 1e-5  # temperature: about the float32 spacing at the size of logits
+MAX_TEMPERATURE = 1e30  # temperature: float32 holds it
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,12 @@ class SamplingParams(Options):
 
     PANEL = "Answers"
 
-    temperature: float = option("sampling temperature; 0 is greedy", 0.0, least=0, most=HOTTEST)
-    top_k: int = option("sample from the k most likely tokens; 0 is off", 0, least=0, most=MANY)
+    temperature: float = option(
+        "sampling temperature; 0 is greedy", 0.0, least=0, most=MAX_TEMPERATURE
+    )
+    top_k: int = option(
+        "sample from the k most likely tokens; 0 is off", 0, least=0, most=MAX_COUNT
+    )
     top_p: float = option(
         "sample from the most likely tokens that hold this probability; 1 is off",
         1.0,
@@ -40,10 +44,10 @@ class SamplingParams(Options):
 
     @property
     def greedy(self) -> bool:
-        return self.temperature < COLDEST
+        return self.temperature < MIN_TEMPERATURE
 
 
-def bias_of(words: Sequence[str]) -> dict[int, float]:
+def parse_bias(words: Sequence[str]) -> dict[int, float]:
     """The biases of `50256=-5` and the like. Raises InputError."""
     biases = {}
     for text in words:
@@ -64,7 +68,7 @@ class LogitOptions(Options):
     the node's own path. The text has exactly the distribution of the changed logits.
 
     logit_bias: {token id: added to its logit}; -inf forbids a token. logits_processor: a
-    transformers `LogitsProcessor`, any function like one, a `treespec.sampling.processors.Shaper`, or
+    transformers `LogitsProcessor`, any function like one, a `treespec.sampling.processors.TreeLogitsProcessor`, or
     a list of them. Each must be a function of its arguments.
     """
 
@@ -74,7 +78,7 @@ class LogitOptions(Options):
         "add a number to a token's logit, as in 50256=-5, or forbid it, as in 50256=-inf; repeat the "
         "option for several tokens",
         None,
-        line=(list[str], bias_of),
+        line=(list[str], parse_bias),
     )
     repetition_penalty: float = option(
         "divide by this the positive logits of all tokens of prompt and answer, and multiply their "
@@ -105,18 +109,18 @@ class LogitOptions(Options):
             raise InputError(
                 f"logit_bias is {biases!r:.40}, must be a dict of token ids and numbers"
             )
-        pairs = [checked_bias(token, value) for token, value in biases.items()]
+        pairs = [check_bias(token, value) for token, value in biases.items()]
         object.__setattr__(self, "logit_bias", dict(pairs))
 
 
-def checked_bias(token: object, value: Any) -> tuple[int, float]:
+def check_bias(token: object, value: Any) -> tuple[int, float]:
     """A token id and its bias. JSON's keys are strings, so the id may be one of digits.
 
     Raises InputError for what is no token id, and for NaN and infinity.
     """
     if isinstance(token, str) and token.isdecimal():
         token = int(token)
-    token_id = whole("logit_bias: a token id", token, least=0)
+    token_id = require_whole_number("logit_bias: a token id", token, least=0)
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or math.isnan(value) or value == math.inf:
         raise InputError(

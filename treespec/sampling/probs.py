@@ -1,6 +1,6 @@
 """Logits to probabilities, one function for target, head and verifier, and all draws of a sequence.
 
-`sample`, `sample_each`, `happens` and `uniforms` are the only places where a sequence's
+`sample`, `sample_each`, `sample_events` and `sample_uniform` are the only places where a sequence's
 generator is used: a test replaces them by an oracle that tries every outcome.
 """
 
@@ -13,8 +13,10 @@ from torch.nn.functional import pad
 
 from treespec.sampling.params import SamplingParams as SamplingParams
 
-NARROW = 64  # tokens a block, for the largest scores
-FEW = 1 << 17  # probabilities; up to here one pass finds the largest faster than blocks do
+TOPK_BLOCK = 64  # tokens a block, for the largest scores
+ONE_PASS_NUMBERS = (
+    1 << 17
+)  # probabilities; up to here one pass finds the largest faster than blocks do
 
 
 def to_float(logits: Tensor) -> Tensor:
@@ -24,7 +26,7 @@ def to_float(logits: Tensor) -> Tensor:
     return logits.float()
 
 
-def probs(logits: Tensor, params: SamplingParams) -> Tensor:
+def compute_probs(logits: Tensor, params: SamplingParams) -> Tensor:
     """The distribution that is sampled: temperature, then top-k, top-p, min-p, each on the distribution before it.
 
     logits: [..., V] logits. Returns [..., V] probabilities, float64 for float64 logits, else
@@ -38,11 +40,11 @@ def probs(logits: Tensor, params: SamplingParams) -> Tensor:
 
     # 2. Verifiers divide residuals of q by their sum. A subnormal sum has few digits and an
     # infinite reciprocal.
-    p = truncated(logits, params).softmax(-1)
+    p = filter_logits(logits, params).softmax(-1)
     return torch.threshold_(p, torch.finfo(p.dtype).tiny, 0.0)
 
 
-def truncated(logits: Tensor, params: SamplingParams) -> Tensor:
+def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
     """Log-probabilities up to a constant: temperature above 0, then top-k, top-p and min-p, each after the others.
 
     logits: [..., V] float32 or float64. Returns the same shape, -inf for tokens that are left out.
@@ -64,16 +66,16 @@ def truncated(logits: Tensor, params: SamplingParams) -> Tensor:
     return logits
 
 
-def greedy_choice(logits: Tensor) -> Tensor:
+def choose_greedy(logits: Tensor) -> Tensor:
     """[N] int64 the most likely token of each row; V, which is no token, for NaN. logits: [N, V]."""
-    if logits.numel() <= FEW:
+    if logits.numel() <= ONE_PASS_NUMBERS:
         values, indices = logits.max(-1, keepdim=True)
     else:
-        values, indices = largest(logits, 1)
+        values, indices = select_topk(logits, 1)
     return indices.masked_fill_(values.isnan(), logits.shape[-1]).squeeze(-1)
 
 
-def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def select_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest scores of each row in descending order, and their columns; NaN counts as
     largest.
 
@@ -83,17 +85,17 @@ def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """
     scores = to_float(scores)
     v = scores.shape[-1]
-    if v < 4 * NARROW * k or scores.numel() <= FEW or scores.device.type != "cpu":
+    if v < 4 * TOPK_BLOCK * k or scores.numel() <= ONE_PASS_NUMBERS or scores.device.type != "cpu":
         values, indices = scores.topk(k)
         return values, indices
-    if v % NARROW:
-        scores = pad(scores, (0, -v % NARROW), value=-math.inf)
-    blocks = scores.unflatten(-1, (-1, NARROW))
+    if v % TOPK_BLOCK:
+        scores = pad(scores, (0, -v % TOPK_BLOCK), value=-math.inf)
+    blocks = scores.unflatten(-1, (-1, TOPK_BLOCK))
     block = blocks.amax(-1).topk(k).indices  # [..., k]
-    columns = block[..., None].expand(block.shape + (NARROW,))
+    columns = block[..., None].expand(block.shape + (TOPK_BLOCK,))
     inside = blocks.gather(-2, columns).flatten(-2)
     values, place = inside.topk(k)
-    return values, block.gather(-1, place // NARROW) * NARROW + place % NARROW
+    return values, block.gather(-1, place // TOPK_BLOCK) * TOPK_BLOCK + place % TOPK_BLOCK
 
 
 def sample(masses: Tensor, generator: torch.Generator) -> Tensor:
@@ -102,21 +104,23 @@ def sample(masses: Tensor, generator: torch.Generator) -> Tensor:
 
     masses: [..., V] non-negative, any sum. Returns [...] int64; V for a row of zeros or with NaN.
     """
-    uniform = uniforms(masses.shape[:-1] + (1,), generator, masses.device)
+    uniform = sample_uniform(masses.shape[:-1] + (1,), generator, masses.device)
     return invert(masses, uniform).squeeze(-1)
 
 
 def sample_each(masses: Tensor, number: int, generator: torch.Generator) -> Tensor:
     """[B, number] independent tokens from each row of the masses [B, V]; V as in `sample`."""
-    return invert(masses, uniforms((len(masses), number), generator, masses.device))
+    return invert(masses, sample_uniform((len(masses), number), generator, masses.device))
 
 
-def happens(probability: Tensor, generator: torch.Generator) -> Tensor:
+def sample_events(probability: Tensor, generator: torch.Generator) -> Tensor:
     """Bool of the same shape: independent events of these probabilities (float64)."""
-    return uniforms(probability.shape, generator, probability.device) < probability
+    return sample_uniform(probability.shape, generator, probability.device) < probability
 
 
-def uniforms(shape: Sequence[int], generator: torch.Generator, device: torch.device) -> Tensor:
+def sample_uniform(
+    shape: Sequence[int], generator: torch.Generator, device: torch.device
+) -> Tensor:
     """Independent float64 numbers, uniform in [0, 1)."""
     return torch.rand(shape, generator=generator, dtype=torch.float64, device=device)
 

@@ -11,24 +11,24 @@ from torch import Tensor
 
 from treespec.errors import InputError
 from treespec.sampling.params import LogitOptions
-from treespec.trees.tree import sent
+from treespec.trees.tree import to_device
 
 Paths: TypeAlias = Sequence[Sequence[int]]
 
 
 @runtime_checkable
-class Shaper(Protocol):
+class TreeLogitsProcessor(Protocol):
     """Changes the logits after a text, before temperature, top-k and the rest; one object a sequence.
 
     Draft logits and target logits go through the same processors, each row by its own path. So the draws still
     have the draft distribution, and verification is lossless for the changed target distribution.
     """
 
-    def begin(self, prompt: Sequence[int]) -> "Shaper":
+    def begin(self, prompt: Sequence[int]) -> "TreeLogitsProcessor":
         """A fresh one for a sequence with this prompt."""
         ...
 
-    def shape(self, answer: Sequence[int], paths: Paths, logits: Tensor) -> Tensor:
+    def process_logits(self, answer: Sequence[int], paths: Paths, logits: Tensor) -> Tensor:
         """New logits [N, V] of the token that follows `answer + paths[i]`; -inf forbids a token.
 
         answer: the committed tokens after the prompt; it only grows from call to call. logits: [N,
@@ -47,7 +47,7 @@ class Unprompted:
 
 @final
 @dataclass(frozen=True)
-class Bias(Unprompted):
+class LogitBias(Unprompted):
     """Adds a number to the logits of some tokens, as OpenAI's `logit_bias`; -inf forbids a token.
 
     tokens, values: as long as each other.
@@ -56,15 +56,15 @@ class Bias(Unprompted):
     tokens: tuple[int, ...]
     values: tuple[float, ...]
 
-    def shape(self, answer: Sequence[int], paths: Paths, logits: Tensor) -> Tensor:
-        tokens = sent(self.tokens, logits.device)
-        values = sent(torch.tensor(self.values, dtype=logits.dtype), logits.device)
+    def process_logits(self, answer: Sequence[int], paths: Paths, logits: Tensor) -> Tensor:
+        tokens = to_device(self.tokens, logits.device)
+        values = to_device(torch.tensor(self.values, dtype=logits.dtype), logits.device)
         return logits.index_add(1, tokens, values.expand(len(logits), -1))
 
 
 @final
 @dataclass(frozen=True)
-class LeastTokens(Unprompted):
+class MinTokens(Unprompted):
     """Forbids the end tokens before the answer has `least` tokens.
 
     ends: the tokens that end an answer.
@@ -73,12 +73,12 @@ class LeastTokens(Unprompted):
     least: int
     ends: tuple[int, ...]
 
-    def shape(self, answer: Sequence[int], paths: Paths, logits: Tensor) -> Tensor:
+    def process_logits(self, answer: Sequence[int], paths: Paths, logits: Tensor) -> Tensor:
         early = [len(answer) + len(path) < self.least for path in paths]
         if not any(early):
             return logits
-        ends = sent(torch.tensor(self.ends, dtype=torch.int64), logits.device)
-        rows = sent(early, logits.device)[:, None]
+        ends = to_device(torch.tensor(self.ends, dtype=torch.int64), logits.device)
+        rows = to_device(early, logits.device)[:, None]
         return logits.index_fill(1, ends, -torch.inf).where(rows, logits)
 
 
@@ -105,12 +105,12 @@ class Penalties:
             return replace(self, prompt=())
         return replace(self, prompt=tuple(dict.fromkeys(prompt)))
 
-    def shape(self, answer: Sequence[int], paths: Paths, logits: Tensor) -> Tensor:
+    def process_logits(self, answer: Sequence[int], paths: Paths, logits: Tensor) -> Tensor:
         # 1. A column for each token that occurred, the prompt's first.
         column: dict[int, int] = {}
         for token in chain(self.prompt, answer, chain.from_iterable(paths)):
             column.setdefault(token, len(column))
-        tokens = sent(torch.tensor(list(column), dtype=torch.int64), logits.device)
+        tokens = to_device(torch.tensor(list(column), dtype=torch.int64), logits.device)
 
         # 2. How often the answer and a row's own path hold it [N, C].
         in_answer = Counter(answer)
@@ -119,7 +119,7 @@ class Penalties:
         for row, path in enumerate(paths):
             for token in path:
                 counts[row, column[token]] += 1
-        counts = sent(counts, logits.device)
+        counts = to_device(counts, logits.device)
 
         # 3. Penalise these columns alone.
         columns = logits.index_select(1, tokens)  # [N, C]
@@ -137,7 +137,7 @@ Processor: TypeAlias = Callable[..., Tensor]
 
 @final
 @dataclass(frozen=True)
-class Processed:
+class TransformersProcessor:
     """Calls a processor with the tokens of prompt, answer and path; rows of one length together.
 
     A processor must be a function of its arguments: it is asked about many paths, in any order.
@@ -147,10 +147,10 @@ class Processed:
     processor: Processor
     prompt: Sequence[int] = ()
 
-    def begin(self, prompt: Sequence[int]) -> "Processed":
+    def begin(self, prompt: Sequence[int]) -> "TransformersProcessor":
         return replace(self, prompt=tuple(prompt))
 
-    def shape(self, answer: Sequence[int], paths: Paths, logits: Tensor) -> Tensor:
+    def process_logits(self, answer: Sequence[int], paths: Paths, logits: Tensor) -> Tensor:
         shaped = torch.empty_like(logits)
         by_length = defaultdict(list)
         for row, path in enumerate(paths):
@@ -169,7 +169,7 @@ class Processed:
         return shaped
 
 
-def shapers_of(options: LogitOptions) -> Iterator[Shaper]:
+def build_processors(options: LogitOptions) -> Iterator[TreeLogitsProcessor]:
     """The processors that options ask for, in the order in which they act; none has begun.
 
     transformers and vLLM add biases before they penalise, too. Raises InputError for a logits
@@ -177,7 +177,7 @@ def shapers_of(options: LogitOptions) -> Iterator[Shaper]:
     """
     bias = options.logit_bias
     if bias:
-        yield Bias(tuple(bias), tuple(bias.values()))
+        yield LogitBias(tuple(bias), tuple(bias.values()))
     penalties = Penalties(
         options.repetition_penalty, options.presence_penalty, options.frequency_penalty
     )
@@ -187,10 +187,10 @@ def shapers_of(options: LogitOptions) -> Iterator[Shaper]:
     if not isinstance(processors, Sequence):
         processors = [processors]
     for processor in processors:
-        if isinstance(processor, Shaper):
+        if isinstance(processor, TreeLogitsProcessor):
             yield processor
         elif callable(processor):
-            yield Processed(processor)
+            yield TransformersProcessor(processor)
         else:
             raise InputError(
                 f"logits_processor is {processor!r:.40}, must be a function of token ids and scores"

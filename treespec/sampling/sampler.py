@@ -7,10 +7,16 @@ from typing import final
 import torch
 from torch import Tensor
 
-from treespec.sampling.grammar import GrammarShaper
+from treespec.sampling.grammar import GrammarProcessor
 from treespec.sampling.noise import Noise
-from treespec.sampling.probs import SamplingParams, greedy_choice, probs, to_float, truncated
-from treespec.sampling.processors import Shaper
+from treespec.sampling.probs import (
+    SamplingParams,
+    choose_greedy,
+    compute_probs,
+    filter_logits,
+    to_float,
+)
+from treespec.sampling.processors import TreeLogitsProcessor
 from treespec.trees.tree import TokenTree
 
 Path = tuple[int, ...]  # tokens from below the root down to a node
@@ -25,7 +31,7 @@ class ForcedTokens:
 
 
 @final
-class Distribution:
+class Sampler:
     """How logits become the distribution of a sequence's next token: the shapers, then the params.
 
     shapers: those of this text, which have begun with its prompt. answer: the committed tokens
@@ -38,19 +44,19 @@ class Distribution:
     def __init__(
         self,
         params: SamplingParams,
-        shapers: Sequence[Shaper] = (),
+        shapers: Sequence[TreeLogitsProcessor] = (),
         seeded: bool = False,
-        grammar: GrammarShaper | None = None,
+        grammar: GrammarProcessor | None = None,
     ) -> None:
         """seeded: whether the caller chose the seed of the draws. grammar: the shaper that forces tokens."""
         self.params = params
-        self.shapers = tuple(shapers)
+        self.processors = tuple(shapers)
         self.seeded = seeded
         self.grammar = grammar
         self.noise: Noise | None = None
         self.answer: list[int] = []
         self.error: Exception | None = None
-        self.listened = False
+        self.wants_draft_logits = False
 
     @property
     def greedy(self) -> bool:
@@ -59,16 +65,16 @@ class Distribution:
     @property
     def settled(self) -> bool:
         """Whether the logits of a node alone, with its noise, decide the output there."""
-        return (self.greedy or self.noise is not None) and not self.shapers
+        return (self.greedy or self.noise is not None) and not self.processors
 
-    def grow(self, tokens: Sequence[int]) -> None:
+    def append(self, tokens: Sequence[int]) -> None:
         """The answer grew by these tokens."""
         if self.noise:
             self.noise.position += len(tokens)
-        if self.shapers:
+        if self.processors:
             self.answer += tokens
 
-    def scores(self, logits: Tensor, depth: int, vocabulary: Tensor | None = None) -> Tensor:
+    def score_tokens(self, logits: Tensor, depth: int, vocabulary: Tensor | None = None) -> Tensor:
         """[F, N] log-probabilities up to a constant, with the noise of the tokens below nodes of this depth.
 
         The output is the token with the largest score. Rows of one distribution stay views of one row.
@@ -78,20 +84,20 @@ class Distribution:
         rows = logits
         if logits.stride(0) == 0:  # one distribution for all rows
             rows = logits[:1]
-        noise = self.noise.at(depth)
+        noise = self.noise.get_level(depth)
         noise = noise if vocabulary is None else noise[vocabulary]
-        return self.noisy(rows, noise).expand_as(logits)
+        return self.add_noise(rows, noise).expand_as(logits)
 
-    def noisy(self, logits: Tensor, noise: Tensor) -> Tensor:
+    def add_noise(self, logits: Tensor, noise: Tensor) -> Tensor:
         """[..., N] log-probabilities up to a constant, with noise that fits their shape."""
-        return truncated(to_float(logits), self.params) + noise
+        return filter_logits(to_float(logits), self.params) + noise
 
-    def forced(self) -> ForcedTokens:
+    def list_forced_tokens(self) -> ForcedTokens:
         """The tokens that must follow the answer, as far as a grammar leaves no choice."""
         if self.grammar is None or self.error:
             return ForcedTokens()
         try:
-            tokens = self.grammar.forced(self.answer)
+            tokens = self.grammar.list_forced_tokens(self.answer)
         except Exception as error:
             self.error = error
             return ForcedTokens()
@@ -99,14 +105,14 @@ class Distribution:
             return ForcedTokens()
         return ForcedTokens(tokens, tokens[-1] in self.grammar.ends)
 
-    def shape(self, paths: Sequence[Path], logits: Tensor) -> Tensor:
+    def process_logits(self, paths: Sequence[Path], logits: Tensor) -> Tensor:
         """[N, V] the shaped logits after the answer and each of N paths. logits: [N, V]."""
         shaped = to_float(logits)
         if self.error:
             return shaped
         try:
-            for shaper in self.shapers:
-                shaped = shaper.shape(self.answer, paths, shaped)
+            for shaper in self.processors:
+                shaped = shaper.process_logits(self.answer, paths, shaped)
         except Exception as error:
             self.error = error
         return shaped
@@ -114,28 +120,28 @@ class Distribution:
 
 @final
 class TargetDistributions:
-    """[N, V] probabilities p at a tree's nodes: processors, then `probs`, for the requested rows only.
+    """[N, V] probabilities p at a tree's nodes: processors, then `compute_probs`, for the requested rows only.
 
     forbidden: nodes at which the processors forbid every token. Their logits stay as they are, so
     that the distributions of nodes that no text reaches are numbers.
     """
 
-    def __init__(self, logits: Tensor, by: Distribution, tree: TokenTree | None = None) -> None:
+    def __init__(self, logits: Tensor, by: Sampler, tree: TokenTree | None = None) -> None:
         """logits: [N, V]. tree: needed where there are processors."""
         self.raw = logits
-        self.by = by
+        self.sampler = by
         self.paths: list[Path] = []
         self.forbidden: set[int] = set()
-        if tree and by.shapers:
-            self.paths = node_paths(tree)
+        if tree and by.processors:
+            self.paths = list_node_paths(tree)
 
     def __getitem__(self, rows: int | slice | Tensor) -> Tensor:
-        return probs(self.logits(rows), self.by.params)
+        return compute_probs(self.get_logits(rows), self.sampler.params)
 
-    def logits(self, rows: int | slice | Tensor) -> Tensor:
+    def get_logits(self, rows: int | slice | Tensor) -> Tensor:
         """[M, V] logits of these nodes; [V] of one."""
         if isinstance(rows, int):
-            return self.logits(slice(rows, rows + 1))[0]
+            return self.get_logits(slice(rows, rows + 1))[0]
         logits = self.raw[rows]
         if not self.paths:
             return logits
@@ -143,19 +149,19 @@ class TargetDistributions:
             nodes = list(range(len(self.paths))[rows])
         else:
             nodes = rows.tolist()
-        shaped = self.by.shape([self.paths[node] for node in nodes], logits)
+        shaped = self.sampler.process_logits([self.paths[node] for node in nodes], logits)
         empty = shaped.amax(-1) == -torch.inf  # [M]
         for node, is_empty in zip(nodes, empty.tolist(), strict=True):
             if is_empty:
                 self.forbidden.add(node)
         return torch.where(empty[:, None], logits.to(shaped.dtype), shaped)
 
-    def choice(self, node: int, depth: int) -> int:
+    def choose_output(self, node: int, depth: int) -> int:
         """The output at a node, without draws: the most likely token, or by the noise."""
-        scores = self.logits(slice(node, node + 1))
-        if self.by.noise:
-            scores = self.by.scores(scores, depth)
-        return int(greedy_choice(scores))
+        scores = self.get_logits(slice(node, node + 1))
+        if self.sampler.noise:
+            scores = self.sampler.score_tokens(scores, depth)
+        return int(choose_greedy(scores))
 
     def __len__(self) -> int:
         return len(self.raw)
@@ -165,7 +171,7 @@ class TargetDistributions:
         return self.raw.device
 
 
-def node_paths(tree: TokenTree) -> list[Path]:
+def list_node_paths(tree: TokenTree) -> list[Path]:
     """The path of every node. An absent draw counts as token 0: no text goes there."""
     paths: list[Path] = [()]
     tokens, parents = torch.stack([tree.tokens.clamp_min(0), tree.parents]).tolist()

@@ -16,11 +16,11 @@ from fastapi import Request
 from treespec.engine.output import Completion
 from treespec.engine.request import Piece
 from treespec.errors import Busy, InputError, describe_os_error
-from treespec.sampling.compiled_grammar import KINDS
-from treespec.serve.errors import ApiError, failed, refused
+from treespec.sampling.compiled_grammar import GRAMMAR_KINDS
+from treespec.serve.errors import ApiError, build_bad_request, to_api_error
 from treespec.serve.state import State
 
-QUIET = 5.0  # seconds after which a stream says that it still waits
+QUIET_SECONDS = 5.0  # seconds after which a stream says that it still waits
 Arrival = tuple[int, Piece | None]
 T = TypeVar("T")
 
@@ -58,11 +58,11 @@ class Answers:
             async with asyncio.timeout_at(self.end):
                 return await to_thread.run_sync(call, limiter=limiter)
         except TimeoutError:
-            raise self.state.late() from None
+            raise self.state.build_timeout_error() from None
         except Busy as error:
-            raise self.state.busy(str(error)) from error
+            raise self.state.build_busy_error(str(error)) from error
         except InputError as error:
-            raise refused(error, param) from error
+            raise build_bad_request(error, param) from error
 
     async def submit(
         self,
@@ -96,12 +96,14 @@ class Answers:
                 first_seed = None
                 if seed is not None:
                     first_seed = seed + first
-                listeners = [self._listener(index) for index in range(first, first + samples)]
+                listeners = [self._build_listener(index) for index in range(first, first + samples)]
                 keywords: Any = {"seed": first_seed, "on_pieces": listeners, **options}
                 self.answers += engine.submit_n(prompt, samples, **keywords)
 
         try:
-            for kind in options.keys() & KINDS:  # a grammar that would hold up others is refused
+            for kind in (
+                options.keys() & GRAMMAR_KINDS
+            ):  # a grammar that would hold up others is refused
                 try_grammar = partial(state.trial.run, kind, options[kind])
                 await self.run(try_grammar, limiter=state.compiling)
             await self.run(submit)
@@ -109,7 +111,7 @@ class Answers:
             self.cancel()
             raise
 
-    def _listener(self, index: int) -> Callable[[Piece | None], None]:
+    def _build_listener(self, index: int) -> Callable[[Piece | None], None]:
         """What the engine's thread calls with each piece of an answer."""
         measure = self.state.metrics.watch()
 
@@ -146,10 +148,10 @@ class Answers:
         """The next arrival; None after QUIET seconds without one. Raises ApiError after the deadline."""
         seconds = self.end - self.loop.time()
         try:
-            return await asyncio.wait_for(self.arrived.get(), min(seconds, QUIET))
+            return await asyncio.wait_for(self.arrived.get(), min(seconds, QUIET_SECONDS))
         except TimeoutError:
-            if seconds <= QUIET:
-                raise self.state.late() from None
+            if seconds <= QUIET_SECONDS:
+                raise self.state.build_timeout_error() from None
             return None
 
     def _end_answer(self, index: int) -> None:
@@ -158,7 +160,7 @@ class Answers:
         if answer.error:
             if self.state.cut_off:
                 raise self.state.cut()
-            raise failed(answer.error)
+            raise to_api_error(answer.error)
         if self.keep:
             self.keep(answer.output.text)
 

@@ -16,21 +16,21 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from treespec.serve import completions, page
-from treespec.serve.errors import ApiError, handled, response
+from treespec.serve.errors import ApiError, build_error_response, handle_error
 from treespec.serve.protocol import Fields
-from treespec.serve.state import State, state_of
+from treespec.serve.state import State, get_state
 
-BODY = 4 << 20  # bytes of a request
-OPEN = ("/", "/health")  # without a key; the page itself holds nothing secret
-POLICY = (  # a browser runs only the server's own scripts and styles
+MAX_BODY_BYTES = 4 << 20  # bytes of a request
+OPEN_PATHS = ("/", "/health")  # without a key; the page itself holds nothing secret
+CONTENT_SECURITY_POLICY = (  # a browser runs only the server's own scripts and styles
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
     "trusted-types 'none'"
 )
-HEADERS = [
+SECURITY_HEADERS = [
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
-    (b"content-security-policy", POLICY.encode()),
+    (b"content-security-policy", CONTENT_SECURITY_POLICY.encode()),
 ]
 
 
@@ -50,8 +50,10 @@ class Guard:
             nonlocal received_bytes
             message = await receive()
             received_bytes += len(message.get("body", b""))
-            if received_bytes > BODY:
-                raise ApiError(413, f"the body is larger than this server's limit of {BODY} bytes")
+            if received_bytes > MAX_BODY_BYTES:
+                raise ApiError(
+                    413, f"the body is larger than this server's limit of {MAX_BODY_BYTES} bytes"
+                )
             return message
 
         async def send_counted(message: Message) -> None:
@@ -60,36 +62,41 @@ class Guard:
                 if "route" in scope:
                     path = scope["route"].path
                 self.state.metrics.counts["requests"].labels(path, str(message["status"])).inc()
-                message["headers"] = list(message["headers"]) + HEADERS
+                message["headers"] = list(message["headers"]) + SECURITY_HEADERS
             await send(message)
 
         # 2. The answer of the application, or an error.
         request = Request(scope)
-        key = self._key(request)
+        key = self._read_key(request)
         request.state.memory = ""
         if key:
             request.state.memory = hashlib.sha256(key.encode()).hexdigest()
-        error = self._refusal(request, key)
+        error = self._find_refusal(request, key)
         if error:
-            await response(error)(scope, receive_bounded, send_counted)
+            await build_error_response(error)(scope, receive_bounded, send_counted)
         else:
             await self.app(scope, receive_bounded, send_counted)
 
-    def _refusal(self, request: Request, key: str) -> ApiError | None:
+    def _find_refusal(self, request: Request, key: str) -> ApiError | None:
         """Why the request goes no further, or None. key: the server's key that it brings."""
         path = request.scope["path"]  # request.url would read it off the Host header, too
         if self.state.ending and path not in ("/metrics", "/health"):
             return self.state.cut()
-        if self.state.keys and not key and path not in OPEN and not path.startswith("/static/"):
+        if (
+            self.state.keys
+            and not key
+            and path not in OPEN_PATHS
+            and not path.startswith("/static/")
+        ):
             message = "Incorrect API key provided; send it as Authorization: Bearer KEY"
             headers = {"WWW-Authenticate": "Bearer"}
             return ApiError(401, message, code="invalid_api_key", headers=headers)
-        if not self.state.keys and not named(request):
+        if not self.state.keys and not is_named_rightly(request):
             message = "This server answers to localhost: give it an --api-key for other names"
             return ApiError(403, message)
         return None
 
-    def _key(self, request: Request) -> str:
+    def _read_key(self, request: Request) -> str:
         """The server's key that the request brings; "" if it brings none of them."""
         scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
         brought = credentials.strip().encode("latin-1")
@@ -100,7 +107,7 @@ class Guard:
         return equal[0]
 
 
-def named(request: Request) -> bool:
+def is_named_rightly(request: Request) -> bool:
     """False if a request reaches this machine's own address under another machine's name.
 
     A foreign page could lead its own name to 127.0.0.1, and a browser would let it read the answers.
@@ -119,14 +126,14 @@ def named(request: Request) -> bool:
 router = APIRouter()
 
 
-def app_of(state: State) -> FastAPI:
+def build_app(state: State) -> FastAPI:
     app = FastAPI(title="treespec", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.treespec = state
     for part in (router, completions.router, page.router):
         app.include_router(part)
-    app.mount("/static", StaticFiles(directory=page.STATIC))
+    app.mount("/static", StaticFiles(directory=page.STATIC_FOLDER))
     for kind in (HTTPException, RequestValidationError, Exception):
-        app.add_exception_handler(kind, handled)
+        app.add_exception_handler(kind, handle_error)
     app.add_middleware(Guard, state=state)
     origins = state.config.cors
     if origins:  # the server's own page may call it in any case
@@ -141,17 +148,17 @@ def app_of(state: State) -> FastAPI:
 
 @router.get("/v1/models")
 async def models(request: Request) -> Fields:
-    return {"object": "list", "data": [_model(state_of(request))]}
+    return {"object": "list", "data": [_describe_model(get_state(request))]}
 
 
 @router.get("/v1/models/{name:path}")
 async def model(request: Request, name: str) -> Fields:
-    state = state_of(request)
+    state = get_state(request)
     state.check_model(name)
-    return _model(state)
+    return _describe_model(state)
 
 
-def _model(state: State) -> Fields:
+def _describe_model(state: State) -> Fields:
     target = state.spec.target
     drafter = None
     if state.spec.source:
@@ -170,7 +177,7 @@ def _model(state: State) -> Fields:
 @router.api_route("/health", methods=["GET", "HEAD"])
 async def health(request: Request) -> Response:
     """200 while requests are answered, 503 once the server shuts down."""
-    state = state_of(request)
+    state = get_state(request)
     status = "ok"
     status_code = 200
     if state.ending:
@@ -187,5 +194,5 @@ async def health(request: Request) -> Response:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    text = generate_latest(state_of(request).metrics.registry)
+    text = generate_latest(get_state(request).metrics.registry)
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -11,48 +11,48 @@ from fastapi.responses import JSONResponse
 from treespec.api.spec import Spec
 from treespec.serve.answers import Answers, keep
 from treespec.serve.errors import ApiError
-from treespec.serve.messages import choice_of, encoded
-from treespec.serve.protocol import Fields, chat_choice, text_choice
+from treespec.serve.messages import encode_request, parse_tool_choice
+from treespec.serve.protocol import Fields, build_chat_choice, build_text_choice
 from treespec.serve.schema import ChatRequest, CompletionRequest, Sampled, TokenizeRequest
-from treespec.serve.state import State, state_of
-from treespec.serve.streaming import Reply, ReplyFormat, events
-from treespec.serve.tools import Catcher, form_of
+from treespec.serve.state import State, get_state
+from treespec.serve.streaming import Reply, ReplyFormat, stream_events
+from treespec.serve.tools import ToolCallParser, detect_tool_form
 from treespec.text.pictures import has_pictures
-from treespec.text.strings import fitting, well_formed
-from treespec.text.templates import source_of
+from treespec.text.strings import check_fits_context, require_well_formed
+from treespec.text.templates import get_template_source
 
 router = APIRouter()
-USUAL = 16  # tokens of a text completion without max_tokens, as OpenAI's
+DEFAULT_COMPLETION_TOKENS = 16  # tokens of a text completion without max_tokens, as OpenAI's
 
 
 @router.post("/v1/chat/completions")
 async def chat(request: Request, body: ChatRequest) -> Response:
     # 1. Tools, and the form of their calls.
-    state = state_of(request)
+    state = get_state(request)
     spec = state.spec
     tokenizer = spec.target.tokenizer
-    choice = choice_of(body)
+    choice = parse_tool_choice(body)
     form = choice.form
     if choice.tools and form is None:
-        form = form_of(source_of(tokenizer, spec.template, choice.tools))
+        form = detect_tool_form(get_template_source(tokenizer, spec.template, choice.tools))
     max_calls = None
     if body.parallel_tool_calls is False:
         max_calls = 1
-    options = body.options()
+    options = body.to_options()
     if choice.schema is not None:
         options["json_schema"] = choice.schema
 
     # 2. The prompt.
     def encode() -> list[list[int]]:
-        return [encoded(spec, body.messages, choice.tools, body.chat_template_kwargs)]
+        return [encode_request(spec, body.messages, choice.tools, body.chat_template_kwargs)]
 
     reply_format = ReplyFormat(
-        build_choice=chat_choice,
+        build_choice=build_chat_choice,
         object_name="chat.completion",
         chunk_name="chat.completion.chunk",
         id_prefix="chatcmpl",
         openings=[""],
-        build_parser=partial(Catcher, form, tokenizer, max_calls),
+        build_parser=partial(ToolCallParser, form, tokenizer, max_calls),
     )
     return await respond(request, body, encode, reply_format, options)
 
@@ -60,7 +60,7 @@ async def chat(request: Request, body: ChatRequest) -> Response:
 @router.post("/v1/completions")
 async def complete(request: Request, body: CompletionRequest) -> Response:
     # 1. The prompts, as one list of them.
-    spec = state_of(request).spec
+    spec = get_state(request).spec
     if body.echo and body.logprobs is not None:
         raise ApiError(400, "echo goes without logprobs: prompts are not scored", "echo")
     prompts: list[Any]
@@ -79,14 +79,14 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
     if body.echo:
         openings = [decode_prompt(spec.target.tokenizer, prompt) for prompt in prompts]
     reply_format = ReplyFormat(
-        build_choice=text_choice,
+        build_choice=build_text_choice,
         object_name="text_completion",
         chunk_name="text_completion",
         id_prefix="cmpl",
         openings=openings,
-        build_parser=partial(Catcher, None, None),
+        build_parser=partial(ToolCallParser, None, None),
     )
-    return await respond(request, body, encode, reply_format, body.options())
+    return await respond(request, body, encode, reply_format, body.to_options())
 
 
 def decode_prompt(tokenizer: Any, prompt: str | list[int]) -> str:
@@ -116,7 +116,7 @@ async def respond(
     Raises: ApiError.
     """
     # 1. The prompts.
-    state = state_of(request)
+    state = get_state(request)
     answers = Answers(state, request)
     state.check_model(body.model)
     param = "prompt"
@@ -147,8 +147,8 @@ async def respond(
     return_token_ids = bool(body.return_token_ids)
     reply = Reply(answers, reply_format, include_usage, return_token_ids, hidden_tokens)
     if body.stream:
-        return events(reply.chunks())
-    return JSONResponse(await reply.whole())
+        return stream_events(reply.stream_chunks())
+    return JSONResponse(await reply.collect_reply())
 
 
 def choose_max_tokens(state: State, body: Sampled, prompts: Sequence[Sequence[int]]) -> int:
@@ -169,7 +169,7 @@ def choose_max_tokens(state: State, body: Sampled, prompts: Sequence[Sequence[in
         longest = max(len(ids) for ids in prompts)
         max_tokens = min(max_tokens, max(1, columns - longest))
     if not isinstance(body, ChatRequest):
-        max_tokens = min(max_tokens, USUAL)
+        max_tokens = min(max_tokens, DEFAULT_COMPLETION_TOKENS)
     return max_tokens
 
 
@@ -188,14 +188,14 @@ def log_answers(answers: Answers, body: ChatRequest) -> None:
 @router.post("/tokenize")
 async def tokenize(request: Request, body: TokenizeRequest) -> Fields:
     """The token ids of a prompt, or of messages as a chat begins an answer to them."""
-    state = state_of(request)
+    state = get_state(request)
     answers = Answers(state, request)
     state.check_model(body.model)
     spec = state.spec
     encode: Callable[[], list[int]]
     if body.messages is not None and body.prompt is None:
         param = "messages"
-        encode = partial(encoded, spec, body.messages)
+        encode = partial(encode_request, spec, body.messages)
     elif body.prompt is not None and body.messages is None:
         param = "prompt"
         encode = partial(encode_text, spec, body.prompt, body.add_special_tokens)
@@ -210,5 +210,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Fields:
 def encode_text(spec: Spec, text: str, add_special_tokens: bool) -> list[int]:
     """The token ids of a text. Raises InputError for a text that is too long or no valid Unicode."""
     tokenizer: Any = spec.target.tokenizer
-    fitting(well_formed(text, "the prompt"), tokenizer, spec.target.context_length)
+    check_fits_context(
+        require_well_formed(text, "the prompt"), tokenizer, spec.target.context_length
+    )
     return tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)

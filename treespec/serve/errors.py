@@ -9,15 +9,15 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from treespec.engine.options import NAMES
+from treespec.engine.options import REQUEST_OPTION_NAMES
 from treespec.errors import InputError, TooLong
-from treespec.files.printable import one_line
+from treespec.files.printable import to_one_line
 
 log = logging.getLogger(__name__)
 
 # Messages of treespec begin with an option's name: the request's field of each option.
-FIELDS = {name: name for name in NAMES}
-FIELDS |= {"seed": "seed", "json_schema": "response_format", "pictures": "messages"}
+FIELD_OF_OPTION = {name: name for name in REQUEST_OPTION_NAMES}
+FIELD_OF_OPTION |= {"seed": "seed", "json_schema": "response_format", "pictures": "messages"}
 
 
 @final
@@ -43,12 +43,12 @@ class ApiError(HTTPException):
             kind = "rate_limit_error"
         elif self.status_code >= 500:
             kind = "server_error"
-        message = one_line(str(self.detail))
+        message = to_one_line(str(self.detail))
         fields = {"message": message, "type": kind, "param": self.param, "code": self.code}
         return {"error": fields}
 
 
-def refused(error: BaseException, param: str | None = None) -> ApiError:
+def build_bad_request(error: BaseException, param: str | None = None) -> ApiError:
     """The 400 for an input that treespec refuses.
 
     param: the request's field, unless the message begins with an option's name.
@@ -56,15 +56,15 @@ def refused(error: BaseException, param: str | None = None) -> ApiError:
     code = None
     if isinstance(error, TooLong):
         code = "context_length_exceeded"
-    return ApiError(400, str(error), _field(error) or param, code)
+    return ApiError(400, str(error), _find_field(error) or param, code)
 
 
-def _field(error: BaseException) -> str | None:
+def _find_field(error: BaseException) -> str | None:
     """The request's field of the option that a message begins with."""
-    return FIELDS.get(str(error).partition(" ")[0].rstrip(":,"))
+    return FIELD_OF_OPTION.get(str(error).partition(" ")[0].rstrip(":,"))
 
 
-def failed(error: Exception) -> ApiError:
+def to_api_error(error: Exception) -> ApiError:
     """The error that a client gets for any error, before or amid an answer.
 
     It gives the reason if that was written for people; the log has the others. Clients send a
@@ -73,30 +73,30 @@ def failed(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestValidationError):
-        return invalid(error.errors())
+        return build_invalid_error(error.errors())
     if isinstance(error, HTTPException):
         message = str(error.detail)
         if error.status_code in (404, 405):
             message = "Invalid URL"
         return ApiError(error.status_code, message, headers=error.headers)
     if isinstance(error, InputError):
-        if _field(error):
-            return refused(error)
+        if _find_field(error):
+            return build_bad_request(error)
         return ApiError(500, str(error))
     log.error("an answer failed: %s: %s", type(error).__name__, error)
     return ApiError(500, f"the answer failed ({type(error).__name__}): the server's log says more")
 
 
-async def handled(_: Request, error: Exception) -> JSONResponse:
+async def handle_error(_: Request, error: Exception) -> JSONResponse:
     """Every error of the application gets OpenAI's body."""
-    return response(failed(error))
+    return build_error_response(to_api_error(error))
 
 
-def response(error: ApiError) -> JSONResponse:
+def build_error_response(error: ApiError) -> JSONResponse:
     return JSONResponse(error.body, error.status_code, error.headers)
 
 
-def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+def build_invalid_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """The first of pydantic's errors, with the name of the field."""
     first = errors[0]
     param = name_of(first["loc"])

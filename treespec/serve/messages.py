@@ -8,16 +8,22 @@ from typing import Any, final
 
 from treespec.api.spec import Spec
 from treespec.errors import InputError
-from treespec.sampling.compiled_grammar import KINDS
+from treespec.sampling.compiled_grammar import GRAMMAR_KINDS
 from treespec.serve.errors import ApiError
 from treespec.serve.protocol import Fields
 from treespec.serve.schema import ChatRequest, Message, Tool, ToolCall
-from treespec.serve.tools import Call, Form, calls_in, has_place, values_in
+from treespec.serve.tools import (
+    ParsedToolCall,
+    ToolFormat,
+    has_place,
+    parse_calls,
+    parse_json_values,
+)
 from treespec.text import templates
 from treespec.text.pictures import has_pictures
-from treespec.text.prompts import encode
+from treespec.text.prompts import encode_prompt
 
-TEACHING = """\
+TOOLS_PROMPT = """\
 You may call functions to help with the user's question. These are their signatures:
 <tools>
 {tools}
@@ -29,7 +35,7 @@ To call one, write a JSON object with its name and arguments between tags:
 The results follow between <tool_response> tags."""
 
 
-def encoded(
+def encode_request(
     spec: Spec,
     messages: Sequence[Message],
     tools: Sequence[Tool] = (),
@@ -44,26 +50,26 @@ def encoded(
     Raises: InputError for what the template refuses; ApiError for a message that lacks something.
     """
     tokenizer = spec.target.tokenizer
-    source = templates.source_of(tokenizer, spec.template, tools)
+    source = templates.get_template_source(tokenizer, spec.template, tools)
     if has_pictures(messages):
         if tools:
             raise InputError("a message with pictures goes without tools")
         chat = templates.adapt_roles([dict(message) for message in messages], source)
-        return encode(spec.target, chat, spec.template, variables)
+        return encode_prompt(spec.target, chat, spec.template, variables)
     if tokenizer is None:
         raise InputError("the target has no tokenizer: send token ids to /v1/completions")
-    chat = [_plain(message, index) for index, message in enumerate(messages)]
+    chat = [_normalize_message(message, index) for index, message in enumerate(messages)]
     chat = templates.adapt_roles(chat, source)
     if not has_place(source):
-        chat = _told(chat, tools)
+        chat = _write_tools_as_text(chat, tools)
         tools = ()
     context = spec.target.context_length
-    return templates.encode(
+    return templates.encode_messages(
         tokenizer, chat, spec.template, context, tools=tools, chat_template_kwargs=variables
     )
 
 
-def _plain(message: Message, index: int) -> Fields:
+def _normalize_message(message: Message, index: int) -> Fields:
     """One message as templates take it: content a string, arguments of calls as objects.
 
     index: its place in the request, for errors. Raises ApiError.
@@ -95,9 +101,9 @@ def _parse_call(call: ToolCall, name: str) -> Fields:
     return fields
 
 
-def _told(messages: list[Fields], tools: Sequence[Tool]) -> list[Fields]:
+def _write_tools_as_text(messages: list[Fields], tools: Sequence[Tool]) -> list[Fields]:
     """The messages with tools, calls and results in their text. Tools end the system message."""
-    messages = [written(message) for message in messages]
+    messages = [write_message_as_text(message) for message in messages]
     if not tools:
         return messages
     system = ""
@@ -105,11 +111,11 @@ def _told(messages: list[Fields], tools: Sequence[Tool]) -> list[Fields]:
         system = messages[0]["content"] + "\n\n"
         messages = messages[1:]
     lines = [json.dumps(tool, ensure_ascii=False) for tool in tools]
-    system += TEACHING.replace("{tools}", "\n".join(lines))
+    system += TOOLS_PROMPT.replace("{tools}", "\n".join(lines))
     return [{"role": "system", "content": system}] + messages
 
 
-def written(message: Fields) -> Fields:
+def write_message_as_text(message: Fields) -> Fields:
     """A message with its calls, or the result of one, as text in Hermes' form."""
     content = message["content"]
     if message["role"] == "tool":
@@ -135,11 +141,11 @@ class ParsedToolChoice:
     """
 
     tools: Sequence[Tool]
-    form: Form | None = None
+    form: ToolFormat | None = None
     schema: Fields | None = None
 
 
-def choice_of(body: ChatRequest) -> ParsedToolChoice:
+def parse_tool_choice(body: ChatRequest) -> ParsedToolChoice:
     """Read `tools` and `tool_choice`.
 
     Raises ApiError for a choice that names no tool, and for a required call beside another format
@@ -150,7 +156,7 @@ def choice_of(body: ChatRequest) -> ParsedToolChoice:
         return ParsedToolChoice([])
     if body.tool_choice is None or body.tool_choice == "auto":
         return ParsedToolChoice(tools)
-    if not set(KINDS).isdisjoint(body.options()):
+    if not set(GRAMMAR_KINDS).isdisjoint(body.to_options()):
         message = "a tool that must be called fixes the format of the answer: leave out another"
         raise ApiError(400, message, "tool_choice")
     return require_call(tools, body.tool_choice)
@@ -167,8 +173,8 @@ def require_call(tools: Sequence[Tool], tool_choice: str | Tool) -> ParsedToolCh
         function = tool["function"]
         schemas[function["name"]] = function.get("parameters") or {"type": "object"}
     if tool_choice == "required" and tools:
-        form = Form("", "", calls_in, at_start=True)
-        return ParsedToolChoice(tools, form, _any_call(schemas))
+        form = ToolFormat("", "", parse_calls, at_start=True)
+        return ParsedToolChoice(tools, form, _build_any_call_schema(schemas))
 
     # 2. One by its name.
     name = ""
@@ -180,18 +186,18 @@ def require_call(tools: Sequence[Tool], tool_choice: str | Tool) -> ParsedToolCh
             f"tool_choice is {tool_choice!r:.80}: take auto, none, required or a tool ({names})"
         )
         raise ApiError(400, message, "tool_choice")
-    form = Form("", "", partial(_parse_arguments, name), at_start=True)
+    form = ToolFormat("", "", partial(_parse_arguments, name), at_start=True)
     return ParsedToolChoice(tools, form, schemas[name])
 
 
-def _parse_arguments(name: str, text: str) -> list[Call]:
+def _parse_arguments(name: str, text: str) -> list[ParsedToolCall]:
     """The one call of a tool, whose arguments are the whole text; [] for a text without any."""
-    if not values_in(text):
+    if not parse_json_values(text):
         return []
-    return [Call(name, text)]
+    return [ParsedToolCall(name, text)]
 
 
-def _any_call(schemas: Mapping[str, Fields]) -> Fields:
+def _build_any_call_schema(schemas: Mapping[str, Fields]) -> Fields:
     """The schema of a call of any of the functions, by the schemas of their arguments.
 
     Definitions go to its root, where references look for them.

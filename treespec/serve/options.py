@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 from treespec.api.options import DemoOptions
 from treespec.errors import InputError
-from treespec.options import MANY, TOKENS, CommandOptions, option
+from treespec.options import MAX_COUNT, MAX_TEXT_TOKENS, CommandOptions, option
 
-KEY = "TREESPEC_API_KEY"
-ORIGIN = r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+"  # as browsers send it; null is a local file's
+SERVER_KEY_VARIABLE = "TREESPEC_API_KEY"
+ORIGIN_PATTERN = (
+    r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+"  # as browsers send it; null is a local file's
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +27,7 @@ class AddressOptions(CommandOptions):
     name: str | None = option("the model's name in requests; default: the target's", None)
     api_key: list[str] | None = option(
         "key that requests must bring; repeat the option for several callers; default: those in the "
-        f"environment variable {KEY}, separated by spaces, else none",
+        f"environment variable {SERVER_KEY_VARIABLE}, separated by spaces, else none",
         None,
     )
     cors: list[str] | None = option(
@@ -46,7 +48,7 @@ class AddressOptions(CommandOptions):
         if origins is None:
             origins = []
         for origin in origins:
-            if not re.fullmatch(ORIGIN, origin):
+            if not re.fullmatch(ORIGIN_PATTERN, origin):
                 raise InputError(
                     f"--cors is {origin!r}, must be an origin such as http://localhost:3000, or * for "
                     "all"
@@ -61,7 +63,7 @@ class AddressOptions(CommandOptions):
         """Any of them opens the server; without one it is open."""
         keys = self.api_key
         if not keys:
-            keys = os.environ.get(KEY, "").split()
+            keys = os.environ.get(SERVER_KEY_VARIABLE, "").split()
         return [key.strip() for key in keys]
 
 
@@ -72,16 +74,21 @@ class LimitOptions(CommandOptions):
     PANEL = "Limits"
 
     batch: int = option("answers decoded at a time", 8, least=1, most=4096)
-    queue: int = option("answers that may wait; further requests get 429", 64, least=0, most=MANY)
+    queue: int = option(
+        "answers that may wait; further requests get 429", 64, least=0, most=MAX_COUNT
+    )
     max_tokens: int = option(
-        "most tokens of an answer, and the default of chats", 4096, least=1, most=TOKENS
+        "most tokens of an answer, and the default of chats", 4096, least=1, most=MAX_TEXT_TOKENS
     )
     max_prompt: int | None = option(
-        "most tokens of a prompt; default: the model's context", None, least=1, most=MANY
+        "most tokens of a prompt; default: the model's context", None, least=1, most=MAX_COUNT
     )
-    timeout: float = option("most seconds of a request", 600.0, above=0, most=MANY)
+    timeout: float = option("most seconds of a request", 600.0, above=0, most=MAX_COUNT)
     grace: float = option(
-        "seconds that running answers have to finish when the server ends", 30.0, least=0, most=MANY
+        "seconds that running answers have to finish when the server ends",
+        30.0,
+        least=0,
+        most=MAX_COUNT,
     )
 
 

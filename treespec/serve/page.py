@@ -15,21 +15,21 @@ from fastapi.responses import FileResponse
 from pydantic import Field
 
 from treespec.api.spec import trace
-from treespec.engine.events import explained, visible
+from treespec.engine.events import explain_end, show_token
 from treespec.errors import is_input_error
-from treespec.options import TREE_FORMS, either
-from treespec.serve.errors import ApiError, refused
-from treespec.serve.messages import encoded
+from treespec.options import TREE_FORMS, join_or
+from treespec.serve.errors import ApiError, build_bad_request
+from treespec.serve.messages import encode_request
 from treespec.serve.protocol import Fields
 from treespec.serve.schema import Message, StrictBody
-from treespec.serve.state import State, state_of
-from treespec.serve.streaming import events
-from treespec.verify.facts import LOSSY, NAMES
+from treespec.serve.state import State, get_state
+from treespec.serve.streaming import stream_events
+from treespec.verify.facts import LOSSY_SCHEMES, VERIFIER_NAMES
 
 router = APIRouter()
-STATIC = Path(__file__).parent / "static"
-TREES = list(TREE_FORMS.values())
-PAGES = 2  # answers on pages at a time; each has a cache of its own
+STATIC_FOLDER = Path(__file__).parent / "static"
+TREE_CHOICES = list(TREE_FORMS.values())
+MAX_PAGE_ANSWERS = 2  # answers on pages at a time; each has a cache of its own
 
 
 class PageRequest(StrictBody):
@@ -46,13 +46,13 @@ class PageRequest(StrictBody):
 
 @router.api_route("/", methods=["GET", "HEAD"])
 async def page() -> Response:
-    return FileResponse(STATIC / "page.html")
+    return FileResponse(STATIC_FOLDER / "page.html")
 
 
 @router.get("/cycles")
 async def setup(request: Request) -> Fields:
     """The verifiers and trees that the page can choose from, and the server's own."""
-    state = state_of(request)
+    state = get_state(request)
     spec = state.spec
     tree = None
     if spec.policy:
@@ -62,7 +62,7 @@ async def setup(request: Request) -> Fields:
         "drafts": spec.source is not None,
         "drafting": ", ".join(spec.drafting_names),
         "verifiers": verifiers(state),
-        "trees": TREES,
+        "trees": TREE_CHOICES,
         "verifier": spec.verifier.name,
         "tree": tree,
         "max_tokens": state.config.max_tokens,
@@ -70,40 +70,42 @@ async def setup(request: Request) -> Fields:
 
 
 def verifiers(state: State) -> list[str]:
-    names = sorted(NAMES, key="auto".__ne__)
-    return [name for name in names if state.config.allow_lossy or name not in LOSSY]
+    names = sorted(VERIFIER_NAMES, key="auto".__ne__)
+    return [name for name in names if state.config.allow_lossy or name not in LOSSY_SCHEMES]
 
 
 @router.post("/cycles")
 async def answer(request: Request, body: PageRequest) -> Response:
     # 1. What is asked. Other forms of trees may read files or take any amount of memory.
-    state = state_of(request)
+    state = get_state(request)
     state.check_tokens(body.max_tokens, "max_tokens")
-    check_choice("verifier", body.verifier, verifiers(state))
-    check_choice("tree", body.tree, TREES)
-    if len(state.pages) >= PAGES:
-        raise state.busy("as many answers as this server takes at a time are on pages already")
+    check_page_choice("verifier", body.verifier, verifiers(state))
+    check_page_choice("tree", body.tree, TREE_CHOICES)
+    if len(state.pages) >= MAX_PAGE_ANSWERS:
+        raise state.build_busy_error(
+            "as many answers as this server takes at a time are on pages already"
+        )
 
     # 2. The first cycle: what cannot be asked shows before the answer begins.
-    cycles = _cycles(state, body, request.state.memory)
+    cycles = _list_cycles(state, body, request.state.memory)
     state.pages.add(cycles)  # weakly: nobody may read the answer
     try:
         first = await run_in_threadpool(next, cycles, None)
     except Exception as error:
         state.pages.discard(cycles)
         if is_input_error(error):
-            raise refused(error) from error
+            raise build_bad_request(error) from error
         raise
-    return events(_told(state, cycles, first))
+    return stream_events(_stream_cycles(state, cycles, first))
 
 
-def check_choice(name: str, value: str | None, choices: Sequence[str]) -> None:
+def check_page_choice(name: str, value: str | None, choices: Sequence[str]) -> None:
     """Raises ApiError for a value that is none of the page's choices; None is the server's own."""
     if value is not None and value not in choices:
-        raise ApiError(400, f"{name} is {value!r:.40}, the page's are {either(choices)}", name)
+        raise ApiError(400, f"{name} is {value!r:.40}, the page's are {join_or(choices)}", name)
 
 
-async def _told(
+async def _stream_cycles(
     state: State, cycles: Iterator[Fields], cycle: Fields | None
 ) -> AsyncIterator[Fields]:
     """The cycles, until the answer ends or the page leaves. cycle: the first."""
@@ -114,17 +116,17 @@ async def _told(
             if state.cut_off:
                 raise state.cut()
             if time.monotonic() > end:
-                raise state.late()
+                raise state.build_timeout_error()
             cycle = await run_in_threadpool(next, cycles, None)
     finally:
         state.pages.discard(cycles)
 
 
-def _cycles(state: State, body: PageRequest, memory: str) -> Iterator[Fields]:
+def _list_cycles(state: State, body: PageRequest, memory: str) -> Iterator[Fields]:
     """Decode, and yield each cycle as the page shows it. `shown`: its texts, each in one line."""
     # 1. What decodes, and its prompt.
     spec = state.spec
-    prompt = encoded(spec, body.messages)
+    prompt = encode_request(spec, body.messages)
     state.check_prompt(prompt, "messages")
     if not body.drafts:
         spec = spec.baseline()
@@ -135,7 +137,7 @@ def _cycles(state: State, body: PageRequest, memory: str) -> Iterator[Fields]:
     options: Any = {"temperature": body.temperature, "max_new_tokens": body.max_tokens}
     for cycle in trace(spec, prompt, seed=body.seed, memory=memory, **options):
         fields = cycle.to_json()
-        fields["shown"] = [visible(text) for text in cycle.texts]
-        fields["own"]["shown"] = visible(cycle.own.text)
-        fields["explained"] = explained(cycle)
+        fields["shown"] = [show_token(text) for text in cycle.texts]
+        fields["own"]["shown"] = show_token(cycle.own.text)
+        fields["explained"] = explain_end(cycle)
         yield fields

@@ -1,6 +1,6 @@
 """A response in the fields of OpenAI's API: its choices, whole or as deltas, and their log-probabilities.
 
-Both endpoints, whole or streamed, make the same `Delta`s of choices; a whole response joins them.
+Both endpoints, whole or streamed, make the same `AnswerDelta`s of choices; a whole response joins them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,15 +9,15 @@ from itertools import chain
 from typing import Any, final
 
 from treespec.engine.request import Piece
-from treespec.text.strings import INCOMPLETE, text_after
+from treespec.text.strings import INCOMPLETE_CHARACTER, decode_after
 
 Fields = dict[str, Any]
-LEAST = -9999.0  # OpenAI's logarithm of 0, which JSON has no number for
+MIN_LOGPROB = -9999.0  # OpenAI's logarithm of 0, which JSON has no number for
 
 
 @final
 @dataclass(frozen=True)
-class Delta:
+class AnswerDelta:
     """What an event adds to a choice.
 
     tokens: with their log-probabilities, None unless the request asks for them.
@@ -42,7 +42,7 @@ class Delta:
         return {"token_ids": self.ids}
 
 
-def chat_choice(delta: Delta, whole: bool) -> Fields:
+def build_chat_choice(delta: AnswerDelta, whole: bool) -> Fields:
     """A delta as /v1/chat/completions streams it, or the whole choice."""
     message: Fields = {}
     if whole or delta.begins:
@@ -67,7 +67,7 @@ def chat_choice(delta: Delta, whole: bool) -> Fields:
     }
 
 
-def text_choice(delta: Delta, whole: bool) -> Fields:
+def build_text_choice(delta: AnswerDelta, whole: bool) -> Fields:
     """A delta as /v1/completions streams it; a whole choice has the same fields."""
     logprobs: Fields | None = None
     if delta.tokens is not None:
@@ -97,9 +97,9 @@ def build_text_logprobs(tokens: Sequence[Fields], offset: int) -> Fields:
     return logprobs
 
 
-def joined(deltas: Sequence[Delta]) -> Delta:
+def merge_deltas(deltas: Sequence[AnswerDelta]) -> AnswerDelta:
     """Merge the deltas of one choice into the whole choice."""
-    return Delta(
+    return AnswerDelta(
         index=deltas[-1].index,
         text="".join(delta.text for delta in deltas if delta.text),
         tokens=concat_lists(delta.tokens for delta in deltas),
@@ -117,7 +117,7 @@ def concat_lists(lists: Iterable[list[Any] | None]) -> list[Any] | None:
     return list(chain.from_iterable(known))
 
 
-def told_of(
+def format_logprobs(
     tokenizer: Any, piece: Piece, before: int, hidden: frozenset[int]
 ) -> list[Fields] | None:
     """The tokens of a piece with their log-probabilities, as OpenAI's chats write them.
@@ -149,8 +149,8 @@ def describe_token(tokenizer: Any, before: int, token: int, logprob: float) -> F
     """
     text = f"token_id:{token}"
     if tokenizer:
-        text = text_after(tokenizer, before, token)
+        text = decode_after(tokenizer, before, token)
     content = None
-    if INCOMPLETE not in text:
+    if INCOMPLETE_CHARACTER not in text:
         content = list(text.encode())
-    return {"token": text, "logprob": max(logprob, LEAST), "bytes": content}
+    return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": content}

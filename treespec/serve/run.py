@@ -12,13 +12,13 @@ from fastapi.concurrency import run_in_threadpool
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from treespec.api.spec import Spec
-from treespec.serve.app import app_of
+from treespec.serve.app import build_app
 from treespec.serve.options import ServeConfig
 from treespec.serve.state import State
 
-ARRIVAL = 30.0  # seconds for headers and body of a request
-LATE = 30.0  # seconds beyond --timeout for a client to read the end of its answer
-TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+ARRIVAL_SECONDS = 30.0  # seconds for headers and body of a request
+READING_SECONDS = 30.0  # seconds beyond --timeout for a client to read the end of its answer
+TIMEOUT_RESPONSE = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
 class Connection(H11Protocol):
@@ -35,7 +35,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._begin(ARRIVAL, self._refuse)
+        self._begin(ARRIVAL_SECONDS, self._refuse)
         connections: Any = self.connections
         opened = [other for other in connections if not other.transport.is_closing()]
         if len(opened) > self.most:
@@ -56,7 +56,7 @@ class Connection(H11Protocol):
         self._time_answer()
 
     def on_response_complete(self) -> None:
-        self._begin(ARRIVAL, self._refuse)
+        self._begin(ARRIVAL_SECONDS, self._refuse)
         super().on_response_complete()  # may begin a request that has arrived since
         self._time_answer()
 
@@ -75,7 +75,7 @@ class Connection(H11Protocol):
     def _time_answer(self) -> None:
         if self.answering and self.timed is not self.cycle:
             self.timed = self.cycle
-            self._begin(self.seconds + LATE, self.transport.abort)
+            self._begin(self.seconds + READING_SECONDS, self.transport.abort)
 
     def _begin(self, seconds: float, over: Callable[[], None]) -> None:
         """Begin another state of the connection. After so many seconds in it, `over` is called."""
@@ -86,20 +86,20 @@ class Connection(H11Protocol):
 
     def _refuse(self) -> None:
         if self.cycle is None or not self.cycle.response_started:
-            self.transport.write(TIMEOUT)
+            self.transport.write(TIMEOUT_RESPONSE)
         self.transport.close()
 
 
-SPARE = 128  # connections beside those whose answers run and wait
-FAREWELL = 1.0  # seconds to read that an answer was cut off
+SPARE_CONNECTIONS = 128  # connections beside those whose answers run and wait
+FAREWELL_SECONDS = 1.0  # seconds to read that an answer was cut off
 
 
 @final
-class Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """Running answers have --grace seconds to finish after the first signal."""
 
     def __init__(self, state: State) -> None:
-        super().__init__(config_of(state))
+        super().__init__(build_uvicorn_config(state))
         self.state = state
 
     def handle_exit(self, sig: int, frame: object) -> None:
@@ -123,7 +123,7 @@ class Server(uvicorn.Server):
             await asyncio.sleep(0.1)
         self.state.cut_off = True
         await run_in_threadpool(self.state.engine.close, finish=False)
-        await asyncio.sleep(FAREWELL)
+        await asyncio.sleep(FAREWELL_SECONDS)
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
@@ -137,23 +137,23 @@ def serve(spec: Spec, config: ServeConfig, listening: socket.socket) -> None:
             host = f"[{host}]"
         url = f"http://{host}:{port}"
         print(f"{state.name} at {url}/v1, a page at {url}/", flush=True)
-        Server(state).run([listening])
+        HttpServer(state).run([listening])
     finally:
         state.engine.close(finish=False)
     print("ended", file=sys.stderr)
 
 
-def config_of(state: State) -> uvicorn.Config:
+def build_uvicorn_config(state: State) -> uvicorn.Config:
     class Limited(Connection):
         seconds = state.config.timeout
-        most = state.engine.batch + state.engine.queue + SPARE
+        most = state.engine.batch + state.engine.queue + SPARE_CONNECTIONS
 
     log_level = "error"
     if state.config.log:
         log_level = "info"
     uvicorn.config.LOGGING_CONFIG["handlers"]["access"]["stream"] = "ext://sys.stderr"
     return uvicorn.Config(
-        app_of(state),
+        build_app(state),
         http=Limited,
         log_level=log_level,
         access_log=state.config.log,

@@ -15,21 +15,21 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from treespec.files.printable import one_line
-from treespec.options import nearest
+from treespec.files.printable import to_one_line
+from treespec.options import find_nearest_name
 from treespec.serve.errors import ApiError
 from treespec.text.pictures import has_pictures
-from treespec.text.strings import text_of
+from treespec.text.strings import join_text_parts
 
-OPTIONS = (  # fields with the name and the meaning of an option
+OPTION_FIELDS = (  # fields with the name and the meaning of an option
     *("temperature", "top_p", "min_p", "stop", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "min_tokens", "ignore_eos", "regex", "grammar", "logit_bias"),
 )
 # OpenAI's fields that change no token. A prediction only makes OpenAI's own answers faster.
-HARMLESS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prediction"}
-HARMLESS |= {"prompt_cache_key", "prompt_cache_retention"}
+HARMLESS_FIELDS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prediction"}
+HARMLESS_FIELDS |= {"prompt_cache_key", "prompt_cache_retention"}
 # Fields that may ask for what this server does anyway.
-DONE = {"modalities": ["text"], "verbosity": "medium", "best_of": 1, "suffix": ""}
+FULFILLED_FIELDS = {"modalities": ["text"], "verbosity": "medium", "best_of": 1, "suffix": ""}
 
 
 class Body(BaseModel):
@@ -43,13 +43,17 @@ class StrictBody(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _known(cls, given: Any) -> Any:
-        options = OPTIONS if issubclass(cls, Sampled) else ()
+    def _refuse_unknown_fields(cls, given: Any) -> Any:
+        options = OPTION_FIELDS if issubclass(cls, Sampled) else ()
         names = [*cls.model_fields, *options]
         for name, value in given.items() if isinstance(given, dict) else ():
-            if name in (*names, *HARMLESS) or value is None or DONE.get(name) == value:
+            if (
+                name in (*names, *HARMLESS_FIELDS)
+                or value is None
+                or FULFILLED_FIELDS.get(name) == value
+            ):
                 continue
-            told = {"name": one_line(name[:80]), "hint": nearest(name[:80], names)}
+            told = {"name": to_one_line(name[:80]), "hint": find_nearest_name(name[:80], names)}
             raise PydanticCustomError("unknown_field", "{hint}", told)
         return given
 
@@ -59,7 +63,7 @@ class StreamOptions(Body):
 
 
 class Sampled(StrictBody):
-    """The fields of both kinds of completion, beside those of `OPTIONS`. model: None is the server's."""
+    """The fields of both kinds of completion, beside those of `OPTION_FIELDS`. model: None is the server's."""
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -70,10 +74,10 @@ class Sampled(StrictBody):
     top_k: int | None = Field(None, ge=-1)
     return_token_ids: bool | None = None  # vLLM's
 
-    def options(self) -> dict[str, Any]:
+    def to_options(self) -> dict[str, Any]:
         """The options of `Spec.generate` that the request names. Raises ApiError."""
         extra = self.model_extra or {}
-        options = {name: extra[name] for name in OPTIONS if extra.get(name) is not None}
+        options = {name: extra[name] for name in OPTION_FIELDS if extra.get(name) is not None}
         if self.top_k is not None:
             options["top_k"] = max(self.top_k, 0)  # -1 is off in other servers
         return options
@@ -92,19 +96,19 @@ class ToolCall(TypedDict):
     function: Function
 
 
-def content_of(content: object) -> Any:
+def parse_content(content: object) -> Any:
     """The text of a content, or its parts where pictures are among them. Raises ValueError.
 
     A picture comes with the request: the server opens no address and no file for a client.
     """
     if not has_pictures([{"content": content}]):
-        return text_of(content)
+        return join_text_parts(content)
     parts = list[dict[str, Any]]()
     for part in content if isinstance(content, list) else ():
         link = part.get("image_url") if isinstance(part, dict) else None
         url = link.get("url") if isinstance(link, dict) else None
         if link is None:
-            parts.append({"type": "text", "text": text_of([part])})
+            parts.append({"type": "text", "text": join_text_parts([part])})
         elif not str(url).startswith("data:image/"):
             raise ValueError("has a picture that is no data:image/… URL")
         else:
@@ -116,7 +120,7 @@ class Message(TypedDict):
     """A message; further fields, such as `reasoning_content`, are for the template."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: NotRequired[Annotated[Any, AfterValidator(content_of)] | None]
+    content: NotRequired[Annotated[Any, AfterValidator(parse_content)] | None]
     tool_calls: NotRequired[list[ToolCall] | None]
 
 
@@ -165,8 +169,8 @@ class ChatRequest(Sampled):
     parallel_tool_calls: bool | None = None
     store: bool | None = None  # with --log-completions
 
-    def options(self) -> dict[str, Any]:
-        options = super().options()
+    def to_options(self) -> dict[str, Any]:
+        options = super().to_options()
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
         if self.logprobs:
@@ -182,9 +186,9 @@ class CompletionRequest(Sampled):
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
 
-    def options(self) -> dict[str, Any]:
+    def to_options(self) -> dict[str, Any]:
         told = {} if self.logprobs is None else {"logprobs": True, "top_logprobs": self.logprobs}
-        return super().options() | told
+        return super().to_options() | told
 
 
 class TokenizeRequest(StrictBody):

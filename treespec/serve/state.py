@@ -13,12 +13,12 @@ from treespec.api.engine import Engine
 from treespec.api.spec import Spec
 from treespec.engine.output import Completion
 from treespec.engine.request import Piece
-from treespec.sampling.compiled_grammar import Trial
+from treespec.sampling.compiled_grammar import GrammarSandbox
 from treespec.serve.errors import ApiError
 from treespec.serve.options import ServeConfig
 from treespec.text import templates
 
-COUNTERS: dict[str, tuple[str, list[str]]] = {  # help, and labels
+COUNTER_METRICS: dict[str, tuple[str, list[str]]] = {  # help, and labels
     "requests": ("HTTP requests", ["path", "status"]),
     "answers": ("answers of the engine", ["end"]),
     "prompt_tokens": ("prompt tokens", []),
@@ -28,13 +28,13 @@ COUNTERS: dict[str, tuple[str, list[str]]] = {  # help, and labels
     "accepted_tokens": ("drafted tokens that answers kept", []),
     "cycles": ("cycles of answers", []),
 }
-SECONDS = [0.002 * 2**power for power in range(19)]  # up to 524
-TAUS = [quarters / 4 for quarters in range(4, 41)]  # 1, 1.25, … 10
-HISTOGRAMS = {  # help, and buckets
-    "acceptance_length": ("tokens per cycle, by answer", TAUS),
-    "cycle_seconds": ("seconds between an answer's cycles", SECONDS),
-    "first_token_seconds": ("seconds to the first tokens", SECONDS),
-    "answer_seconds": ("seconds of a whole answer", SECONDS),
+SECONDS_BUCKETS = [0.002 * 2**power for power in range(19)]  # up to 524
+TAU_BUCKETS = [quarters / 4 for quarters in range(4, 41)]  # 1, 1.25, … 10
+HISTOGRAM_METRICS = {  # help, and buckets
+    "acceptance_length": ("tokens per cycle, by answer", TAU_BUCKETS),
+    "cycle_seconds": ("seconds between an answer's cycles", SECONDS_BUCKETS),
+    "first_token_seconds": ("seconds to the first tokens", SECONDS_BUCKETS),
+    "answer_seconds": ("seconds of a whole answer", SECONDS_BUCKETS),
 }
 
 
@@ -46,10 +46,10 @@ class Metrics:
         registry = CollectorRegistry()
         self.registry = registry
         self.counts: dict[str, Counter] = {}
-        for name, (help, labels) in COUNTERS.items():
+        for name, (help, labels) in COUNTER_METRICS.items():
             self.counts[name] = Counter(f"treespec_{name}", help, labels, registry=registry)
         self.times: dict[str, Histogram] = {}
-        for name, (help, buckets) in HISTOGRAMS.items():
+        for name, (help, buckets) in HISTOGRAM_METRICS.items():
             histogram = Histogram(f"treespec_{name}", help, buckets=buckets, registry=registry)
             self.times[name] = histogram
         running = Gauge("treespec_running", "answers that are running", registry=registry)
@@ -120,9 +120,9 @@ class State:
         self.tokenising = CapacityLimiter(2)
         self.compiling = CapacityLimiter(1)
         target = spec.target
-        stops = templates.stops(spec.template)
+        stops = templates.get_stops(spec.template)
         self.ends = target.eos | set(stops.token_ids)  # the tokens that end an answer
-        self.trial = Trial(target.tokenizer, target.vocab_size, self.ends)
+        self.trial = GrammarSandbox(target.tokenizer, target.vocab_size, self.ends)
 
     def check_model(self, named: str | None) -> None:
         """Raises ApiError for another model's name."""
@@ -130,7 +130,7 @@ class State:
             message = f"The model `{named:.200}` does not exist; this server has `{self.name}`"
             raise ApiError(404, message, "model", "model_not_found")
 
-    def busy(self, message: str) -> ApiError:
+    def build_busy_error(self, message: str) -> ApiError:
         """The error for a full queue. The client may try again after seconds, as an answer takes."""
         return ApiError(429, message, code="rate_limit_exceeded", headers={"Retry-After": "5"})
 
@@ -138,7 +138,7 @@ class State:
         """The error for answers that the server's end cuts off while their client waits."""
         return ApiError(503, "the server shuts down", headers={"Retry-After": "10"})
 
-    def late(self) -> ApiError:
+    def build_timeout_error(self) -> ApiError:
         """The error for an answer that took too long."""
         seconds = self.config.timeout
         return ApiError(504, f"the answer took longer than this server's limit of {seconds:g} s")
@@ -160,6 +160,6 @@ class State:
             raise ApiError(400, message, param, "context_length_exceeded")
 
 
-def state_of(request: Request) -> State:
+def get_state(request: Request) -> State:
     state: State = request.app.state.treespec
     return state

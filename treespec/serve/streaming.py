@@ -13,9 +13,9 @@ from fastapi.responses import StreamingResponse
 from treespec.engine.request import Piece
 from treespec.engine.stats import Stats
 from treespec.serve.answers import Answers
-from treespec.serve.errors import failed
-from treespec.serve.protocol import Delta, Fields, joined, told_of
-from treespec.serve.tools import Catcher
+from treespec.serve.errors import to_api_error
+from treespec.serve.protocol import AnswerDelta, Fields, format_logprobs, merge_deltas
+from treespec.serve.tools import ToolCallParser
 
 
 @final
@@ -30,12 +30,12 @@ class ReplyFormat:
     build_parser: makes the parser of tool calls of one choice.
     """
 
-    build_choice: Callable[[Delta, bool], Fields]
+    build_choice: Callable[[AnswerDelta, bool], Fields]
     object_name: str
     chunk_name: str
     id_prefix: str
     openings: Sequence[str | None]
-    build_parser: Callable[[], Catcher]
+    build_parser: Callable[[], ToolCallParser]
 
 
 @final
@@ -47,29 +47,29 @@ class ChoiceStream:
     """
 
     index: int
-    parser: Catcher
+    parser: ToolCallParser
     tokenizer: Any
     hidden_tokens: frozenset[int]
     return_token_ids: bool
     previous_token: int
     offset: int = 0
 
-    def add_piece(self, piece: Piece) -> Delta | None:
+    def add_piece(self, piece: Piece) -> AnswerDelta | None:
         """The delta of a piece; None if it shows nothing yet."""
         text = self.parser.show(piece)
-        tokens = told_of(self.tokenizer, piece, self.previous_token, self.hidden_tokens)
+        tokens = format_logprobs(self.tokenizer, piece, self.previous_token, self.hidden_tokens)
         ids = None
         if self.return_token_ids:
             ids = piece.token_ids
         delta = None
         if text or tokens or ids:
-            delta = Delta(self.index, text, tokens, offset=self.offset, ids=ids)
+            delta = AnswerDelta(self.index, text, tokens, offset=self.offset, ids=ids)
         self.previous_token = piece.token_ids[-1]
         for token in tokens or []:
             self.offset += len(token["token"])
         return delta
 
-    def finish(self, truncated: bool) -> list[Delta]:
+    def finish(self, truncated: bool) -> list[AnswerDelta]:
         """The last deltas: text that was held back, calls of tools, and why the answer ended.
 
         truncated: whether a limit ended it.
@@ -78,13 +78,13 @@ class ChoiceStream:
         text, calls = self.parser.finish()
         if text or calls:
             fields = [call.fields for call in calls]
-            deltas.append(Delta(self.index, text or None, calls=fields))
+            deltas.append(AnswerDelta(self.index, text or None, calls=fields))
         reason = "stop"
         if calls:
             reason = "tool_calls"
         elif truncated:
             reason = "length"
-        deltas.append(Delta(self.index, end=reason))
+        deltas.append(AnswerDelta(self.index, end=reason))
         return deltas
 
 
@@ -104,32 +104,32 @@ class Reply:
     return_token_ids: bool
     hidden_tokens: frozenset[int]
 
-    async def whole(self) -> Fields:
+    async def collect_reply(self) -> Fields:
         """The response as one object, once all answers have ended."""
-        deltas_by_choice: list[list[Delta]] = [[] for _ in self.answers.answers]
-        async for delta in self._deltas():
+        deltas_by_choice: list[list[AnswerDelta]] = [[] for _ in self.answers.answers]
+        async for delta in self._stream_deltas():
             if delta is not None:
                 deltas_by_choice[delta.index].append(delta)
         choices = []
         for deltas in deltas_by_choice:
-            choices.append(self.format.build_choice(joined(deltas), True))
-        heading = self._heading(self.format.object_name)
-        return heading | {"choices": choices, "usage": self._usage()}
+            choices.append(self.format.build_choice(merge_deltas(deltas), True))
+        heading = self._build_heading(self.format.object_name)
+        return heading | {"choices": choices, "usage": self._count_usage()}
 
-    async def chunks(self) -> AsyncIterator[Fields | None]:
+    async def stream_chunks(self) -> AsyncIterator[Fields | None]:
         """The chunks of a stream; None after a while without one."""
-        heading = self._heading(self.format.chunk_name)
+        heading = self._build_heading(self.format.chunk_name)
         if self.include_usage:
             heading["usage"] = None
-        async for delta in self._deltas():
+        async for delta in self._stream_deltas():
             if delta is None:
                 yield None
             else:
                 yield heading | {"choices": [self.format.build_choice(delta, False)]}
         if self.include_usage:
-            yield heading | {"choices": [], "usage": self._usage()}
+            yield heading | {"choices": [], "usage": self._count_usage()}
 
-    def _heading(self, object_name: str) -> Fields:
+    def _build_heading(self, object_name: str) -> Fields:
         """The fields that every object and chunk of one response begins with."""
         return {
             "id": f"{self.format.id_prefix}-{uuid.uuid4().hex}",
@@ -139,7 +139,7 @@ class Reply:
             "system_fingerprint": f"treespec-{version('treespec')}",
         }
 
-    async def _deltas(self) -> AsyncIterator[Delta | None]:
+    async def _stream_deltas(self) -> AsyncIterator[AnswerDelta | None]:
         """Deltas of all choices as they come; None after a while without one."""
         # 1. The role of every choice, or the echo of its prompt.
         choices = []
@@ -148,7 +148,7 @@ class Reply:
             choices.append(self._open_choice(index, prompt_index))
             opening = self.format.openings[prompt_index]
             if opening is not None:
-                yield Delta(index, opening, begins=True)
+                yield AnswerDelta(index, opening, begins=True)
 
         # 2. Pieces as they come, and the end of each choice.
         async for arrival in self.answers:
@@ -174,7 +174,7 @@ class Reply:
             previous_token=self.answers.prompts[prompt_index][-1],
         )
 
-    def _usage(self) -> Fields:
+    def _count_usage(self) -> Fields:
         """Token counts as OpenAI writes them, and those of the drafts. A prompt counts once."""
         total = Stats()
         answers = self.answers.answers
@@ -201,7 +201,7 @@ class Reply:
         }
 
 
-def events(chunks: AsyncIterator[Fields | None]) -> StreamingResponse:
+def stream_events(chunks: AsyncIterator[Fields | None]) -> StreamingResponse:
     """Send chunks as server-sent events.
 
     None is sent as a comment, so that nobody takes the connection for dead. An error amid the answer
@@ -216,7 +216,7 @@ def events(chunks: AsyncIterator[Fields | None]) -> StreamingResponse:
                 else:
                     yield format_event(chunk)
         except Exception as error:
-            yield format_event(failed(error).body)
+            yield format_event(to_api_error(error).body)
         yield b"data: [DONE]\n\n"
 
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the latter for nginx

@@ -14,14 +14,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 from treespec.engine.request import Piece
-from treespec.text.strings import beginning
+from treespec.text.strings import count_suffix_overlap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
-class Call:
+class ParsedToolCall:
     """A call of a tool. arguments: as JSON."""
 
     name: str
@@ -35,7 +35,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Form:
+class ToolFormat:
     """How answers write calls of tools.
 
     mark: a text by which a template of this form is known. opening: the text or special token at
@@ -45,11 +45,11 @@ class Form:
 
     mark: str
     opening: str
-    parse: Callable[[str], list[Call]]
+    parse: Callable[[str], list[ParsedToolCall]]
     at_start: bool = False
 
 
-def values_in(text: str) -> list[Any]:
+def parse_json_values(text: str) -> list[Any]:
     """JSON values that follow each other, separated by spaces, commas or semicolons.
 
     Raises ValueError if anything else lies between.
@@ -66,7 +66,7 @@ def values_in(text: str) -> list[Any]:
     return values
 
 
-def _call(value: Any) -> Call:
+def _read_tool_call(value: Any) -> ParsedToolCall:
     """A call from a value such as {"name": …, "arguments": …}. Raises ValueError for another value."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise ValueError("no call")
@@ -75,52 +75,52 @@ def _call(value: Any) -> Call:
         arguments = json.dumps(arguments, ensure_ascii=False)
     if not isinstance(arguments, str):
         raise ValueError("no call")
-    return Call(value["name"], arguments)
+    return ParsedToolCall(value["name"], arguments)
 
 
-def _hermes(text: str) -> list[Call]:
+def _parse_hermes(text: str) -> list[ParsedToolCall]:
     calls = []
     for body in re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL):
-        for value in values_in(body):
-            calls.append(_call(value))
+        for value in parse_json_values(body):
+            calls.append(_read_tool_call(value))
     return calls
 
 
-def _mistral(text: str) -> list[Call]:
+def _parse_mistral(text: str) -> list[ParsedToolCall]:
     """Calls as [TOOL_CALLS][{"name": …, …}], or as [TOOL_CALLS]name[ARGS]{…}."""
     calls = []
     for part in text.split("[TOOL_CALLS]")[1:]:
         name, separator, arguments = part.partition("[ARGS]")
         if separator:
-            for value in values_in(arguments):
-                calls.append(_call({"name": name.strip(), "arguments": value}))
+            for value in parse_json_values(arguments):
+                calls.append(_read_tool_call({"name": name.strip(), "arguments": value}))
         else:
-            for value in values_in(part):
-                calls.append(_call(value))
+            for value in parse_json_values(part):
+                calls.append(_read_tool_call(value))
     return calls
 
 
-def calls_in(text: str) -> list[Call]:
+def parse_calls(text: str) -> list[ParsedToolCall]:
     """The calls of a text that is nothing but calls, as JSON."""
     text = text.strip().removeprefix("<|python_tag|>")
-    return [_call(value) for value in values_in(text)]
+    return [_read_tool_call(value) for value in parse_json_values(text)]
 
 
-FORMS = (
-    Form("<tool_call>", "<tool_call>", _hermes),
-    Form("[TOOL_CALLS]", "[TOOL_CALLS]", _mistral),
-    Form('"parameters"', "{", calls_in, at_start=True),
+TOOL_FORMS = (
+    ToolFormat("<tool_call>", "<tool_call>", _parse_hermes),
+    ToolFormat("[TOOL_CALLS]", "[TOOL_CALLS]", _parse_mistral),
+    ToolFormat('"parameters"', "{", parse_calls, at_start=True),
 )
 
 
-def form_of(source: str) -> Form | None:
+def detect_tool_form(source: str) -> ToolFormat | None:
     """The form that a template's source teaches, None for an unknown one.
 
     A template without a place for tools is taught Hermes' form.
     """
     if not has_place(source):
-        return FORMS[0]
-    for form in FORMS:
+        return TOOL_FORMS[0]
+    for form in TOOL_FORMS:
         if form.mark in source:
             return form
     return None
@@ -132,7 +132,7 @@ def has_place(source: str) -> bool:
 
 
 @final
-class Catcher:
+class ToolCallParser:
     """Splits the pieces of an answer into text to show and calls.
 
     form: None shows everything. Text from the opening on is held until the answer ends: only then
@@ -141,7 +141,7 @@ class Catcher:
 
     def __init__(
         self,
-        form: Form | None,
+        form: ToolFormat | None,
         tokenizer: "PreTrainedTokenizerBase | None",
         most: int | None = None,
     ) -> None:
@@ -162,13 +162,13 @@ class Catcher:
         self.held += piece.text
         border = len(self.held)
         if self.form:
-            border = self._border(self.form, piece)
+            border = self._find_border(self.form, piece)
         text = self.held[:border]
         self.held = self.held[border:]
         self.shown += border
         return text
 
-    def finish(self) -> tuple[str, list[Call]]:
+    def finish(self) -> tuple[str, list[ParsedToolCall]]:
         """At the end of an answer: the text still to show, and the calls."""
         # 1. The calls.
         if self.form is None or self.tokenizer is None or not self.opened:
@@ -193,7 +193,7 @@ class Catcher:
         text = str(decode(before, skip_special_tokens=True))
         return text[self.shown :], calls
 
-    def _border(self, form: Form, piece: Piece) -> int:
+    def _find_border(self, form: ToolFormat, piece: Piece) -> int:
         """Characters of the held text before the opening, or before what may become it."""
         # 1. Nothing is shown any more once calls have begun.
         if self.opened or self.opening_id in piece.token_ids:
@@ -214,4 +214,4 @@ class Catcher:
         if at >= 0:
             self.opened = True
             return at
-        return len(self.held) - beginning(self.held, form.opening)
+        return len(self.held) - count_suffix_overlap(self.held, form.opening)

@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from treespec.text.entries import THOUGHTS, UnusableConversation, thought_of
-from treespec.text.strings import common_prefix
+from treespec.text.entries import REASONING_FIELDS, UnusableConversation, get_reasoning
+from treespec.text.strings import count_common_prefix
 from treespec.text.templates import Messages, Template, Tools
-from treespec.text.turns import OPENED_THOUGHT, Chat, leading_token
+from treespec.text.turns import OPENED_THOUGHT, Chat, find_leading_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,7 +52,7 @@ class PlacedAnswer:
         if not message.get("tool_calls"):
             before = self.text[self.start : self.words_end].rstrip()
             before = before.removesuffix(get_words(message))
-        return has_words(before, thought_of(message))
+        return has_all_words(before, get_reasoning(message))
 
 
 @dataclass
@@ -97,7 +97,7 @@ def place_answers(
 
     Raises: UnusableConversation if an answer is lost, InputError if the template refuses the messages.
     """
-    chat = Chat(tokenizer, template, tools, thinks=any(map(thought_of, messages)))
+    chat = Chat(tokenizer, template, tools, thinks=any(map(get_reasoning, messages)))
     shown = [_show_thoughts(message) for message in messages]
     numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     flags = list(cut)
@@ -152,7 +152,7 @@ def place_answer(chat: Chat, messages: Messages) -> PlacedAnswer:
 
     # 2. Where it starts. A thought that history never shows may stand in the content as it was generated.
     raw = _read_raw_thought(prompt, message["content"])
-    if raw is not None and not has_words(whole, thought_of(message)):
+    if raw is not None and not has_all_words(whole, get_reasoning(message)):
         text = prompt + raw + closing
         start = len(prompt)
     else:
@@ -164,7 +164,7 @@ def place_answer(chat: Chat, messages: Messages) -> PlacedAnswer:
     for word in _list_call_words(message.get("tool_calls")):
         if not any(spelling in answer.said for spelling in _list_spellings(word)):
             raise UnusableConversation("a tool call is lost in the chat template")
-    if not has_words(answer.said, get_words(message)):
+    if not has_all_words(answer.said, get_words(message)):
         raise UnusableConversation(LOST_ANSWER)
     return answer
 
@@ -174,7 +174,7 @@ def get_words(message: Mapping[str, Any]) -> str:
     return str(message["content"]).rpartition("</think>")[2].strip()
 
 
-def has_words(text: str, words: str) -> bool:
+def has_all_words(text: str, words: str) -> bool:
     """Whether the text holds these words. Some templates change the spaces between."""
     return " ".join(words.split()) in " ".join(text.split())
 
@@ -182,8 +182,8 @@ def has_words(text: str, words: str) -> bool:
 def _show_thoughts(message: Mapping[str, Any]) -> dict[str, Any]:
     """The message with its thoughts under every name that templates read them from, and without its weight."""
     shown = {name: value for name, value in message.items() if name != "weight"}
-    if any(message.get(name) for name in THOUGHTS):
-        shown |= dict.fromkeys(THOUGHTS, thought_of(shown))
+    if any(message.get(name) for name in REASONING_FIELDS):
+        shown |= dict.fromkeys(REASONING_FIELDS, get_reasoning(shown))
     return shown
 
 
@@ -207,7 +207,7 @@ def _find_start(chat: Chat, messages: Messages, prompt: str, whole: str) -> tupl
     message = messages[-1]
     opens_thought = OPENED_THOUGHT.search(prompt) is not None
     shows_prompt = whole.startswith(prompt)
-    if shows_prompt and (thought_of(message) or not opens_thought):
+    if shows_prompt and (get_reasoning(message) or not opens_thought):
         return whole, _find_start_behind(chat, before, prompt, whole)
 
     # History does not show how the prompt ends: an empty thought, or one that the template opens.
@@ -250,7 +250,7 @@ def _find_closing(chat: Chat, messages: Messages, whole: str) -> str:
     if message.get("tool_calls"):
         plain = dict(message)
         del plain["tool_calls"]
-        calls_start = common_prefix(whole, chat.try_render(before + [plain]))
+        calls_start = count_common_prefix(whole, chat.try_render(before + [plain]))
         if calls_start == len(whole):
             raise UnusableConversation("the chat template shows no tool calls")
 
@@ -281,7 +281,7 @@ def _find_end(chat: Chat, messages: Messages, answer: PlacedAnswer) -> PlacedAns
         special = re.finditer(chat.turn_format.special, text[after:])
         ends = [after + token.end() for token in special]
         if has_calls:
-            kept = common_prefix(text, chat.render_next_turn(messages))
+            kept = count_common_prefix(text, chat.render_next_turn(messages))
             staying = [end for end in ends if end <= kept]
             ends = (staying or ends)[-1:]
         if ends:
@@ -298,7 +298,7 @@ def _find_next_turn(chat: Chat, messages: Messages, text: str) -> str:
     if messages[-1].get("tool_calls"):
         following = chat.render_next_turn(messages)
         if following.startswith(text):
-            return leading_token(chat.turn_format.special, following.removeprefix(text))
+            return find_leading_token(chat.turn_format.special, following.removeprefix(text))
     return chat.turn_format.next_turn
 
 

@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from treespec.errors import InputError
-from treespec.text.entries import Conversation, UnusableConversation, conversation_of
-from treespec.text.sources import entries
+from treespec.text.entries import Conversation, UnusableConversation, parse_conversation
+from treespec.text.sources import iterate_entries
 
-SHOWN = 5  # problems kept in a report
+MAX_SHOWN_PROBLEMS = 5  # problems kept in a report
 
 
 @dataclass
-class Report:
+class ReadingReport:
     """Counts of conversations: used, cut among them, and left out by reason.
 
     thoughtless: answers of used conversations that do not count, as the template drops their
@@ -27,7 +27,7 @@ class Report:
 
     def leave_out(self, where: str, error: UnusableConversation) -> None:
         self.left_out[error.reason] += 1
-        if len(self.problems) < SHOWN:
+        if len(self.problems) < MAX_SHOWN_PROBLEMS:
             self.problems.append(f"{where}: {error}")
 
     def __str__(self) -> str:
@@ -44,24 +44,26 @@ class Report:
         return text
 
 
-FORM = '{"conversations": [{"from": "human", "value": …}, {"from": "gpt", "value": …}]}'
+CONVERSATION_EXAMPLE = (
+    '{"conversations": [{"from": "human", "value": …}, {"from": "gpt", "value": …}]}'
+)
 
 
 def read_conversations(
     source: str | Path, answered: bool = True, most: int | None = None
-) -> tuple[list[Conversation], Report]:
-    """Conversations of a file, a folder or a data set of the hub, in any form that `entries` reads.
+) -> tuple[list[Conversation], ReadingReport]:
+    """Conversations of a file, a folder or a data set of the hub, in any form that `iterate_entries` reads.
 
     answered: drop a last question without an answer; False keeps it, for the target to answer, and
     takes only messages. most: stop after this number of usable ones. Unusable ones are left out and
     counted. Raises InputError for a source that cannot be read or has no usable
     conversation.
     """
-    report = Report()
+    report = ReadingReport()
     conversations: list[Conversation] = []
-    for where, raw in entries(source):
+    for where, raw in iterate_entries(source):
         try:
-            conversations.append(conversation_of(where, raw, answered))
+            conversations.append(parse_conversation(where, raw, answered))
         except UnusableConversation as error:
             report.leave_out(where, error)
         if len(conversations) == most:
@@ -71,23 +73,26 @@ def read_conversations(
     return conversations, report
 
 
-def refuse_unread(source: object, report: Report) -> None:
+def refuse_unread(source: object, report: ReadingReport) -> None:
     """Raises InputError if reading found no usable conversation."""
     if report.used:
         return
     problems = report.problems[: len(report.left_out)]
     reason = "; ".join(problems) or "the file is empty"
     if "not valid JSON" in report.left_out:
-        reason += f"; give one conversation a line, such as {FORM}"
+        reason += f"; give one conversation a line, such as {CONVERSATION_EXAMPLE}"
     raise InputError(f"no usable conversation in {source}: {reason}")
 
 
-SAMPLE = "training/sample.jsonl"  # in a head's folder: some of the text that it was trained on
-SAMPLED = 32  # conversations there
-CONVERSATIONS = (".jsonl", ".json")  # suffixes of files of conversations; others are plain text
+SAMPLE_FILE = "training/sample.jsonl"  # in a head's folder: some of the text that it was trained on
+SAMPLE_CONVERSATIONS = 32  # conversations there
+CONVERSATION_SUFFIXES = (
+    ".jsonl",
+    ".json",
+)  # suffixes of files of conversations; others are plain text
 
 
-def content_of(text: str) -> bytes:
+def read_content(text: str) -> bytes:
     """The bytes of the file that `--text` names.
 
     Raises InputError for a file that cannot be read or is not UTF-8.

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from treespec.errors import InputError
-from treespec.text.answers import Span, TextRow, get_words, has_words, place_answers
-from treespec.text.conversations import Report
-from treespec.text.entries import Conversation, TokenRow, UnusableConversation, thought_of
-from treespec.text.marks import marks_of, spans_in
-from treespec.text.templates import Template, check, opening, special_tokens
+from treespec.text.answers import Span, TextRow, get_words, has_all_words, place_answers
+from treespec.text.conversations import ReadingReport
+from treespec.text.entries import Conversation, TokenRow, UnusableConversation, get_reasoning
+from treespec.text.marks import find_marks, find_spans
+from treespec.text.templates import Template, check_template, list_special_tokens, list_start_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,7 +47,7 @@ class Example:
         return replace(self, input_ids=input_ids, loss_mask=self.loss_mask[:max_length])
 
 
-def split(
+def split_held_out(
     examples: Sequence[Example], fraction: float, seed: int
 ) -> tuple[list[Example], list[Example]]:
     """(train, held out). A hash draws the share `fraction` of distinct conversations to hold out.
@@ -58,7 +58,7 @@ def split(
     if not 0 <= fraction < 1:
         raise InputError(f"the held-out fraction is {fraction}, must lie in [0, 1)")
     keys = {example.key for example in examples}
-    drawn = sorted(keys, key=lambda key: digest(f"{seed} {key}"))
+    drawn = sorted(keys, key=lambda key: hash_text(f"{seed} {key}"))
     count = 0
     if fraction and drawn:
         count = min(max(1, round(fraction * len(drawn))), len(drawn) - 1)
@@ -73,7 +73,7 @@ def split(
     return train, held_out
 
 
-def digest(text: str) -> str:
+def hash_text(text: str) -> str:
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
 
 
@@ -82,7 +82,7 @@ def encode_conversations(
     conversations: Iterable[Conversation],
     template: Template,
     max_length: int,
-) -> tuple[list[Example], Report]:
+) -> tuple[list[Example], ReadingReport]:
     """Conversations as `templates.encode` tokenises them, cut at `max_length` tokens.
 
     A conversation is one example, or several if its template shows earlier answers otherwise than they were
@@ -95,7 +95,7 @@ def encode_conversations(
             "train with the model's fast tokenizer (tokenizer.json)"
         )
     examples = list[Example]()
-    report = Report()
+    report = ReadingReport()
     encoder = Encoder(tokenizer, template)
     for talk in conversations:
         try:
@@ -124,12 +124,12 @@ class Encoder:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", template: Template) -> None:
         self.tokenizer = tokenizer
         self.template = template
-        self.special = list(special_tokens(tokenizer).values())
+        self.special = list(list_special_tokens(tokenizer).values())
 
     @cached_property
     def opening(self) -> list[int]:
         """The tokens that a text begins with."""
-        return opening(self.tokenizer, self.template)
+        return list_start_tokens(self.tokenizer, self.template)
 
     def encode(self, talk: Conversation) -> tuple[list[Example], int]:
         """The examples of a conversation, and how many of its answers lost their thoughts.
@@ -138,13 +138,13 @@ class Encoder:
         """
         if talk.tokens and (not talk.messages or self._has_own_tokens(talk)):
             return self._encode_tokens(talk), 0
-        check(self.tokenizer, self.template)
-        key = key_of(talk)
+        check_template(self.tokenizer, self.template)
+        key = hash_conversation(talk)
         thoughtless = 0
         try:
             if talk.text is not None:
-                marks = marks_of(self.tokenizer, self.template)
-                rows = [TextRow(talk.text, spans_in(talk.text, marks))]
+                marks = find_marks(self.tokenizer, self.template)
+                rows = [TextRow(talk.text, find_spans(talk.text, marks))]
             else:
                 placed = place_answers(
                     self.tokenizer, talk.messages, self.template, talk.tools, talk.cut
@@ -168,7 +168,7 @@ class Encoder:
         )
         ids = encoded["input_ids"]
         places = np.array(encoded["offset_mapping"])
-        mask = _inside(places, row.spans, np.isin(ids, self.special))
+        mask = _mark_inside(places, row.spans, np.isin(ids, self.special))
         if ids[: len(self.opening)] != self.opening:
             ids = self.opening + ids
             mask = np.pad(mask, (len(self.opening), 0))
@@ -182,7 +182,7 @@ class Encoder:
         largest = max((max(row.ids, default=0) for row in talk.tokens), default=0)
         if largest >= len(self.tokenizer):
             raise UnusableConversation("a token id is beyond the vocabulary", f"{largest}")
-        key = key_of(talk)
+        key = hash_conversation(talk)
         examples = []
         for part, row in enumerate(_share_token_rows(talk.tokens)):
             input_ids = torch.tensor(row.ids, dtype=torch.int64)
@@ -203,7 +203,10 @@ class Encoder:
                 return False
             options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
             text = str(self.tokenizer.decode(counted, **options))
-            if not (has_words(text, get_words(message)) and has_words(text, thought_of(message))):
+            if not (
+                has_all_words(text, get_words(message))
+                and has_all_words(text, get_reasoning(message))
+            ):
                 return False
         return True
 
@@ -230,7 +233,7 @@ def _find_longer_row(rows: Sequence[TokenRow], row: TokenRow) -> TokenRow | None
     return None
 
 
-def key_of(talk: Conversation) -> str:
+def hash_conversation(talk: Conversation) -> str:
     """The digest by which equal conversations are known, wherever they stand."""
     content: object = [dict(message) for message in talk.messages]
     if talk.tokens and not talk.messages:
@@ -238,10 +241,10 @@ def key_of(talk: Conversation) -> str:
         content = [first.ids, first.counts] + list(talk.tokens[1:])
     elif talk.tools or talk.text is not None:
         content = [content, talk.tools, talk.text]
-    return digest(json.dumps(content, sort_keys=True, default=str))
+    return hash_text(json.dumps(content, sort_keys=True, default=str))
 
 
-def _inside(offsets: np.ndarray, spans: Iterable[Span], special: np.ndarray) -> np.ndarray:
+def _mark_inside(offsets: np.ndarray, spans: Iterable[Span], special: np.ndarray) -> np.ndarray:
     """[T] bool: the tokens that spans of characters cover.
 
     Args:

@@ -4,15 +4,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
 
 from treespec.errors import InputError
-from treespec.text.strings import INCOMPLETE, beginning
+from treespec.text.strings import INCOMPLETE_CHARACTER, count_suffix_overlap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 # Stop strings, and characters of one: each token's text is compared with all of their beginnings.
-MOST = 16
-LONGEST = 1000
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1000
 
 
 @final
@@ -41,9 +41,11 @@ class Ending:
             raise InputError(
                 "the target has no tokenizer: stop strings cannot be found in its tokens"
             )
-        if len(stop) > MOST or not all(0 < len(string) <= LONGEST for string in stop):
+        if len(stop) > MAX_STOP_STRINGS or not all(
+            0 < len(string) <= MAX_STOP_CHARACTERS for string in stop
+        ):
             raise InputError(
-                f"stop takes {MOST} strings at most, each of 1 to {LONGEST} characters"
+                f"stop takes {MAX_STOP_STRINGS} strings at most, each of 1 to {MAX_STOP_CHARACTERS} characters"
             )
         special: set[int] = set()  # stop strings that are special tokens
         if tokenizer and stop:
@@ -76,7 +78,7 @@ class Ending:
             ended = token in self.eos
             if ended or self.left <= 0:
                 self.finished = True
-            text += self._cut(self._text(token))
+            text += self._cut(self._decode_certain_text(token))
             if self.left <= 0 and not ended and not self.stopped:
                 self.truncated = True
         if self.finished:
@@ -84,7 +86,7 @@ class Ending:
             self.held = ""
         return kept, text
 
-    def _text(self, token: int) -> str:
+    def _decode_certain_text(self, token: int) -> str:
         """The text that this token makes certain. An incomplete character is held back."""
         if self.tokenizer is None:
             return ""
@@ -92,7 +94,7 @@ class Ending:
         text = self._decode(self.window)
         certain = text
         if not self.finished:
-            certain = text.rstrip(INCOMPLETE)
+            certain = text.rstrip(INCOMPLETE_CHARACTER)
         new = certain[self.given :]
         self.given = max(self.given, len(certain))
         if new and certain == text:  # a window without text could lose its first token's space
@@ -122,7 +124,7 @@ class Ending:
                 self.stopped = True
                 self.held = ""
                 return text[: min(starts)]
-        held_characters = max((beginning(text, stop) for stop in self.stops), default=0)
+        held_characters = max((count_suffix_overlap(text, stop) for stop in self.stops), default=0)
         certain = len(text) - held_characters
         self.held = text[certain:]
         return text[:certain]

@@ -21,15 +21,22 @@ from itertools import compress, cycle
 from typing import Any, NamedTuple
 
 from treespec.errors import InputError
-from treespec.text.strings import text_of, well_formed
+from treespec.text.strings import join_text_parts, require_well_formed
 
-TURNS = ("conversations", "messages", "conversation", "data")  # fields that hold a list of turns
-TEXT = "text"
-TOKENS = "input_ids"
-MASKS = ("loss_mask", "assistant_masks", "labels")  # which tokens of `input_ids` count
-FORMS = TURNS + (TEXT, TOKENS)
-IDS = ("id", "conversation_id", "prompt_id", "question_id")
-WITH_ROWS = MASKS + IDS + ("attention_mask", "tools", "ended")  # further fields that are read
+TURN_FIELDS = (
+    "conversations",
+    "messages",
+    "conversation",
+    "data",
+)  # fields that hold a list of turns
+TEXT_FIELD = "text"
+TOKENS_FIELD = "input_ids"
+MASK_FIELDS = ("loss_mask", "assistant_masks", "labels")  # which tokens of `input_ids` count
+ROW_FIELDS = TURN_FIELDS + (TEXT_FIELD, TOKENS_FIELD)
+ID_FIELDS = ("id", "conversation_id", "prompt_id", "question_id")
+WITH_ROWS = (
+    MASK_FIELDS + ID_FIELDS + ("attention_mask", "tools", "ended")
+)  # further fields that are read
 
 
 class UnusableConversation(InputError):
@@ -43,7 +50,7 @@ class UnusableConversation(InputError):
         self.reason = reason
 
 
-ROLES = {
+ROLE_NAMES = {
     "system": "system",
     "developer": "developer",
     "human": "user",
@@ -63,11 +70,16 @@ MAY_FOLLOW = {  # roles after a role; None is the beginning
     "tool": ("assistant", "tool"),
 }
 OPENING_ROLES = ("system", "developer")  # roles that may only stand before the first question
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields of an answer's thoughts
-FURTHER = {"assistant": THOUGHTS, "tool": ("tool_call_id", "name")}  # fields for the template
-IGNORED = -100  # the label of a token that does not count
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # fields of an answer's thoughts
+EXTRA_FIELDS = {
+    "assistant": REASONING_FIELDS,
+    "tool": ("tool_call_id", "name"),
+}  # fields for the template
+IGNORED_LABEL = -100  # the label of a token that does not count
 
-Message = dict[str, Any]  # role and content, thoughts, tool_calls, weight, and what `FURTHER` names
+Message = dict[
+    str, Any
+]  # role and content, thoughts, tool_calls, weight, and what `EXTRA_FIELDS` names
 
 
 class TokenRow(NamedTuple):
@@ -98,7 +110,7 @@ class Conversation:
     tokens: tuple[TokenRow, ...] = ()
 
 
-def conversation_of(where: str, raw: object, answered: bool = True) -> Conversation:
+def parse_conversation(where: str, raw: object, answered: bool = True) -> Conversation:
     """One entry of a source, in any of its forms, or a line's bytes. Raises UnusableConversation.
 
     answered: as for `treespec.text.conversations.read_conversations`.
@@ -110,16 +122,16 @@ def conversation_of(where: str, raw: object, answered: bool = True) -> Conversat
     # 2. Its form. Tokens that tell which of them count are as somebody prepared the row: they come first.
     turns = _find_turns(row)
     if not answered:
-        messages = messages_of(turns, answered)
+        messages = parse_messages(turns, answered)
         if any(message["role"] == "tool" for message in messages):
             raise UnusableConversation("a tool answers in it")
         return Conversation(messages, where, source, _read_cuts(row), _read_tools(row))
     tokens = _find_tokens(row, turns)
     if tokens and not (turns and _is_nested(row)):
         return Conversation([], where, source, tokens=tokens)
-    if turns is None and isinstance(row.get(TEXT), str):
-        return Conversation([], where, source, text=row[TEXT])
-    messages = messages_of(turns, answered)
+    if turns is None and isinstance(row.get(TEXT_FIELD), str):
+        return Conversation([], where, source, text=row[TEXT_FIELD])
+    messages = parse_messages(turns, answered)
     return Conversation(messages, where, source, _read_cuts(row), _read_tools(row), tokens=tokens)
 
 
@@ -138,7 +150,7 @@ def _parse_row(raw: object) -> dict[str, Any]:
 
 def _find_id(row: dict[str, Any], where: str) -> str:
     """The id that a row gives itself, else its number in the file."""
-    for name in IDS:
+    for name in ID_FIELDS:
         if isinstance(row.get(name), str | int):
             return str(row[name])
     return re.split("[: ]", where)[-1]
@@ -146,7 +158,7 @@ def _find_id(row: dict[str, Any], where: str) -> str:
 
 def _read_tools(row: dict[str, Any]) -> list[Any]:
     """The tools of a row. Raises UnusableConversation for what is no list."""
-    tools = _listed(row.get("tools"))
+    tools = _parse_list(row.get("tools"))
     if not tools:
         return []
     if not isinstance(tools, list):
@@ -164,8 +176,8 @@ def _read_cuts(row: dict[str, Any]) -> tuple[bool, ...]:
 
 def _find_turns(row: dict[str, Any]) -> list[Any] | None:
     """The list of turns of a row; None if it has none."""
-    for name in TURNS:
-        turns = _listed(row.get(name))
+    for name in TURN_FIELDS:
+        turns = _parse_list(row.get(name))
         if isinstance(turns, list):
             return turns
     return None
@@ -176,19 +188,21 @@ def _find_tokens(row: dict[str, Any], turns: list[Any] | None) -> tuple[TokenRow
 
     Raises UnusableConversation for tokens that cannot be read.
     """
-    if TOKENS not in row:
+    if TOKENS_FIELD not in row:
         return ()
-    for name in MASKS:
+    for name in MASK_FIELDS:
         if isinstance(row.get(name), list):
             return _read_token_rows(row, name)
     if turns is not None:
         return ()
-    raise UnusableConversation(f"`{TOKENS}` without {', '.join(MASKS[:-1])} or {MASKS[-1]}")
+    raise UnusableConversation(
+        f"`{TOKENS_FIELD}` without {', '.join(MASK_FIELDS[:-1])} or {MASK_FIELDS[-1]}"
+    )
 
 
 def _is_nested(row: dict[str, Any]) -> bool:
     """Whether a row of tokens holds a list an answer."""
-    ids = row[TOKENS]
+    ids = row[TOKENS_FIELD]
     return _is_list_of_lists(ids) and len(ids) > 0
 
 
@@ -200,12 +214,12 @@ def _is_list_of_lists(value: Any) -> bool:
 
 def _read_token_rows(row: dict[str, Any], mask: str) -> tuple[TokenRow, ...]:
     """The token rows of a row. mask: the field that tells which tokens count. Raises UnusableConversation."""
-    ids = row[TOKENS]
+    ids = row[TOKENS_FIELD]
     marks = row[mask]
     if not _is_nested(row):
         return (_read_token_row(ids, marks, row.get("attention_mask"), mask),)
     if len(ids) != len(marks) or not _is_list_of_lists(marks):
-        raise UnusableConversation(f"`{TOKENS}` and `{mask}` differ in length")
+        raise UnusableConversation(f"`{TOKENS_FIELD}` and `{mask}` differ in length")
     rows = []
     for answer_ids, answer_marks in zip(ids, marks, strict=True):
         rows.append(_read_token_row(answer_ids, answer_marks, None, mask))
@@ -231,11 +245,13 @@ def _read_token_row(ids: Any, marks: list[Any], attention_mask: Any, mask: str) 
     if not isinstance(attention_mask, list):
         attention_mask = [1] * len(marks)
     if not isinstance(ids, list) or not all(_is_token_id(value) for value in ids):
-        raise UnusableConversation(f"`{TOKENS}` holds something else than token ids")
+        raise UnusableConversation(f"`{TOKENS_FIELD}` holds something else than token ids")
     if not len(ids) == len(marks) == len(attention_mask):
-        raise UnusableConversation(f"`{TOKENS}`, `{mask}` and the attention mask differ in length")
+        raise UnusableConversation(
+            f"`{TOKENS_FIELD}`, `{mask}` and the attention mask differ in length"
+        )
     if mask == "labels":
-        counts = [mark != IGNORED for mark in marks]
+        counts = [mark != IGNORED_LABEL for mark in marks]
     else:
         counts = [bool(mark) for mark in marks]
     return TokenRow(list(compress(ids, attention_mask)), list(compress(counts, attention_mask)))
@@ -246,7 +262,7 @@ def _is_token_id(value: object) -> bool:
     return type(value) is int and value >= 0
 
 
-def messages_of(turns: object, answered: bool) -> list[Message]:
+def parse_messages(turns: object, answered: bool) -> list[Message]:
     """The messages of a list of turns. Raises UnusableConversation.
 
     Answers before the first question are dropped, as in FastChat and EAGLE. So is everything after
@@ -280,7 +296,7 @@ def _iter_turns(turns: object) -> Iterator[Message]:
     if all(isinstance(turn, str) for turn in turns):
         turns = _label_texts(turns)
     for number, turn in enumerate(turns, 1):
-        yield _message(turn, f"turn {number}")
+        yield _parse_message(turn, f"turn {number}")
 
 
 def _label_texts(texts: list[str]) -> list[Message]:
@@ -305,9 +321,9 @@ def _check_due(messages: list[Message], message: Message, number: int) -> None:
         raise UnusableConversation("a turn is empty", f"turn {number}")
 
 
-def thought_of(message: Mapping[str, Any]) -> str:
+def get_reasoning(message: Mapping[str, Any]) -> str:
     """The thoughts before an answer: in a field of their own, or inside <think>; "" for none."""
-    for name in THOUGHTS:
+    for name in REASONING_FIELDS:
         thought = message.get(name)
         if isinstance(thought, str) and thought.strip():
             return thought.strip()
@@ -317,25 +333,25 @@ def thought_of(message: Mapping[str, Any]) -> str:
     return before.rpartition("<think>")[2].strip()
 
 
-def _message(turn: Any, where: str) -> Message:
+def _parse_message(turn: Any, where: str) -> Message:
     """A turn as a message. Raises UnusableConversation."""
     # 1. Its role.
     if not isinstance(turn, dict):
         raise UnusableConversation("a turn is not an object", where)
     name = turn.get("role") or turn.get("from")
-    role = ROLES.get(str(name).lower())
+    role = ROLE_NAMES.get(str(name).lower())
     if role is None:
         raise UnusableConversation("a turn has an unknown role", f"{where}, {name!r}")
 
     # 2. Its text, and what else a template may show. An answer that only calls tools has no text.
-    calls = _listed(turn.get("tool_calls"))
+    calls = _parse_list(turn.get("tool_calls"))
     message: Message = {"role": role, "content": _read_content(turn, bool(calls), where)}
-    for name in FURTHER.get(role, ()):
+    for name in EXTRA_FIELDS.get(role, ()):
         if turn.get(name):
             message[name] = turn[name]
     if role == "assistant":
         if isinstance(calls, list) and calls:
-            message["tool_calls"] = [_call(call) for call in calls]
+            message["tool_calls"] = [_parse_tool_call(call) for call in calls]
         if _has_no_weight(turn, where):
             message["weight"] = 0
     return message
@@ -349,12 +365,12 @@ def _read_content(turn: dict[str, Any], has_calls: bool, where: str) -> str:
     try:
         text = ""
         if content is not None or not has_calls:
-            text = text_of(content)
-        well_formed(text, "which")
-        for name in THOUGHTS:
+            text = join_text_parts(content)
+        require_well_formed(text, "which")
+        for name in REASONING_FIELDS:
             thought = turn.get(name)
             if isinstance(thought, str):
-                well_formed(thought, "which")
+                require_well_formed(thought, "which")
     except ValueError as error:
         problem = "the content of a turn is not text"
         raise UnusableConversation(problem, f"{where} {error}") from None
@@ -372,7 +388,7 @@ def _has_no_weight(turn: dict[str, Any], where: str) -> bool:
     return weight == 0
 
 
-def _call(call: Any) -> Any:
+def _parse_tool_call(call: Any) -> Any:
     """A tool call with arguments as fields: templates write them out, a text would be quoted."""
     try:
         function = call["function"]
@@ -381,7 +397,7 @@ def _call(call: Any) -> Any:
         return call
 
 
-def _listed(value: object) -> object:
+def _parse_list(value: object) -> object:
     """The list that a JSON text holds, as tables without nested columns store it."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         with suppress(ValueError, RecursionError):

@@ -10,11 +10,11 @@ from treespec.text.answers import Span, place_answer
 from treespec.text.entries import UnusableConversation
 from treespec.text.templates import Template
 from treespec.text.turns import (
-    ANSWER,
     OPENED_THOUGHT,
+    PROBE_ANSWER,
     PROBE_CALL_ID,
+    PROBE_QUESTION,
     PROBE_RESULT,
-    QUESTION,
     Chat,
 )
 
@@ -41,18 +41,18 @@ class Marks:
 
 
 @lru_cache(maxsize=4)
-def marks_of(tokenizer: "PreTrainedTokenizerBase", template: Template) -> Marks:
+def find_marks(tokenizer: "PreTrainedTokenizerBase", template: Template) -> Marks:
     """The marks of a template, "" for none. Raises InputError if it shows no answer, and as `render`."""
     # 1. One conversation of a target that may think, with and without its answer.
     chat = Chat(tokenizer, template, thinks=True)
-    asked = [{"role": "user", "content": QUESTION}]
-    answered = asked + [{"role": "assistant", "content": ANSWER}]
+    asked = [{"role": "user", "content": PROBE_QUESTION}]
+    answered = asked + [{"role": "assistant", "content": PROBE_ANSWER}]
     whole = chat.render(answered)
     prompt = chat.render(asked, prompt=True)
     silent = chat.render(asked)
-    if ANSWER not in whole or QUESTION not in whole:
+    if PROBE_ANSWER not in whole or PROBE_QUESTION not in whole:
         raise InputError("the chat template shows no answer: give messages instead of text")
-    before, _, after = whole.partition(ANSWER)
+    before, _, after = whole.partition(PROBE_ANSWER)
 
     # 2. The header: the generation prompt without the thought that it opens. Without one, or where history
     #    shows another one, what stands between question and answer: up to the prompt's end where it is there.
@@ -63,10 +63,10 @@ def marks_of(tokenizer: "PreTrainedTokenizerBase", template: Template) -> Marks:
     if not header.strip() or not before.startswith(silent + header):
         if before.startswith(prompt) and not before[len(prompt) :].strip():
             before = prompt
-        header = before.rpartition(QUESTION)[2]
+        header = before.rpartition(PROBE_QUESTION)[2]
 
     # 3. The ends: special tokens, else all that follows.
-    following = chat.render(answered + asked).partition(ANSWER)[2]
+    following = chat.render(answered + asked).partition(PROBE_ANSWER)[2]
     ends = []
     for text in (after, following):
         if end := re.search(chat.turn_format.special, text):
@@ -88,7 +88,7 @@ def _call_end(chat: Chat, asked: list[dict[str, Any]]) -> list[str]:
     return re.findall(chat.turn_format.special, answer.said)[-1:]
 
 
-def spans_in(text: str, marks: Marks) -> list[Span]:
+def find_spans(text: str, marks: Marks) -> list[Span]:
     """[start, end) in characters of each answer in formatted text, with the mark that ends it.
 
     An answer in several parts, each behind the header right after another's end, is one. The last answer may

@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Any, final
 
 from transformers import AutoProcessor
 
-from treespec.errors import InputError, first_line
+from treespec.errors import InputError, get_first_line
 
 if TYPE_CHECKING:
     from treespec.model.target import Target
 
-PICTURES = ("image", "image_url")
-WORDS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
+PICTURE_TYPES = ("image", "image_url")
+TOKEN_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
 
 
 @final
-class Pictured(list[int]):
+class PictureTokens(list[int]):
     """The token ids of a prompt with pictures. inputs: the processor's tensors; {} without pictures."""
 
     def __init__(self, inputs: Mapping[str, Any]) -> None:
@@ -29,7 +29,7 @@ class Pictured(list[int]):
             raise InputError("a prompt with pictures has padding: give its own tokens alone")
         super().__init__(input_ids[0].tolist())
         self.inputs: Mapping[str, Any] = {}
-        if not WORDS.issuperset(inputs):
+        if not TOKEN_INPUTS.issuperset(inputs):
             self.inputs = inputs
 
 
@@ -39,14 +39,14 @@ def has_pictures(messages: Sequence[Any]) -> bool:
         if not isinstance(message, dict) or not isinstance(message.get("content"), list):
             continue
         for part in message["content"]:
-            if isinstance(part, dict) and part.get("type") in PICTURES:
+            if isinstance(part, dict) and part.get("type") in PICTURE_TYPES:
                 return True
     return False
 
 
-def pictured(
+def process_pictures(
     target: "Target", messages: Sequence[dict[str, Any]], variables: Mapping[str, object] | None
-) -> Pictured:
+) -> PictureTokens:
     """Messages whose contents are text, or parts of text and pictures, by the target's processor.
 
     A part is `{"type": "image", "image": picture}` as transformers takes it, or OpenAI's `image_url`.
@@ -57,27 +57,27 @@ def pictured(
         raise InputError("the target has no folder: give what its processor makes of the pictures")
     chat = []
     for message in messages:
-        parts = [_part(part) for part in _parts(message.get("content"))]
+        parts = [_read_part(part) for part in _list_parts(message.get("content"))]
         chat.append(message | {"content": parts})
     try:
-        processor = _processor(path, target.trust_remote_code)
+        processor = _load_processor(path, target.trust_remote_code)
         if not hasattr(processor, "image_processor"):
             raise ValueError("it has no processor for them")
         options = dict(variables or {}) | {"tokenize": True, "return_dict": True}
         options |= {"return_tensors": "pt", "add_generation_prompt": True}
-        return Pictured(processor.apply_chat_template(chat, **options))
+        return PictureTokens(processor.apply_chat_template(chat, **options))
     except Exception as error:  # of a missing package, of the picture, of the template
-        raise InputError(f"{path} cannot read these pictures: {first_line(error)}") from error
+        raise InputError(f"{path} cannot read these pictures: {get_first_line(error)}") from error
 
 
-def _parts(content: Any) -> list[Any]:
+def _list_parts(content: Any) -> list[Any]:
     """The parts of a content; a text is one part."""
     if isinstance(content, list):
         return content
     return [{"type": "text", "text": content or ""}]
 
 
-def _part(part: Any) -> dict[str, Any]:
+def _read_part(part: Any) -> dict[str, Any]:
     """A part as transformers takes it. Raises InputError for what is no part."""
     if not isinstance(part, dict):
         raise InputError(f"a part of a message is {part!r:.60}: give text or a picture")
@@ -90,5 +90,5 @@ def _part(part: Any) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=4)
-def _processor(path: str, trust_remote_code: bool) -> Any:
+def _load_processor(path: str, trust_remote_code: bool) -> Any:
     return AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)

@@ -23,8 +23,8 @@ import torch
 
 from treespec.errors import InputError
 from treespec.text import templates
-from treespec.text.pictures import Pictured, has_pictures, pictured
-from treespec.text.strings import fitting, text_of, well_formed
+from treespec.text.pictures import PictureTokens, has_pictures, process_pictures
+from treespec.text.strings import check_fits_context, join_text_parts, require_well_formed
 
 if TYPE_CHECKING:
     from treespec.model.target import Target
@@ -36,11 +36,11 @@ Prompts: TypeAlias = (
     list[str] | list[list[int]] | list[list[dict[str, Any]]] | list[torch.Tensor] | list[np.ndarray]
 )
 
-EMPTY = "the prompt is empty: give text, messages or token ids"
+EMPTY_PROMPT_ERROR = "the prompt is empty: give text, messages or token ids"
 NO_TOKENIZER_ERROR = "the target has no tokenizer: give token ids"
 
 
-def encode(
+def encode_prompt(
     target: "Target",
     prompt: Prompt,
     template: templates.Template = None,
@@ -52,10 +52,10 @@ def encode(
     """
     # 1. One prompt.
     single = _unpack_single(prompt)
-    if not isinstance(single, str | Pictured) and has_pictures(single):
+    if not isinstance(single, str | PictureTokens) and has_pictures(single):
         if template is not None:
             raise InputError("pictures go through the model's own chat template: no --template")
-        single = pictured(target, single, variables)
+        single = process_pictures(target, single, variables)
 
     # 2. Its tokens.
     if isinstance(single, str):
@@ -68,20 +68,20 @@ def encode(
     if largest >= target.vocab_size:
         raise InputError(f"token id {largest} is outside the vocabulary of {target.vocab_size}")
     if not ids:
-        raise InputError(EMPTY)
+        raise InputError(EMPTY_PROMPT_ERROR)
     return ids
 
 
 def _unpack_single(prompt: Prompt) -> Any:
-    """The prompt as text, or as a list of messages or token ids, with pictures as `Pictured`.
+    """The prompt as text, or as a list of messages or token ids, with pictures as `PictureTokens`.
 
     A batch of one row is its row. Raises InputError for several prompts, for an empty one, and for
     anything else.
     """
     single: Any = prompt
     if isinstance(prompt, Mapping) and "input_ids" in prompt:
-        single = Pictured(prompt)
-    prompts = prompts_of(prompt)
+        single = PictureTokens(prompt)
+    prompts = split_prompts(prompt)
     if prompts is not None:
         if len(prompts) != 1 or isinstance(prompt, Sequence):
             raise InputError(
@@ -95,7 +95,7 @@ def _unpack_single(prompt: Prompt) -> Any:
             f"a prompt is text, a list of messages or a list of token ids, not {single!r:.60}"
         )
     if not single:
-        raise InputError(EMPTY)
+        raise InputError(EMPTY_PROMPT_ERROR)
     return single
 
 
@@ -104,7 +104,7 @@ def _encode_text(target: "Target", text: str) -> list[int]:
     tokenizer = target.tokenizer
     if tokenizer is None:
         raise InputError(NO_TOKENIZER_ERROR)
-    fitting(well_formed(text, "the prompt"), tokenizer, target.context_length)
+    check_fits_context(require_well_formed(text, "the prompt"), tokenizer, target.context_length)
     return tokenizer.encode(text, verbose=False)
 
 
@@ -118,8 +118,8 @@ def _encode_messages(
     tokenizer = target.tokenizer
     if tokenizer is None:
         raise InputError(NO_TOKENIZER_ERROR)
-    checked = [_message(number, message) for number, message in enumerate(messages, 1)]
-    return templates.encode(
+    checked = [_check_message(number, message) for number, message in enumerate(messages, 1)]
+    return templates.encode_messages(
         tokenizer, checked, template, target.context_length, chat_template_kwargs=variables
     )
 
@@ -129,12 +129,12 @@ def _check_ids(ids: Sequence[Any]) -> list[int]:
     for number, token in enumerate(ids, 1):
         if isinstance(token, bool) or not isinstance(token, Integral) or token < 0:
             raise InputError(f"token {number} of the prompt is {token!r:.40}: give token ids")
-    if isinstance(ids, Pictured):
+    if isinstance(ids, PictureTokens):
         return ids
     return [int(token) for token in ids]
 
 
-def prompts_of(prompt: object) -> list[Prompt] | None:
+def split_prompts(prompt: object) -> list[Prompt] | None:
     """The prompts of a list or batch of several; None for one prompt, and for what is no prompt."""
     if isinstance(prompt, Arrays):
         if prompt.ndim != 2:
@@ -156,15 +156,15 @@ def _is_prompt(value: object) -> bool:
     return isinstance(value, str | Arrays) or _is_list(value)
 
 
-def _message(number: int, message: Any) -> dict[str, Any]:
+def _check_message(number: int, message: Any) -> dict[str, Any]:
     """A message with its content as text. Raises InputError for one without a role or without text."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise InputError(f"message {number} is {message!r:.60}: give role and content")
     try:
-        content = text_of(message.get("content"))
+        content = join_text_parts(message.get("content"))
     except ValueError as error:
         raise InputError(f"message {number}: its content {error}") from None
-    well_formed(message["role"] + content, f"message {number}")
+    require_well_formed(message["role"] + content, f"message {number}")
     return {**message, "content": content}
 
 

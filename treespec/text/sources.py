@@ -14,42 +14,44 @@ from io import BufferedReader, BytesIO
 from pathlib import Path
 from typing import IO, Any
 
-from treespec.errors import InputError, first_line
-from treespec.text.entries import FORMS, WITH_ROWS
+from treespec.errors import InputError, get_first_line
+from treespec.text.entries import ROW_FIELDS, WITH_ROWS
 
-ROWS = 256  # of a parquet file, read at once
-MARK = b"\xef\xbb\xbf"  # that some editors begin UTF-8 with
+PARQUET_BATCH_ROWS = 256  # of a parquet file, read at once
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # that some editors begin UTF-8 with
 # that packed files begin with
 GZIP_START = b"\x1f\x8b"
 ZSTD_START = b"\x28\xb5\x2f\xfd"
-SUFFIXES = (".jsonl", ".json", ".parquet")  # of the files of a folder
-FILE_ENDINGS = tuple(suffix + packed for suffix in SUFFIXES for packed in ("", ".gz", ".zst"))
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet")  # of the files of a folder
+FILE_ENDINGS = tuple(suffix + packed for suffix in DATA_SUFFIXES for packed in ("", ".gz", ".zst"))
 # owner/name, owner/name:split or owner/name:configuration:split
-FORM = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?(?::([\w.-]+))?")
+HUB_NAME_PATTERN = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?(?::([\w.-]+))?")
 
 
-def entries(source: str | Path) -> Iterator[tuple[str, object]]:
+def iterate_entries(source: str | Path) -> Iterator[tuple[str, object]]:
     """(place, entry) of all rows, such as ("chats.jsonl:7", b'{"messages": …}').
 
     An entry is the bytes of a JSONL line, or the value itself. Raises InputError for a source that
     is not there, is damaged, or needs a package that is not installed.
     """
-    name = hub_name(source)
+    name = get_hub_name(source)
     if name:
-        yield from _hub_rows(name)
+        yield from _iterate_hub_rows(name)
         return
     folder = Path(source).expanduser()
     if is_saved(folder):
         yield from _read_saved(folder)
         return
-    for name, path in files_of(source).items():
+    for name, path in list_data_files(source).items():
         try:
             with _open_unpacked(path) as file:
                 head = file.read(4096)
             with _open_unpacked(path) as file:
-                yield from _rows_of_file(path, file, head, name)
+                yield from _iterate_file_rows(path, file, head, name)
         except (OSError, EOFError, zlib.error) as error:
-            raise InputError(f"cannot read {path}: {first_line(error)}; fetch it again") from error
+            raise InputError(
+                f"cannot read {path}: {get_first_line(error)}; fetch it again"
+            ) from error
 
 
 def _open_unpacked(path: Path) -> Any:
@@ -77,11 +79,13 @@ def open_zstd(path: Path) -> BufferedReader:
     return BufferedReader(pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd"))
 
 
-def _rows_of_file(path: Path, file: Any, head: bytes, name: str) -> Iterator[tuple[str, object]]:
+def _iterate_file_rows(
+    path: Path, file: Any, head: bytes, name: str
+) -> Iterator[tuple[str, object]]:
     """head: the first bytes. name: what places call the file."""
     if head.startswith(b"PAR1"):
-        yield from _parquet_rows(path, file, name)
-    elif head.removeprefix(MARK).lstrip().startswith(b"["):
+        yield from _iterate_parquet_rows(path, file, name)
+    elif head.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"["):
         content = file.read()
         try:
             listed = json.loads(content)
@@ -91,10 +95,10 @@ def _rows_of_file(path: Path, file: Any, head: bytes, name: str) -> Iterator[tup
     else:
         for number, line in enumerate(file, 1):
             if line.strip():
-                yield f"{name}:{number}", line.removeprefix(MARK)
+                yield f"{name}:{number}", line.removeprefix(BYTE_ORDER_MARK)
 
 
-def _parquet_rows(path: Path, file: IO[bytes], name: str) -> Iterator[tuple[str, object]]:
+def _iterate_parquet_rows(path: Path, file: IO[bytes], name: str) -> Iterator[tuple[str, object]]:
     """Read by pyarrow a few at a time. Only columns that training reads are loaded.
 
     Raises InputError without pyarrow, for a damaged file, and for one without conversations.
@@ -111,32 +115,34 @@ def _parquet_rows(path: Path, file: IO[bytes], name: str) -> Iterator[tuple[str,
             file = BytesIO(file.read())
         table = ParquetFile(file)
         number = 0
-        for batch in table.iter_batches(ROWS, columns=_chosen(path, table.schema_arrow.names)):
+        for batch in table.iter_batches(
+            PARQUET_BATCH_ROWS, columns=_choose_columns(path, table.schema_arrow.names)
+        ):
             for row in batch.to_pylist():
                 number += 1
-                yield f"{name} row {number}", without_nulls(row)
+                yield f"{name} row {number}", drop_nulls(row)
     except pyarrow.ArrowException as error:
         raise InputError(
-            f"{path} is a damaged parquet file: {first_line(error)}; fetch it again"
+            f"{path} is a damaged parquet file: {get_first_line(error)}; fetch it again"
         ) from error
 
 
-def _hub_rows(name: str) -> Iterator[tuple[str, object]]:
+def _iterate_hub_rows(name: str) -> Iterator[tuple[str, object]]:
     """The rows of a data set of the hub, through its library `datasets`, which keeps them in its cache.
 
     Raises InputError without the library, the data set or the split.
     """
-    library = load_library(name)
-    repository, configuration, split = parts(name)
+    library = import_datasets(name)
+    repository, configuration, split = split_hub_name(name)
     try:
         data: Any = library.load_dataset(repository, configuration, split=split or "train")
     except Exception as error:  # the library raises whatever the hub or the files gave it
         raise InputError(
-            f"no file {name}, and no data set of the hub: {first_line(error)} (owner/name:SPLIT "
+            f"no file {name}, and no data set of the hub: {get_first_line(error)} (owner/name:SPLIT "
             "names another split)"
         ) from error
-    for number, row in enumerate(data.select_columns(_chosen(name, data.column_names)), 1):
-        yield f"{name} row {number}", without_nulls(row)
+    for number, row in enumerate(data.select_columns(_choose_columns(name, data.column_names)), 1):
+        yield f"{name} row {number}", drop_nulls(row)
 
 
 def is_saved(folder: Path) -> bool:
@@ -156,31 +162,33 @@ def _read_saved(folder: Path) -> Iterator[tuple[str, object]]:
     try:
         data: Any = library.load_from_disk(str(folder))
     except Exception as error:  # the library raises whatever the files gave it
-        raise InputError(f"cannot read {folder}: {first_line(error)}; save it again") from error
-    for number, row in enumerate(data.select_columns(_chosen(folder, data.column_names)), 1):
-        yield f"{folder.name} row {number}", without_nulls(row)
+        raise InputError(f"cannot read {folder}: {get_first_line(error)}; save it again") from error
+    for number, row in enumerate(
+        data.select_columns(_choose_columns(folder, data.column_names)), 1
+    ):
+        yield f"{folder.name} row {number}", drop_nulls(row)
 
 
-def _chosen(source: object, columns: Sequence[str]) -> list[str]:
+def _choose_columns(source: object, columns: Sequence[str]) -> list[str]:
     """The columns that training reads. Raises InputError if none of them holds conversations."""
-    if not set(columns) & set(FORMS):
+    if not set(columns) & set(ROW_FIELDS):
         raise InputError(
             f"{source} has no column of conversations, only {', '.join(sorted(columns))}; "
-            f"name it one of {', '.join(FORMS)}"
+            f"name it one of {', '.join(ROW_FIELDS)}"
         )
-    return [name for name in columns if name in FORMS or name in WITH_ROWS]
+    return [name for name in columns if name in ROW_FIELDS or name in WITH_ROWS]
 
 
-def without_nulls(value: object) -> object:
+def drop_nulls(value: object) -> object:
     """A row without fields that are null: a table gives each row the fields of all others."""
     if isinstance(value, dict):
-        return {name: without_nulls(part) for name, part in value.items() if part is not None}
+        return {name: drop_nulls(part) for name, part in value.items() if part is not None}
     if isinstance(value, list) and value and isinstance(value[0], dict | list):
-        return [without_nulls(part) for part in value]
+        return [drop_nulls(part) for part in value]
     return value
 
 
-def load_library(name: str) -> Any:
+def import_datasets(name: str) -> Any:
     """The package `datasets`. Raises InputError if it is not installed."""
     try:
         return importlib.import_module("datasets")
@@ -191,9 +199,9 @@ def load_library(name: str) -> Any:
         ) from error
 
 
-def parts(name: str) -> tuple[str, str | None, str | None]:
+def split_hub_name(name: str) -> tuple[str, str | None, str | None]:
     """(repository, configuration, split); None if the name leaves it open."""
-    match = FORM.fullmatch(name)
+    match = HUB_NAME_PATTERN.fullmatch(name)
     if match is None:
         raise InputError(f"{name} is no data set of the hub: write owner/name:configuration:split")
     repository, configuration, split = match.groups()
@@ -202,19 +210,21 @@ def parts(name: str) -> tuple[str, str | None, str | None]:
     return repository, configuration, split
 
 
-def digest(source: str | Path) -> str:
+def hash_source(source: str | Path) -> str:
     """What tells data apart: SHA-256 of a file, or of a folder's files; the commit of a data set.
 
     Raises InputError if it cannot be read.
     """
-    name = hub_name(source)
+    name = get_hub_name(source)
     if name:
         repository, _, rest = name.partition(":")
         return f"commit {commit_of(repository)} {rest}".strip()
     try:
-        digests = {name: sha256(path) for name, path in files_of(source).items()}
+        digests = {name: hash_data_file(path) for name, path in list_data_files(source).items()}
     except OSError as error:
-        raise InputError(f"cannot read {source}: {first_line(error)}; give a JSONL file") from error
+        raise InputError(
+            f"cannot read {source}: {get_first_line(error)}; give a JSONL file"
+        ) from error
     if len(digests) == 1:
         return digests.popitem()[1]
     return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
@@ -228,30 +238,30 @@ def commit_of(repository: str) -> str:
         file = hf_hub_download(repository, ".gitattributes", repo_type="dataset")
     except Exception as error:  # in the words of whichever HTTP client the hub's library uses
         raise InputError(
-            f"no file or folder {repository}, and the hub does not give it: {first_line(error)}"
+            f"no file or folder {repository}, and the hub does not give it: {get_first_line(error)}"
         ) from error
     return Path(file).parent.name
 
 
-def size(source: str | Path) -> int | None:
+def count_source_bytes(source: str | Path) -> int | None:
     """Bytes of a file or of a folder's files; None for a data set of the hub."""
-    if hub_name(source):
+    if get_hub_name(source):
         return None
-    return sum(file.stat().st_size for file in files_of(source).values())
+    return sum(file.stat().st_size for file in list_data_files(source).values())
 
 
-def hub_name(source: str | Path) -> str | None:
+def get_hub_name(source: str | Path) -> str | None:
     """The source as the name of a data set of the hub; None if it is a path."""
     name = str(source)
     path = Path(source).expanduser()
-    if not set(path.suffixes).isdisjoint(SUFFIXES) or path.exists():
+    if not set(path.suffixes).isdisjoint(DATA_SUFFIXES) or path.exists():
         return None
-    if not FORM.fullmatch(name):
+    if not HUB_NAME_PATTERN.fullmatch(name):
         return None
     return name
 
 
-def files_of(source: str | Path) -> dict[str, Path]:
+def list_data_files(source: str | Path) -> dict[str, Path]:
     """By the name in places: the file, or the data files of a folder and of its subfolders, by name.
 
     Hidden ones do not count. Raises InputError for a folder without any, and for one with several data sets
@@ -274,10 +284,10 @@ def files_of(source: str | Path) -> dict[str, Path]:
         if name.endswith(FILE_ENDINGS) and not is_hidden:
             data_files[name] = file
     if not data_files:
-        raise InputError(f"{path} holds no file named *{', *'.join(SUFFIXES)}")
+        raise InputError(f"{path} holds no file named *{', *'.join(DATA_SUFFIXES)}")
     return data_files
 
 
-def sha256(path: Path) -> str:
+def hash_data_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -9,10 +9,10 @@ from treespec.errors import InputError, TooLong
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # decoded from the first bytes of a character
+INCOMPLETE_CHARACTER = "\N{REPLACEMENT CHARACTER}"  # decoded from the first bytes of a character
 
 
-def text_of(content: object) -> str:
+def join_text_parts(content: object) -> str:
     """The text of a content; parts `{"type": "text", "text": …}` become lines.
 
     Raises ValueError, which says what it must be, for anything else, such as a part of an image.
@@ -31,7 +31,7 @@ def text_of(content: object) -> str:
     return "\n".join(lines)
 
 
-def well_formed(text: str, where: str) -> str:
+def require_well_formed(text: str, where: str) -> str:
     """The text itself. Raises InputError for half of a surrogate pair, which is no character."""
     try:
         text.encode()
@@ -42,7 +42,7 @@ def well_formed(text: str, where: str) -> str:
     return text
 
 
-def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
+def count_common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
     """The number of tokens or characters at the start that both share."""
     count = 0
     for first, second in zip(a, b, strict=False):
@@ -52,7 +52,7 @@ def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
     return count
 
 
-def beginning(text: str, whole: str) -> int:
+def count_suffix_overlap(text: str, whole: str) -> int:
     """The number of characters at the end of the text that `whole`, which is longer, begins with."""
     for size in range(min(len(whole) - 1, len(text)), 0, -1):
         if text.endswith(whole[:size]):
@@ -60,10 +60,10 @@ def beginning(text: str, whole: str) -> int:
     return 0
 
 
-def fitting(text: str, tokenizer: "PreTrainedTokenizerBase", context: int | None) -> str:
+def check_fits_context(text: str, tokenizer: "PreTrainedTokenizerBase", context: int | None) -> str:
     """The text itself. Raises TooLong if `context` of the longest tokens do not hold it."""
     if context is not None and len(text) > context:
-        least = -(-len(text) // longest_token(tokenizer))
+        least = -(-len(text) // measure_longest_token(tokenizer))
         if least > context:
             raise TooLong(
                 f"the prompt has {len(text)} characters, which are {least} tokens or more; the "
@@ -73,12 +73,12 @@ def fitting(text: str, tokenizer: "PreTrainedTokenizerBase", context: int | None
 
 
 @lru_cache(maxsize=1)
-def longest_token(tokenizer: "PreTrainedTokenizerBase") -> int:
+def measure_longest_token(tokenizer: "PreTrainedTokenizerBase") -> int:
     """Characters of the longest token: no token stands for more of a text."""
     return max(map(len, tokenizer.get_vocab()))
 
 
-def text_after(tokenizer: "PreTrainedTokenizerBase", before: int | None, token: int) -> str:
+def decode_after(tokenizer: "PreTrainedTokenizerBase", before: int | None, token: int) -> str:
     """A token's text where it follows another: decoded alone, it may lose its leading space."""
 
     def text(*tokens: int) -> str:
@@ -88,12 +88,12 @@ def text_after(tokenizer: "PreTrainedTokenizerBase", before: int | None, token: 
         return text(token)
     left = text(before)
     both = text(before, token)
-    if INCOMPLETE in left or not both.startswith(left):
+    if INCOMPLETE_CHARACTER in left or not both.startswith(left):
         return text(token)
     return both[len(left) :]
 
 
-def readable(text: str, name: str) -> str:
+def decode_command_line(text: str, name: str) -> str:
     """A command-line text as UTF-8, whatever the locale. Raises InputError if it is not UTF-8.
 
     Python turns bytes that its locale lacks into lone surrogates: under LC_ALL=C those of an é.

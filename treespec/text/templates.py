@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from treespec.errors import InputError, first_line
-from treespec.text.strings import fitting, well_formed
+from treespec.errors import InputError, get_first_line
+from treespec.text.strings import check_fits_context, require_well_formed
 
 if TYPE_CHECKING:
     from fastchat.conversation import Conversation
@@ -21,7 +21,7 @@ Tools: TypeAlias = Sequence[Any] | None  # JSON schemas of functions that the ta
 Variables: TypeAlias = Mapping[str, Any] | None
 # None: the tokenizer's own chat template; else the name of a template of fschat.
 Template: TypeAlias = str | None
-EXAMPLES = "vicuna_v1.1, llama-2, mistral, zephyr, zero_shot"  # of FastChat
+TEMPLATE_EXAMPLES = "vicuna_v1.1, llama-2, mistral, zephyr, zero_shot"  # of FastChat
 
 
 @dataclass(frozen=True)
@@ -32,18 +32,18 @@ class Stops:
     token_ids: tuple[int, ...] = ()
 
 
-def check(tokenizer: "PreTrainedTokenizerBase | None", template: Template = None) -> None:
+def check_template(tokenizer: "PreTrainedTokenizerBase | None", template: Template = None) -> None:
     """Raises InputError for an unknown template; without one, for a tokenizer that has none."""
     if template is not None:
-        fschat_template(template)
+        load_fschat_template(template)
     elif not getattr(tokenizer, "chat_template", None):
         raise InputError(
             f"the tokenizer of {getattr(tokenizer, 'name_or_path', '') or 'this model'} has no "
-            f"chat template; pass `--template NAME` with one of fschat's, such as {EXAMPLES}"
+            f"chat template; pass `--template NAME` with one of fschat's, such as {TEMPLATE_EXAMPLES}"
         )
 
 
-def source_of(
+def get_template_source(
     tokenizer: "PreTrainedTokenizerBase | None", template: Template = None, tools: Tools = None
 ) -> str:
     """The Jinja source of the tokenizer's template for these tools; "" for one of fschat's, and for none."""
@@ -84,7 +84,7 @@ def render(
         tools: JSON schemas of functions that the target may call.
         chat_template_kwargs: variables of the chat template, such as enable_thinking.
 
-    Raises: InputError as `check` does, and if the template refuses the messages.
+    Raises: InputError as `check_template` does, and if the template refuses the messages.
 
     A question H and its answer Y, whose template begins turns with <s> and <|head|>; and the question
     with the generation prompt, after which the target writes the answer:
@@ -93,7 +93,7 @@ def render(
         <s>H<|head|>
     """
     if any(message["role"] == "developer" for message in messages):
-        messages = adapt_roles(messages, source_of(tokenizer, template, tools))
+        messages = adapt_roles(messages, get_template_source(tokenizer, template, tools))
     if template is None:
         text = _apply_chat_template(
             tokenizer, messages, add_generation_prompt, tools, chat_template_kwargs
@@ -105,8 +105,8 @@ def render(
             raise InputError(
                 f"the fschat template {template} has no place for chat_template_kwargs"
             )
-        text = _rendered(template, messages, add_generation_prompt)
-    return well_formed(text, "the text of the messages")
+        text = _render_messages(template, messages, add_generation_prompt)
+    return require_well_formed(text, "the text of the messages")
 
 
 def _apply_chat_template(
@@ -117,7 +117,7 @@ def _apply_chat_template(
     chat_template_kwargs: Variables,
 ) -> str:
     """The text of the messages by the tokenizer's own template. Raises InputError as `render` does."""
-    check(tokenizer)
+    check_template(tokenizer)
     variables: dict[str, Any] = {}
     if chat_template_kwargs:
         # Names that transformers keeps to itself, such as chat_template, are no variables.
@@ -138,11 +138,11 @@ def _apply_chat_template(
     except Exception as error:  # Jinja's, and those of the template's expressions
         kind = type(error).__name__
         raise InputError(
-            f"the chat template refuses these messages: {kind}: {first_line(error)}"
+            f"the chat template refuses these messages: {kind}: {get_first_line(error)}"
         ) from error
 
 
-def encode(
+def encode_messages(
     tokenizer: "PreTrainedTokenizerBase",
     messages: Messages,
     template: Template = None,
@@ -157,15 +157,15 @@ def encode(
     context: tokens that the target holds. Raises TooLong for a text that needs more in any case, and
     InputError as `render` does.
     """
-    text = fitting(render(tokenizer, messages, template, **options), tokenizer, context)
+    text = check_fits_context(render(tokenizer, messages, template, **options), tokenizer, context)
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    start_tokens = opening(tokenizer, template)
+    start_tokens = list_start_tokens(tokenizer, template)
     if ids[: len(start_tokens)] == start_tokens:
         return ids
     return start_tokens + ids
 
 
-def opening(tokenizer: "PreTrainedTokenizerBase", template: Template = None) -> list[int]:
+def list_start_tokens(tokenizer: "PreTrainedTokenizerBase", template: Template = None) -> list[int]:
     """The special tokens that the tokenizer puts before a text, for text that fschat rendered."""
     if template is None:
         return []
@@ -178,11 +178,11 @@ def opening(tokenizer: "PreTrainedTokenizerBase", template: Template = None) -> 
     return tokens
 
 
-def stops(template: Template = None) -> Stops:
+def get_stops(template: Template = None) -> Stops:
     """The stop strings and tokens of an fschat template; the tokenizer's own template has none."""
     if template is None:
         return Stops()
-    conversation = fschat_template(template)
+    conversation = load_fschat_template(template)
     strings = conversation.stop_str or ()
     if isinstance(strings, str):
         strings = (strings,)
@@ -190,7 +190,7 @@ def stops(template: Template = None) -> Stops:
     return Stops(tuple(strings), tuple(token_ids))
 
 
-def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:
+def list_special_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:
     """The special tokens and their ids."""
     ids = {}
     for token_id, token in tokenizer.added_tokens_decoder.items():
@@ -200,26 +200,26 @@ def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:
 
 
 @lru_cache
-def fschat_template(name: str) -> "Conversation":
+def load_fschat_template(name: str) -> "Conversation":
     """Raises InputError for a name that stands for no template of text."""
     from fastchat.conversation import conv_templates, get_conv_template
 
     if name not in conv_templates:
         close = difflib.get_close_matches(name, conv_templates, cutoff=0.4)
         raise InputError(
-            f"no fschat template is called {name!r}; try {', '.join(close) or EXAMPLES}"
+            f"no fschat template is called {name!r}; try {', '.join(close) or TEMPLATE_EXAMPLES}"
         )
     template = get_conv_template(name)
     if template.sep_style is None:
         raise InputError(
-            f"the fschat template {name} is of a service and has no text form; try {EXAMPLES}"
+            f"the fschat template {name} is of a service and has no text form; try {TEMPLATE_EXAMPLES}"
         )
     return template
 
 
-def _rendered(name: str, messages: Messages, add_generation_prompt: bool) -> str:
+def _render_messages(name: str, messages: Messages, add_generation_prompt: bool) -> str:
     """The text of the messages. Raises InputError for what the template has no place for."""
-    conversation = fschat_template(name).copy()
+    conversation = load_fschat_template(name).copy()
     roles = dict(zip(("user", "assistant"), conversation.roles, strict=False))
     for number, message in enumerate(messages, 1):
         role = message["role"]

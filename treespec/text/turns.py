@@ -6,16 +6,16 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from treespec.errors import InputError
-from treespec.text.entries import THOUGHTS
-from treespec.text.strings import common_prefix
-from treespec.text.templates import Messages, Template, Tools, render, special_tokens
+from treespec.text.entries import REASONING_FIELDS
+from treespec.text.strings import count_common_prefix
+from treespec.text.templates import Messages, Template, Tools, list_special_tokens, render
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # a conversation to look at
-QUESTION = "1234 5678"
-ANSWER = "8765 4321"
+PROBE_QUESTION = "1234 5678"
+PROBE_ANSWER = "8765 4321"
 PROBE_CALL_ID = "call00001"  # nine letters and digits, as Mistral's template wants
 PROBE_RESULT = {"role": "tool", "content": "1", "name": "look", "tool_call_id": PROBE_CALL_ID}
 # How a prompt ends that opens a thought: DeepSeek-R1's and Qwen's, Gemma 4's, Magistral's, Seed-OSS'.
@@ -64,7 +64,7 @@ class Chat:
 
     def render_next_turn(self, messages: Messages) -> str:
         """The text of the messages with a result of their last call, or else a question; "" where it is refused."""
-        following: dict[str, Any] = {"role": "user", "content": QUESTION}
+        following: dict[str, Any] = {"role": "user", "content": PROBE_QUESTION}
         calls = messages[-1].get("tool_calls")
         if calls:
             following = dict(PROBE_RESULT)
@@ -74,9 +74,9 @@ class Chat:
 
     def render_header(self, before: Messages) -> str:
         """The messages, and what every answer to them without thoughts and calls begins with."""
-        first = self.render(list(before) + [{"role": "assistant", "content": ANSWER}])
+        first = self.render(list(before) + [{"role": "assistant", "content": PROBE_ANSWER}])
         second = self.render(list(before) + [{"role": "assistant", "content": "one"}])
-        return first[: common_prefix(first, second)]
+        return first[: count_common_prefix(first, second)]
 
     @property
     def turn_format(self) -> TurnFormat:
@@ -91,26 +91,26 @@ def read_turn_format(
 ) -> TurnFormat:
     """The turns of a template, from a question and its answer. source: of the template, as it may change."""
     # 1. What the template shows.
-    names = sorted(special_tokens(tokenizer), key=len, reverse=True)
+    names = sorted(list_special_tokens(tokenizer), key=len, reverse=True)
     special = "|".join(map(re.escape, names)) or "(?!)"
     chat = Chat(tokenizer, template)
-    asked = [{"role": "user", "content": QUESTION}]
-    answered = asked + [{"role": "assistant", "content": ANSWER}]
+    asked = [{"role": "user", "content": PROBE_QUESTION}]
+    answered = asked + [{"role": "assistant", "content": PROBE_ANSWER}]
     whole = chat.render(answered)
     following = chat.render_next_turn(answered)
 
     # 2. What ends an answer.
-    closes = re.search(special, whole.rpartition(ANSWER)[2]) is not None
+    closes = re.search(special, whole.rpartition(PROBE_ANSWER)[2]) is not None
     next_turn = ""
     if following.startswith(whole):
-        next_turn = leading_token(special, following.removeprefix(whole))
+        next_turn = find_leading_token(special, following.removeprefix(whole))
     if next_turn == tokenizer.bos_token:
         next_turn = ""
     asks = chat.render(asked, prompt=True) != chat.render(asked)
     return TurnFormat(special, asks, closes, next_turn)
 
 
-def leading_token(special: str, text: str) -> str:
+def find_leading_token(special: str, text: str) -> str:
     """The special token that the text begins with; "" for none. special: a pattern of special tokens."""
     match = re.match(special, text)
     if match is None:
@@ -133,15 +133,17 @@ def split_thought(
     where a limit cut the text among them.
     """
     # 1. What the template writes around the thoughts and the words of an answer.
-    shown = {"role": "assistant", "content": ANSWER} | dict.fromkeys(THOUGHTS, QUESTION)
+    shown = {"role": "assistant", "content": PROBE_ANSWER} | dict.fromkeys(
+        REASONING_FIELDS, PROBE_QUESTION
+    )
     prompt = render(tokenizer, before, template)
     try:
         messages = list(before) + [shown]
         whole = render(tokenizer, messages, template, add_generation_prompt=False)
     except InputError:
         return None
-    opening, shows_thought, rest = whole.removeprefix(prompt).partition(QUESTION)
-    between = rest.partition(ANSWER)[0]
+    opening, shows_thought, rest = whole.removeprefix(prompt).partition(PROBE_QUESTION)
+    between = rest.partition(PROBE_ANSWER)[0]
     if not (shows_thought and between and whole.startswith(prompt)):
         return None
 

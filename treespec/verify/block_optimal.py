@@ -21,36 +21,38 @@ from typing import cast
 from torch import Tensor
 
 from treespec.trees.tree import Draws
-from treespec.verify.distributions import positive, ratio, scale, without
+from treespec.verify.distributions import clamp_positive, divide_probabilities, mask_out, scale
 from treespec.verify.optimal import Optimal
 from treespec.verify.scheme import Scheme
 from treespec.verify.traversal import RefusalStep, Refused, Traversal
 
 
-def selected_first(scheme: Optimal, p: Tensor, q: Tensor, draws: Draws, weight: Tensor) -> Refused:
+def refuse_selected_first(
+    scheme: Optimal, p: Tensor, q: Tensor, draws: Draws, weight: Tensor
+) -> Refused:
     """Refusals of `treespec.verify.traversal`. A draw that is not selected has w 0."""
     # 1. The selected draw, and what it leaves.
     assert draws.sure is not None
     target = p * weight
-    x, tokens, chosen = scheme.selection(target, q, draws)  # x: [n, V]
+    x, tokens, chosen = scheme.select_draw(target, q, draws)  # x: [n, V]
     x = x * scale(x, chosen.any(-1, keepdim=True))
     at = tokens.clamp(min=0)
-    accepted = ratio(target.gather(1, at), x.gather(1, at)) * chosen
+    accepted = divide_probabilities(target.gather(1, at), x.gather(1, at)) * chosen
     rest = (target - x).clamp_(min=0)
 
     # 2. The sure ones take it in turn.
     sure = tokens.masked_fill(~draws.sure, -1)
     taken = rest.gather(1, sure.clamp(min=0)) * (sure >= 0)
     left = rest.sum(-1, keepdim=True) + (1 - weight) - taken.cumsum(-1) + taken
-    for of_draw in (accepted + (taken / positive(left)).clamp(max=1)).split(1, dim=1):
+    for of_draw in (accepted + (taken / clamp_positive(left)).clamp(max=1)).split(1, dim=1):
         yield RefusalStep(of_draw, rest, weight)
 
     # 3. The nodes themselves.
-    rest = without(rest, sure)
+    rest = mask_out(rest, sure)
     kept = rest.sum(-1, keepdim=True)
-    weight = kept / positive(kept + (1 - weight))
+    weight = kept / clamp_positive(kept + (1 - weight))
     yield RefusalStep(weight, rest, weight)
 
 
-def block_optimal(scheme: Scheme) -> Traversal:
-    return Traversal("block-optimal", scheme, partial(selected_first, cast(Optimal, scheme)))
+def build_block_optimal(scheme: Scheme) -> Traversal:
+    return Traversal("block-optimal", scheme, partial(refuse_selected_first, cast(Optimal, scheme)))

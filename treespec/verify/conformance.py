@@ -21,18 +21,18 @@ Judge = Callable[[Any, Any, Any, Any], Sequence[int]]
 Drawn = Literal["independent", "without replacement", "greedy"]
 Text = tuple[int, ...]
 Table = Mapping[Text, np.ndarray]  # a distribution [V] after each text
-SIZES = ((2, 1), (3, 1), (2, 2), (3, 2))  # tokens and levels, the smallest first
-SHARPNESS = ((1.0, 1.0), (0.3, 1.0), (1.0, 0.3))  # of random p and q; below 1 nearly one-hot
-TABLES = len(SHARPNESS) + 3
-POWER = 0.99
-LEAST = 5  # runs that a text of a χ² test is expected in; rarer ones count together
+TRIAL_SIZES = ((2, 1), (3, 1), (2, 2), (3, 2))  # tokens and levels, the smallest first
+TABLE_SHARPNESS = ((1.0, 1.0), (0.3, 1.0), (1.0, 0.3))  # of random p and q; below 1 nearly one-hot
+NUM_TABLES = len(TABLE_SHARPNESS) + 3
+DETECTION_POWER = 0.99
+MIN_EXPECTED_RUNS = 5  # runs that a text of a χ² test is expected in; rarer ones count together
 # Faults of verifiers that published code has had, by what each does wrong.
 SURE_ACCEPTANCE = "likelier drafts accepted for sure"
 ANSWER_BY_P = "a refused draft answered by p"
 UNSCALED_RESIDUAL = "the residual not normalised"
 SHARED_UNIFORM = "one uniform number for all drafts"
 SQUARED_LAST = "the last token by p squared"
-FAULTS = (SURE_ACCEPTANCE, ANSWER_BY_P, UNSCALED_RESIDUAL, SHARED_UNIFORM, SQUARED_LAST)
+PLANTED_FAULTS = (SURE_ACCEPTANCE, ANSWER_BY_P, UNSCALED_RESIDUAL, SHARED_UNIFORM, SQUARED_LAST)
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Conformance:
     """What `check` found. counterexample: of the smallest tables that failed; None: all passed.
 
     runs: cycles on each pair of tables. finds: the shift of probability that they find with probability
-    `POWER`. missed: the planted faults that they did not find.
+    `DETECTION_POWER`. missed: the planted faults that they did not find.
     """
 
     counterexample: Counterexample | None
@@ -81,11 +81,11 @@ class Conformance:
     def __str__(self) -> str:
         if self.counterexample:
             return f"not the target's distribution: {self.counterexample}"
-        found = len(FAULTS) - len(self.missed)
+        found = len(PLANTED_FAULTS) - len(self.missed)
         passed = (
             f"the target's distribution on {self.tables} pairs of tables, {self.runs:,} cycles on "
             f"each, at error {self.error:g}; a shift of {self.finds:.1%} would be found with "
-            f"probability {POWER}. The same cycles find {found} of {len(FAULTS)} planted faults"
+            f"probability {DETECTION_POWER}. The same cycles find {found} of {len(PLANTED_FAULTS)} planted faults"
         )
         for name in self.missed:
             passed += f"; not: {name}"
@@ -93,7 +93,7 @@ class Conformance:
 
 
 @dataclass(frozen=True)
-class Trial:
+class ConformanceTrial:
     """How trees are drafted, and how often. error: of each pair of tables."""
 
     widths: Sequence[int]
@@ -106,7 +106,7 @@ class Trial:
     def sizes(self) -> list[tuple[int, int]]:
         """The tokens and levels of the tables, where siblings that differ find enough tokens."""
         fitting = []
-        for vocab, depth in SIZES:
+        for vocab, depth in TRIAL_SIZES:
             if depth > len(self.widths):
                 continue
             if self.draws == "independent" or vocab >= max(self.widths[:depth]):
@@ -143,31 +143,31 @@ def check(
     ) -> Sequence[int]:
         return verifier(array(p), array(q), array(tokens), array(parents))
 
-    trial = Trial(widths, draws, runs, error, np.random.default_rng(0))
-    tests = len(trial.sizes) * TABLES
+    trial = ConformanceTrial(widths, draws, runs, error, np.random.default_rng(0))
+    tests = len(trial.sizes) * NUM_TABLES
     trial = replace(trial, error=error / tests)
-    wrong = first_wrong(judge, trial)
+    wrong = find_counterexample(judge, trial)
 
     # 2. Planted faults, which show what so many cycles find.
     trial = replace(trial, draws="independent")
     missed = []
     if not wrong:
-        for fault in FAULTS:
-            if not first_wrong(recursive_rejection(trial.generator, fault), trial):
+        for fault in PLANTED_FAULTS:
+            if not find_counterexample(build_recursive_rejection(trial.generator, fault), trial):
                 missed.append(fault)
-    finds = least_shift(runs, trial.error, trial.sizes[-1])
+    finds = find_detectable_shift(runs, trial.error, trial.sizes[-1])
     return Conformance(wrong, tests, runs, error, finds, missed)
 
 
-def first_wrong(judge: Judge, trial: Trial) -> Counterexample | None:
+def find_counterexample(judge: Judge, trial: ConformanceTrial) -> Counterexample | None:
     """The first pair of tables on which the texts of the trial's cycles are wrong."""
     for vocab, depth in trial.sizes:
-        for p, q in tables(vocab, depth, trial.generator):
+        for p, q in build_table_pairs(vocab, depth, trial.generator):
             should = list_text_probabilities(p, vocab, depth + 1)
             counts = dict.fromkeys(should, 0)
             for _ in range(trial.runs):
-                counts[cycle(judge, p, q, depth, trial)] += 1
-            p_value = fit(counts, should, trial.runs)
+                counts[run_cycle(judge, p, q, depth, trial)] += 1
+            p_value = compute_chi2_p_value(counts, should, trial.runs)
             if p_value < trial.error:
                 are = {text: count / trial.runs for text, count in counts.items()}
                 return Counterexample(p, q, should, are, p_value)
@@ -187,12 +187,14 @@ def list_text_probabilities(p: Table, vocab: int, length: int) -> dict[Text, flo
     return probabilities
 
 
-def tables(vocab: int, depth: int, generator: np.random.Generator) -> Iterator[tuple[Table, Table]]:
+def build_table_pairs(
+    vocab: int, depth: int, generator: np.random.Generator
+) -> Iterator[tuple[Table, Table]]:
     """Pairs p, q: random ones, equal ones, a sharper q, and p without the token that q likes most."""
     texts: list[Text] = []
     for length in range(depth + 1):
         texts += product(range(vocab), repeat=length)
-    for sharpness_p, sharpness_q in SHARPNESS:
+    for sharpness_p, sharpness_q in TABLE_SHARPNESS:
         p = {text: generator.dirichlet([sharpness_p] * vocab) for text in texts}
         q = {text: generator.dirichlet([sharpness_q] * vocab) for text in texts}
         yield p, q
@@ -217,7 +219,7 @@ class TrialTree:
         return [-1, *(text[-1] for text in self.texts[1:])]
 
 
-def draft_trial_tree(q: Table, depth: int, trial: Trial) -> TrialTree:
+def draft_trial_tree(q: Table, depth: int, trial: ConformanceTrial) -> TrialTree:
     """A tree of up to `depth` levels, whose children are drawn from q.
 
     Widths (2, 1), draws 1 0 at the root, then 0 and 0:
@@ -232,14 +234,14 @@ def draft_trial_tree(q: Table, depth: int, trial: Trial) -> TrialTree:
         above = level
         level = []
         for node in above:
-            for token in drawn(q[texts[node]], width, trial.draws, trial.generator):
+            for token in draw_children(q[texts[node]], width, trial.draws, trial.generator):
                 level.append(len(texts))
                 texts.append(texts[node] + (token,))
                 parents.append(node)
     return TrialTree(texts, parents)
 
 
-def cycle(judge: Judge, p: Table, q: Table, depth: int, trial: Trial) -> Text:
+def run_cycle(judge: Judge, p: Table, q: Table, depth: int, trial: ConformanceTrial) -> Text:
     """The text of a drafted and judged tree, and of p behind it. Raises ValueError as `check`."""
     # 1. Draft a tree, and judge it.
     tree = draft_trial_tree(q, depth, trial)
@@ -258,21 +260,23 @@ def cycle(judge: Judge, p: Table, q: Table, depth: int, trial: Trial) -> Text:
 
     # 3. Draw the rest from p.
     while len(output) <= depth:
-        output += (one_of(p[output], trial.generator),)
+        output += (sample_index(p[output], trial.generator),)
     return output
 
 
-def drawn(q: np.ndarray, width: int, draws: Drawn, generator: np.random.Generator) -> list[int]:
+def draw_children(
+    q: np.ndarray, width: int, draws: Drawn, generator: np.random.Generator
+) -> list[int]:
     """Tokens of one node's children."""
     if draws == "independent":
-        return [one_of(q, generator) for _ in range(width)]
+        return [sample_index(q, generator) for _ in range(width)]
     if draws == "greedy":
         return (-q).argsort(kind="stable")[:width].tolist()
     race = generator.exponential(size=len(q)) / q  # the first of a race: without replacement
     return race.argsort()[:width].tolist()
 
 
-def one_of(weights: np.ndarray, generator: np.random.Generator) -> int:
+def sample_index(weights: np.ndarray, generator: np.random.Generator) -> int:
     """A token in proportion to the weights [V]."""
     sums = weights.cumsum()
     return int(
@@ -280,7 +284,9 @@ def one_of(weights: np.ndarray, generator: np.random.Generator) -> int:
     )
 
 
-def fit(counts: Mapping[Text, int], should: Mapping[Text, float], runs: int) -> float:
+def compute_chi2_p_value(
+    counts: Mapping[Text, int], should: Mapping[Text, float], runs: int
+) -> float:
     """p-value of counts: χ², rare texts counted together; 0 for a text that cannot be."""
     if any(counts[text] for text, share in should.items() if not share):
         return 0.0
@@ -288,33 +294,35 @@ def fit(counts: Mapping[Text, int], should: Mapping[Text, float], runs: int) -> 
     rare_count = 0
     rare_due = 0.0
     for text, share in should.items():
-        if runs * share >= LEAST:
+        if runs * share >= MIN_EXPECTED_RUNS:
             pairs.append((counts[text], runs * share))
         else:
             rare_count += counts[text]
             rare_due += runs * share
-    if rare_due >= LEAST:
+    if rare_due >= MIN_EXPECTED_RUNS:
         pairs.append((rare_count, rare_due))
     statistic = sum((count - due) ** 2 / due for count, due in pairs)
     degrees = len(pairs) - 1
-    if 0 < rare_due < LEAST:
+    if 0 < rare_due < MIN_EXPECTED_RUNS:
         degrees += 1  # without the rare texts, the counts need not sum to the runs
     return float(chi2.sf(statistic, max(1, degrees)))
 
 
-def least_shift(runs: int, error: float, size: tuple[int, int]) -> float:
-    """The total variation that is found with probability `POWER`: Σ δ²/p is at least (Σ |δ|)²."""
+def find_detectable_shift(runs: int, error: float, size: tuple[int, int]) -> float:
+    """The total variation that is found with probability `DETECTION_POWER`: Σ δ²/p is at least (Σ |δ|)²."""
     vocab, depth = size
     degrees = vocab ** (depth + 1) - 1
     critical = chi2.isf(error, degrees)
-    needed = brentq(lambda x: ncx2.sf(critical, degrees, x) - POWER, 1e-9, 9 * critical + 100)
+    needed = brentq(
+        lambda x: ncx2.sf(critical, degrees, x) - DETECTION_POWER, 1e-9, 9 * critical + 100
+    )
     return min(1.0, sqrt(needed / runs) / 2)
 
 
-def recursive_rejection(generator: np.random.Generator, fault: str = "") -> Judge:
+def build_recursive_rejection(generator: np.random.Generator, fault: str = "") -> Judge:
     """Recursive rejection sampling of independent draws (SpecInfer, 2305.09781, algorithm 2).
 
-    fault: one of `FAULTS`, planted; none by default.
+    fault: one of `PLANTED_FAULTS`, planted; none by default.
     """
 
     def is_accepted(left: np.ndarray, q: np.ndarray, token: int, uniform: float) -> bool:
@@ -357,7 +365,7 @@ def recursive_rejection(generator: np.random.Generator, fault: str = "") -> Judg
                 break
             output.append(int(tokens[accepted]))
             node = accepted
-        output.append(one_of(weigh_last(left), generator))
+        output.append(sample_index(weigh_last(left), generator))
         return output
 
     return judge

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-TINY = 1e-300
+MIN_COUPLED_MASS = 1e-300
 NEWTON_STEPS = 5  # these find mass to 1e-14 for up to 64 draws
 
 
@@ -60,9 +60,9 @@ def couple(p: Tensor, q: Tensor, draws: Tensor) -> Coupling:
     """
     # 1. The cells' intervals, and the boundary of H*.
     draws = draws.to(q.dtype)
-    safe = q.clamp(min=TINY)
+    safe = q.clamp(min=MIN_COUPLED_MASS)
     f = p / safe
-    edges, below = _cumulated(torch.stack([q, p]))
+    edges, below = _accumulate(torch.stack([q, p]))
     power = edges**draws
     start = edges[:, :-1]
     end = edges[:, 1:]
@@ -79,7 +79,7 @@ def couple(p: Tensor, q: Tensor, draws: Tensor) -> Coupling:
     # 3. Over and under mass of each cell, cumulated from the boundary.
     over_mass = low.addcmul(f, switch - start) - at_switch
     under_mass = high.addcmul(f, switch - end) - at_switch
-    masses = _cumulated(torch.stack([over_mass, under_mass]).clamp_(min=0))
+    masses = _accumulate(torch.stack([over_mass, under_mass]).clamp_(min=0))
     over, under = masses - masses.gather(-1, boundary.expand(2, -1, -1))
 
     # 4. x is p, plus the unmatched under mass, less the unmatched over mass.
@@ -89,12 +89,12 @@ def couple(p: Tensor, q: Tensor, draws: Tensor) -> Coupling:
     return Coupling(draws, edges, f, switch, over, under, density)
 
 
-def _cumulated(masses: Tensor) -> Tensor:
+def _accumulate(masses: Tensor) -> Tensor:
     """[..., M + 1] the sums of the first 0 to M masses [..., M]."""
     return pad(masses.cumsum(-1), (1, 0))
 
 
-def scores(of: Coupling, cells: Tensor, place: Tensor, coin: Tensor) -> Tensor:
+def score_draws(of: Coupling, cells: Tensor, place: Tensor, coin: Tensor) -> Tensor:
     """[B, K] the scores of K draws, positions in [0, 1].
 
     cells: [B, K] int64, the cell of each draw.
@@ -115,16 +115,16 @@ def scores(of: Coupling, cells: Tensor, place: Tensor, coin: Tensor) -> Tensor:
     over = of.over.gather(1, cells) + mass
     under = of.under.gather(1, cells) - mass
     matched = torch.where(is_over, over <= of.under[:, -1:], under >= of.over[:, :1])
-    t = _partner(of, is_over, torch.where(is_over, over, under))
+    t = _find_partner(of, is_over, torch.where(is_over, over, under))
 
     # 3. Exchange s for t with the probability that makes E[g(score)] = f.
     here = k * s ** (k - 1)
     there = k * t ** (k - 1)
-    probability = (f - here).abs() / (there - here).abs().clamp(min=TINY)
+    probability = (f - here).abs() / (there - here).abs().clamp(min=MIN_COUPLED_MASS)
     return torch.where(matched & (coin < probability), t, s)
 
 
-def _partner(of: Coupling, is_over: Tensor, mass: Tensor) -> Tensor:
+def _find_partner(of: Coupling, is_over: Tensor, mass: Tensor) -> Tensor:
     """[B, K] the position t at which the cumulated mass of the other kind equals `mass` [B, K].
 
     is_over: [B, K] bool, whether `mass` is over mass; t then lies in under mass.
@@ -153,10 +153,10 @@ def _partner(of: Coupling, is_over: Tensor, mass: Tensor) -> Tensor:
 
     # 3. The root.
     least = c * (c ** (k - 1) - f)
-    step = (2 * rest / (k * (k - 1) * c ** (k - 2)).clamp_(min=TINY)).sqrt()
+    step = (2 * rest / (k * (k - 1) * c ** (k - 2)).clamp_(min=MIN_COUPLED_MASS)).sqrt()
     t = (c + torch.where(is_over, step, -step)).clamp(low, high)
     rest += least
     for _ in range(NEWTON_STEPS):
         power = t ** (k - 1)
-        t = (t - (t * (power - f) - rest) / (k * power - f + TINY)).clamp(low, high)
+        t = (t - (t * (power - f) - rest) / (k * power - f + MIN_COUPLED_MASS)).clamp(low, high)
     return t

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from treespec.sampling.probs import largest, sample_each
+from treespec.sampling.probs import sample_each, select_topk
 from treespec.trees.tree import Draws
 from treespec.verify.scheme import Scheme
 
@@ -19,7 +19,7 @@ def keep_first(tokens: Tensor, number: Tensor) -> Tensor:
     return tokens.masked_fill(torch.arange(tokens.shape[1], device=tokens.device) >= number, -1)
 
 
-def independent(q: Tensor, width: int, generator: torch.Generator) -> Tensor:
+def draw_iid_children(q: Tensor, width: int, generator: torch.Generator) -> Tensor:
     """[B, width] independent draws from q [B, V]; tokens may repeat. A row of NaN or no mass gives -1."""
     tokens = sample_each(q, width, generator)
     return tokens.masked_fill_(tokens >= q.shape[-1], -1)
@@ -32,35 +32,35 @@ class Independent(Scheme):
     random_draws = "independent"
 
     def make(self, q: Tensor, width: int, number: Tensor, generator: torch.Generator) -> Draws:
-        return Draws(keep_first(independent(q, width, generator), number))
+        return Draws(keep_first(draw_iid_children(q, width, generator), number))
 
 
-def most_likely(scores: Tensor, k: int) -> Tensor:
+def select_most_likely(scores: Tensor, k: int) -> Tensor:
     """[B, k] the tokens of the k largest scores [B, V], largest first; -1 beyond V tokens."""
-    best = largest(scores, min(k, scores.shape[-1]))[1]
+    best = select_topk(scores, min(k, scores.shape[-1]))[1]
     return pad(best, (0, k - best.shape[-1]), value=-1)
 
 
-def tops(q: Tensor, number: Tensor, width: int) -> Tensor:
+def select_top_tokens(q: Tensor, number: Tensor, width: int) -> Tensor:
     """[B, width] the `number` [B, 1] most likely tokens of q, -1 beyond and where q is 0."""
-    best = keep_first(most_likely(q, width), number)
+    best = keep_first(select_most_likely(q, width), number)
     return best.masked_fill(q.gather(1, best.clamp(min=0)) == 0, -1)
 
 
-def distinct(tokens: Tensor) -> Tensor:
+def drop_repeats(tokens: Tensor) -> Tensor:
     """The draws [B, K] in their order without repeats; -1 fills the row."""
     repeat = (tokens[:, :, None] == tokens[:, None]).tril(-1).any(-1) | (tokens < 0)
     return tokens.masked_fill(repeat, -1).gather(1, repeat.int().argsort(dim=-1, stable=True))
 
 
-def without(masses: Tensor, tokens: Tensor) -> Tensor:
+def mask_out(masses: Tensor, tokens: Tensor) -> Tensor:
     """The masses [B, V] with none on the tokens [B, K]; -1 stands for no token."""
     return masses.scatter_reduce(1, tokens.clamp(min=0), (tokens < 0).to(masses.dtype), "prod")
 
 
-def mass_on(masses: Tensor, tokens: Tensor) -> Tensor:
+def sum_mass_on(masses: Tensor, tokens: Tensor) -> Tensor:
     """[B] the mass on the distinct tokens [B, K] of masses [B, V]."""
-    return (masses - without(masses, tokens)).sum(-1)
+    return (masses - mask_out(masses, tokens)).sum(-1)
 
 
 def overlap(p: Tensor, q: Tensor) -> Tensor:
@@ -68,19 +68,19 @@ def overlap(p: Tensor, q: Tensor) -> Tensor:
     return torch.minimum(p, q).sum(-1)
 
 
-def positive(x: Tensor) -> Tensor:
+def clamp_positive(x: Tensor) -> Tensor:
     """x as a divisor: no number is below the smallest with a finite reciprocal."""
     return x.clamp(min=torch.finfo(x.dtype).tiny)
 
 
-def ratio(p: Tensor, q: Tensor) -> Tensor:
+def divide_probabilities(p: Tensor, q: Tensor) -> Tensor:
     """min(1, p/q), with 0/0 = 0."""
-    return (p / positive(q)).clamp(max=1)
+    return (p / clamp_positive(q)).clamp(max=1)
 
 
 def scale(q: Tensor, present: Tensor) -> Tensor:
     """[B, 1] a factor: q times it sums to 1 where `present` [B, 1], and to 0 elsewhere."""
-    return present / positive(q.sum(-1, keepdim=True))
+    return present / clamp_positive(q.sum(-1, keepdim=True))
 
 
 def subtract(p: Tensor, q: Tensor, weight: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def subtract(p: Tensor, q: Tensor, weight: Tensor) -> Tensor:
     return torch.addcmul(p, q, weight, value=-1).clamp_(min=0)
 
 
-def normalise(rest: Tensor, p: Tensor, total: Tensor | float = 1.0) -> Tensor:
+def normalize_residual(rest: Tensor, p: Tensor, total: Tensor | float = 1.0) -> Tensor:
     """[B, V] rest, scaled to sum to `total` [B, 1]. Overwrites rest.
 
     Where rest has no mass, p takes its place; only rounding leads there. A subnormal mass counts as
@@ -99,17 +99,17 @@ def normalise(rest: Tensor, p: Tensor, total: Tensor | float = 1.0) -> Tensor:
     return rest.addcmul_(p, empty).mul_(total / (mass + empty))
 
 
-def answer(p: Tensor, rest: Tensor, tokens: Tensor, accepted: Tensor) -> Tensor:
+def plan_from_acceptance(p: Tensor, rest: Tensor, tokens: Tensor, accepted: Tensor) -> Tensor:
     """[B, V] the plan of draws that are accepted with known probabilities.
 
     tokens: [B, K] the draws. accepted: [B, K] Pr(each is output). rest: [B, V] the residual, from
     which the output comes with the remaining probability; it is overwritten.
     """
     refused = (1 - accepted.sum(-1, keepdim=True)).clamp(min=0)
-    return normalise(rest, p, refused).scatter_add_(1, tokens.clamp(min=0), accepted)
+    return normalize_residual(rest, p, refused).scatter_add_(1, tokens.clamp(min=0), accepted)
 
 
-def one_draft(p: Tensor, q: Tensor, tokens: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+def accept_one_draft(p: Tensor, q: Tensor, tokens: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
     """[B, K] Pr(each token is accepted), and the mass (p - q)+ left of p, for one draw y of distribution q.
 
     y is accepted with min(1, p/q). Without a draw all of p is left.
@@ -117,31 +117,31 @@ def one_draft(p: Tensor, q: Tensor, tokens: Tensor, chosen: Tensor) -> tuple[Ten
     """
     at = tokens.clamp(min=0)
     weight = scale(q, chosen.any(-1, keepdim=True))
-    accepted = ratio(p.gather(1, at), q.gather(1, at) * weight) * chosen
+    accepted = divide_probabilities(p.gather(1, at), q.gather(1, at) * weight) * chosen
     return accepted, subtract(p, q, weight)
 
 
-def single_draft(p: Tensor, q: Tensor, tokens: Tensor, chosen: Tensor | None = None) -> Tensor:
-    """[B, V] the plan for one draw: where `one_draft` refuses it, the output is from norm (p - q)+.
+def plan_single_draft(p: Tensor, q: Tensor, tokens: Tensor, chosen: Tensor | None = None) -> Tensor:
+    """[B, V] the plan for one draw: where `accept_one_draft` refuses it, the output is from norm (p - q)+.
 
-    chosen: as for `one_draft`. Default: 1, for K = 1.
+    chosen: as for `accept_one_draft`. Default: 1, for K = 1.
     """
     if chosen is None:
         chosen = tokens >= 0
-    accepted, left = one_draft(p, q, tokens, chosen)
-    return answer(p, left, tokens, accepted)
+    accepted, left = accept_one_draft(p, q, tokens, chosen)
+    return plan_from_acceptance(p, left, tokens, accepted)
 
 
-def recursive_rejection(p: Tensor, qs: Iterable[Tensor], tokens: Tensor) -> Tensor:
+def plan_recursive_rejection(p: Tensor, qs: Iterable[Tensor], tokens: Tensor) -> Tensor:
     """[B, V] the plan that verifies draws in turn, each against the residual of the ones before.
 
     qs: K distributions [B, V], each that of a draw given the draws before it. tokens: [B, K].
     """
-    accepted, left = rejections(p, qs, tokens)
-    return answer(p, left, tokens, accepted)
+    accepted, left = reject_recursively(p, qs, tokens)
+    return plan_from_acceptance(p, left, tokens, accepted)
 
 
-def rejections(p: Tensor, qs: Iterable[Tensor], tokens: Tensor) -> tuple[Tensor, Tensor]:
+def reject_recursively(p: Tensor, qs: Iterable[Tensor], tokens: Tensor) -> tuple[Tensor, Tensor]:
     """[B, K] Pr(each draw is accepted) by recursive rejection, and the last residual [B, V].
 
     The residual is not normalised.
@@ -155,7 +155,7 @@ def rejections(p: Tensor, qs: Iterable[Tensor], tokens: Tensor) -> tuple[Tensor,
         present = token >= 0
         at = token.clamp(min=0)
         weight = scale(q, present) * mass
-        accept = ratio(left.gather(1, at), q.gather(1, at) * weight) * present
+        accept = divide_probabilities(left.gather(1, at), q.gather(1, at) * weight) * present
         accepted.append(reach * accept)
         reach = reach * (1 - accept)
         left = subtract(left, q, weight)

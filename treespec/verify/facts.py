@@ -8,15 +8,15 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from treespec.errors import InputError
-from treespec.options import installed, nearest
+from treespec.options import find_nearest_name, load_installed_entries
 from treespec.trees.ranges import Range
 
-SWITCH = Range(least=0, most=1, whole=True)
-SHARE = Range(above=0, most=1)
+BINARY_RANGE = Range(least=0, most=1, whole=True)
+SHARE_RANGE = Range(above=0, most=1)
 
 
 @dataclass(frozen=True)
-class Facts:
+class SchemeInfo:
     """The properties of a `Scheme` by which it is paired.
 
     loads: "module:NAME" of its class. options: the range of each.
@@ -30,39 +30,43 @@ class Facts:
     options: Mapping[str, Range] = field(default_factory=dict)
 
 
-SCHEMES = {
+SCHEME_INFOS = {
     facts.name: facts
     for facts in (
-        Facts("single", "treespec.verify.single:Single", max_draws=1),
-        Facts("rrs", "treespec.verify.rrs:RRS"),
-        Facts("rrs-wo", "treespec.verify.rrs:RRSWithoutReplacement"),
-        Facts("kseq", "treespec.verify.kseq:KSeq"),
-        Facts("spechub", "treespec.verify.spechub:SpecHub", max_draws=2),
-        Facts("greedy", "treespec.verify.single:Greedy"),
-        Facts(
+        SchemeInfo("single", "treespec.verify.single:Single", max_draws=1),
+        SchemeInfo("rrs", "treespec.verify.rrs:RRS"),
+        SchemeInfo("rrs-wo", "treespec.verify.rrs:RRSWithoutReplacement"),
+        SchemeInfo("kseq", "treespec.verify.kseq:KSeq"),
+        SchemeInfo("spechub", "treespec.verify.spechub:SpecHub", max_draws=2),
+        SchemeInfo("greedy", "treespec.verify.single:Greedy"),
+        SchemeInfo(
             "is-lp",
             "treespec.verify.is_lp:IsLp",
             options={"s": Range(least=1, most=10, whole=True)},
         ),
-        Facts(
+        SchemeInfo(
             "optimal",
             "treespec.verify.optimal:Optimal",
-            options={"threshold": Range(least=0, most=1), "extra": SWITCH, "exact": SWITCH},
+            options={
+                "threshold": Range(least=0, most=1),
+                "extra": BINARY_RANGE,
+                "exact": BINARY_RANGE,
+            },
         ),
-        Facts("topk", "treespec.verify.topk:TopK", deterministic=True),
-        Facts(
+        SchemeInfo("topk", "treespec.verify.topk:TopK", deterministic=True),
+        SchemeInfo(
             "typical",
             "treespec.verify.topk:Typical",
             lossless=False,
             deterministic=True,
-            options={"epsilon": SHARE, "delta": SHARE},
+            options={"epsilon": SHARE_RANGE, "delta": SHARE_RANGE},
         ),
     )
 }
 
 
 @dataclass(frozen=True)
-class Known:
+class VerifierInfo:
     """A verifier by its name.
 
     loads: import path "module:NAME" of a verifier, or of a function that takes the scheme named by `over`.
@@ -70,39 +74,45 @@ class Known:
     """
 
     name: str
-    scheme: Facts
+    scheme: SchemeInfo
     loads: str
     coupled: bool = False
     over: str = ""
 
 
-BEYOND_THE_NODE: dict[str, Known] = {
+BEYOND_THE_NODE: dict[str, VerifierInfo] = {
     known.name: known
     for known in (
-        Known("auto", SCHEMES["topk"], "treespec.verify.gumbel:AUTO", coupled=True),
-        Known("gumbel", SCHEMES["topk"], "treespec.verify.gumbel:GUMBEL", coupled=True),
-        Known("block", SCHEMES["single"], "treespec.verify.traversal:BLOCK"),
-        Known("traversal", SCHEMES["rrs-wo"], "treespec.verify.traversal:TRAVERSAL"),
-        Known(
+        VerifierInfo(
+            "auto", SCHEME_INFOS["topk"], "treespec.verify.gumbel:AUTO_VERIFIER", coupled=True
+        ),
+        VerifierInfo(
+            "gumbel", SCHEME_INFOS["topk"], "treespec.verify.gumbel:GUMBEL_VERIFIER", coupled=True
+        ),
+        VerifierInfo("block", SCHEME_INFOS["single"], "treespec.verify.traversal:BLOCK_VERIFIER"),
+        VerifierInfo(
+            "traversal", SCHEME_INFOS["rrs-wo"], "treespec.verify.traversal:TRAVERSAL_VERIFIER"
+        ),
+        VerifierInfo(
             "block-optimal",
-            SCHEMES["optimal"],
-            "treespec.verify.block_optimal:block_optimal",
+            SCHEME_INFOS["optimal"],
+            "treespec.verify.block_optimal:build_block_optimal",
             over="optimal",
         ),
     )
-} | installed("verifiers")
-LOSSY = tuple(name for name, scheme in SCHEMES.items() if not scheme.lossless)
-NAMES = (*SCHEMES, *BEYOND_THE_NODE)
+} | load_installed_entries("verifiers")
+LOSSY_SCHEMES = tuple(name for name, scheme in SCHEME_INFOS.items() if not scheme.lossless)
+VERIFIER_NAMES = (*SCHEME_INFOS, *BEYOND_THE_NODE)
 
 
 class SchemeChoice(NamedTuple):
     """A scheme that a user has named, and the values of its options."""
 
-    scheme: Facts
+    scheme: SchemeInfo
     options: dict[str, float]
 
 
-def known_verifier(spec: str, allow_lossy: bool = False) -> Known:
+def parse_verifier(spec: str, allow_lossy: bool = False) -> VerifierInfo:
     """The verifier that a `--verifier` value names.
 
     A scheme's name, such as `rrs-wo`, is the walk over that scheme. Others, as `auto` and `block`, are verifiers of
@@ -118,13 +128,13 @@ def known_verifier(spec: str, allow_lossy: bool = False) -> Known:
         if not verifier.over:
             raise InputError(f"verifier {spec!r}: {kind} has no options")
         over = f"{verifier.over}:{over}"
-        known_scheme(over)  # raises for a bad option
+        parse_scheme(over)  # raises for a bad option
         return replace(verifier, over=over)
-    choice = known_scheme(spec, allow_lossy, BEYOND_THE_NODE)
-    return Known(spec, choice.scheme, "treespec.verify.walk:Walk", over=spec)
+    choice = parse_scheme(spec, allow_lossy, BEYOND_THE_NODE)
+    return VerifierInfo(spec, choice.scheme, "treespec.verify.walk:Walk", over=spec)
 
 
-def known_scheme(spec: str, allow_lossy: bool = False, others: Iterable[str] = ()) -> SchemeChoice:
+def parse_scheme(spec: str, allow_lossy: bool = False, others: Iterable[str] = ()) -> SchemeChoice:
     """The scheme that a `--verifier` value names, `rrs-wo` or `is-lp:s=8`, and its options.
 
     allow_lossy: whether a scheme may change the target's distribution.
@@ -134,12 +144,12 @@ def known_scheme(spec: str, allow_lossy: bool = False, others: Iterable[str] = (
     """
     # 1. The scheme.
     name, _, rest = spec.partition(":")
-    if name not in SCHEMES:
-        names = [*SCHEMES, *others]
+    if name not in SCHEME_INFOS:
+        names = [*SCHEME_INFOS, *others]
         raise InputError(
-            f"unknown verifier {name!r}{nearest(name, names)}: choose one of {', '.join(names)}"
+            f"unknown verifier {name!r}{find_nearest_name(name, names)}: choose one of {', '.join(names)}"
         )
-    scheme = SCHEMES[name]
+    scheme = SCHEME_INFOS[name]
     if not (scheme.lossless or allow_lossy):
         raise InputError(
             f"verifier {name} is lossy, its text has another distribution than the target's: allow that "
@@ -160,18 +170,18 @@ def known_scheme(spec: str, allow_lossy: bool = False, others: Iterable[str] = (
             values[option] = allowed.parse(text)
         except ValueError:
             raise InputError(f"verifier {spec!r}: {option} must be {allowed}") from None
-    check_options(name, values)
+    check_scheme_options(name, values)
     return SchemeChoice(scheme, values)
 
 
-def check_options(name: str, values: Mapping[str, object]) -> None:
+def check_scheme_options(name: str, values: Mapping[str, object]) -> None:
     """Raises InputError for the first option of a scheme outside its range. None fits any.
 
     A scheme that the table does not have checks its own.
     """
-    if name not in SCHEMES:
+    if name not in SCHEME_INFOS:
         return
-    for option, allowed in SCHEMES[name].options.items():
+    for option, allowed in SCHEME_INFOS[name].options.items():
         value = values.get(option)
         if value is not None and value not in allowed:
             raise InputError(f"verifier {name}: {option} is {value}, must be {allowed}")

@@ -11,5 +11,7 @@ Khisti 2025 (2506.05632) for lists of drafts with independent noise. Here a list
 from treespec.verify.topk import TopK
 from treespec.verify.walk import Walk
 
-GUMBEL = Walk(TopK(), "gumbel", coupled=True)
-AUTO = Walk(TopK(), "auto", coupled=True)  # the default: its trees are chosen by their cost
+GUMBEL_VERIFIER = Walk(TopK(), "gumbel", coupled=True)
+AUTO_VERIFIER = Walk(
+    TopK(), "auto", coupled=True
+)  # the default: its trees are chosen by their cost

@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from treespec.trees.static import balanced
+from treespec.trees.static import build_balanced_tree
 from treespec.trees.tree import Draws
 from treespec.verify.distributions import (
     Independent,
-    normalise,
+    divide_probabilities,
+    normalize_residual,
     overlap,
-    ratio,
-    single_draft,
+    plan_single_draft,
 )
 
 
 @dataclass(frozen=True)
-class Duel:
+class PairRule:
     """How one of two draws is selected, by the ranks of their tokens.
 
     selected: [B, V] probabilities of the selected token.
@@ -38,7 +38,7 @@ class Duel:
     wins: Tensor
     pairs: Tensor
 
-    def keeps(self, tokens: Tensor, rival: Tensor) -> Tensor:
+    def compute_win_probability(self, tokens: Tensor, rival: Tensor) -> Tensor:
         """[B, K] Pr(the token is selected over the rival). tokens: [B, K]. rival: [B, 1]."""
         s = self.wins.shape[-1]
         mine = find_ranks(self.order, tokens)
@@ -52,13 +52,13 @@ def find_ranks(order: Tensor, tokens: Tensor) -> Tensor:
     return (order[:, None] == tokens[..., None]).int().argmax(-1)
 
 
-def duel(p: Tensor, q1: Tensor, q2: Tensor, s: int) -> Duel:
+def solve_pair_rule(p: Tensor, q1: Tensor, q2: Tensor, s: int) -> PairRule:
     """The truncated program for draws from q1 and q2 against p, all [B, V].
 
     s: ranks whose pairs the program decides. In all other pairs the lower rank wins.
     """
     # 1. Ranks, by the mass that a token has in excess where both draws are it.
-    order = ascending(q1 * q2 - p)
+    order = argsort_ascending(q1 * q2 - p)
     p = p.gather(1, order)
     q1 = q1.gather(1, order)
     q2 = q2.gather(1, order)
@@ -75,10 +75,10 @@ def duel(p: Tensor, q1: Tensor, q2: Tensor, s: int) -> Duel:
     fixed = (q1 * q2)[:, :s] + q1[:, :s] * later2[:, s - 1 : s] + q2[:, :s] * later1[:, s - 1 : s]
     wins = solve(p[:, :s] - fixed, pairs)
     selected[:, :s] = fixed + (wins * pairs).sum(-1)
-    return Duel(torch.empty_like(selected).scatter_(1, order, selected), order, wins, pairs)
+    return PairRule(torch.empty_like(selected).scatter_(1, order, selected), order, wins, pairs)
 
 
-def ascending(scores: Tensor) -> Tensor:
+def argsort_ascending(scores: Tensor) -> Tensor:
     """[B, V] int64 the tokens by ascending score. On a CPU NumPy takes a fifth of torch's time."""
     if scores.is_cpu:
         return torch.from_numpy(scores.numpy().argsort(-1))
@@ -136,21 +136,23 @@ def select(p: Tensor, q: Tensor, tokens: Tensor, s: int) -> tuple[Tensor, Tensor
     chosen[:, 0] = 1
     selected = q
     for k in range(1, tokens.shape[1]):
-        new = duel(p, selected, q, s)
+        new = solve_pair_rule(p, selected, q, s)
         present = tokens[:, k : k + 1] >= 0
-        kept = chosen[:, :k] * new.keeps(at[:, :k], at[:, k : k + 1]).where(present, 1)
+        kept = chosen[:, :k] * new.compute_win_probability(at[:, :k], at[:, k : k + 1]).where(
+            present, 1
+        )
         chosen[:, k] = (chosen[:, :k] - kept).sum(-1)
         chosen[:, :k] = kept
         selected = new.selected.where(present, selected)
     return chosen * (tokens >= 0), selected
 
 
-def rate(p: Tensor, q: Tensor, s: int) -> Tensor:
+def compute_is_lp_acceptance(p: Tensor, q: Tensor, s: int) -> Tensor:
     """[B] Pr(output is one of two draws): the selected one, or the other as a residual token."""
     # 1. The selected token is refused with `refused`; the output then comes from `rest`.
-    new = duel(p, q, q, s)
-    refused = 1 - ratio(p, new.selected)
-    rest = normalise((p - new.selected).clamp_(min=0), p)
+    new = solve_pair_rule(p, q, q, s)
+    refused = 1 - divide_probabilities(p, new.selected)
+    rest = normalize_residual((p - new.selected).clamp_(min=0), p)
     refused = refused.gather(1, new.order)
     rest = rest.gather(1, new.order)
     q = q.gather(1, new.order)
@@ -177,13 +179,13 @@ class IsLp(Independent):
     """
 
     name = "is-lp"
-    default_tree = balanced(2, 3)
+    default_tree = build_balanced_tree(2, 3)
 
     s: int = 5
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
         chosen, selected = select(p, q, draws.tokens, self.s)
-        return single_draft(p, selected, draws.tokens, chosen)
+        return plan_single_draft(p, selected, draws.tokens, chosen)
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor | None:
         """Exact for one and two draws.
@@ -193,5 +195,5 @@ class IsLp(Independent):
         if k > 2:
             return None
         if k == 2:
-            return rate(p, q, self.s)
+            return compute_is_lp_acceptance(p, q, self.s)
         return overlap(p, q)

@@ -7,26 +7,33 @@ import torch
 from torch import Tensor
 
 from treespec.trees.tree import Draws
-from treespec.verify.distributions import Independent, answer, positive, ratio, scale, subtract
+from treespec.verify.distributions import (
+    Independent,
+    clamp_positive,
+    divide_probabilities,
+    plan_from_acceptance,
+    scale,
+    subtract,
+)
 
 
-def shared(p: Tensor, q: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
+def share_mass(p: Tensor, q: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
     """[B, V] min(p/ρ, q), and its sum β [B, 1] in float64. rho: [B, 1] ρ."""
     both = torch.minimum(p / rho.to(p.dtype), q)
     return both, both.sum(-1, keepdim=True).double()
 
 
-def smallest_rho(p: Tensor, q: Tensor, number: Tensor) -> Tensor:
+def find_smallest_rho(p: Tensor, q: Tensor, number: Tensor) -> Tensor:
     """[B, 1] float64: the ρ in [1, K] that solves 1 - (1 - β)^K = ρβ, rounded up.
 
-    number: [B, 1] K. β depends on ρ (`shared`). The left side falls with ρ and the right side
+    number: [B, 1] K. β depends on ρ (`share_mass`). The left side falls with ρ and the right side
     grows, so bisection finds the solution. Any larger ρ is lossless too and accepts less.
     """
     low = torch.ones_like(number, dtype=torch.float64)
     high = number.clamp(min=1).double()
     for _ in range(int(torch.finfo(p.dtype).bits * 0.85)):  # the mantissa's bits and a few for K
         middle = (low + high) / 2
-        _, beta = shared(p, q, middle)
+        _, beta = share_mass(p, q, middle)
         enough = 1 - (1 - beta) ** number <= middle * beta
         low = middle.where(~enough, low)
         high = middle.where(enough, high)
@@ -50,21 +57,21 @@ class KSeq(Independent):
         present = draws.tokens >= 0
         number = present.sum(-1, keepdim=True)
         q = q * scale(q, number > 0)
-        rho = smallest_rho(p, q, number)
-        both, beta = shared(p, q, rho)
+        rho = find_smallest_rho(p, q, number)
+        both, beta = share_mass(p, q, rho)
 
         # 2. Each draw is reached where all draws before it are refused.
         at = draws.tokens.clamp(min=0)
-        each = ratio(p.gather(1, at), q.gather(1, at) * rho.to(p.dtype)) * present
+        each = divide_probabilities(p.gather(1, at), q.gather(1, at) * rho.to(p.dtype)) * present
         refused = (1 - each).cumprod(-1)  # Pr(this draw and all before it are refused)
         reached = refused.roll(1, -1).index_fill(1, at.new_zeros(1), 1)
         accepted = each * reached
 
         # 3. The residual is p less what the draws accept on average.
-        paid = (1 - (1 - beta) ** number) / positive(beta)
-        return answer(p, subtract(p, both, paid.to(p.dtype)), draws.tokens, accepted)
+        paid = (1 - (1 - beta) ** number) / clamp_positive(beta)
+        return plan_from_acceptance(p, subtract(p, both, paid.to(p.dtype)), draws.tokens, accepted)
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
         number = torch.full_like(q[:, :1], k, dtype=torch.int64)
-        _, beta = shared(p, q, smallest_rho(p, q, number))
+        _, beta = share_mass(p, q, find_smallest_rho(p, q, number))
         return (1 - (1 - beta) ** number).squeeze(1).to(p.dtype)

@@ -15,29 +15,31 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from treespec.sampling.probs import uniforms
-from treespec.trees.static import levels
+from treespec.sampling.probs import sample_uniform
+from treespec.trees.static import build_level_tree
 from treespec.trees.tree import Draws
-from treespec.verify.coupling import TINY, Coupling, couple, scores
+from treespec.verify.coupling import MIN_COUPLED_MASS, Coupling, couple, score_draws
 from treespec.verify.distributions import (
-    independent,
+    draw_iid_children,
     keep_first,
-    mass_on,
-    most_likely,
+    mask_out,
     overlap,
+    plan_single_draft,
     scale,
-    single_draft,
-    without,
+    select_most_likely,
+    sum_mass_on,
 )
 from treespec.verify.scheme import Scheme
 
 # Cells of nearly equal p/q: 64 an octave from 2^-8 to 2^6, each at most 1.6 % wide. They are the
 # upper bits of p/q as a float32.
-SHIFT = 17
-LOWEST = (127 - 8) << 6
-CELLS = 14 << 6
-EXTRA = 4  # limit on independent draws, in multiples of the draws asked for
-LIKELY = 64  # tokens that count in the expected number of distinct draws; all others are unlikely
+RATIO_BIT_SHIFT = 17
+LOWEST_RATIO_CELL = (127 - 8) << 6
+NUM_RATIO_CELLS = 14 << 6
+MAX_DRAW_FACTOR = 4  # limit on independent draws, in multiples of the draws asked for
+LIKELY_TOKENS = (
+    64  # tokens that count in the expected number of distinct draws; all others are unlikely
+)
 
 
 class Allotment(NamedTuple):
@@ -85,7 +87,7 @@ class Optimal(Scheme):
 
     name = "optimal"
     random_draws = "independent"
-    default_tree = levels(3, 1, 1, 1, 1)
+    default_tree = build_level_tree(3, 1, 1, 1, 1)
 
     threshold: float = 0.35
     extra: int = 1
@@ -93,22 +95,22 @@ class Optimal(Scheme):
 
     def make(self, q: Tensor, width: int, number: Tensor, generator: torch.Generator) -> Draws:
         # The sure tokens, then draws from the rest of q, whose number is fixed before drawing.
-        allotment = self.allot(q, number, width)
-        drawn = independent(allotment.rest, self.most(width), generator)
-        return self.arranged(allotment.certain, keep_first(drawn, allotment.number), generator)
+        allotment = self.split_certain_and_random(q, number, width)
+        drawn = draw_iid_children(allotment.rest, self.count_max_iid_draws(width), generator)
+        return self.arrange_draws(allotment.certain, keep_first(drawn, allotment.number), generator)
 
-    def arranged(self, tops: Tensor, drawn: Tensor, generator: torch.Generator) -> Draws:
+    def arrange_draws(self, tops: Tensor, drawn: Tensor, generator: torch.Generator) -> Draws:
         """The draws of nodes from sure tokens [B, K] and independent draws [B, M], which get scores."""
         tokens = torch.cat([tops, drawn], dim=1)
         b, k = tokens.shape
-        scores_by = uniforms((b, k, 2), generator, tokens.device)
+        scores_by = sample_uniform((b, k, 2), generator, tokens.device)
         is_sure = torch.arange(k, device=tokens.device) < tops.shape[1]
         sure = is_sure.expand_as(tokens)
 
         # Distinct tokens first, then absent ones, then repeats.
         repeats = (tokens[:, :, None] == tokens[:, None]).tril(-1).any(-1)
         order = (2 * repeats).masked_fill(tokens < 0, 1).argsort(dim=-1, stable=True)
-        return Draws(tokens, sure, scores_by).columns(order)
+        return Draws(tokens, sure, scores_by).select_columns(order)
 
     @property
     def drawing(self) -> str:
@@ -121,13 +123,13 @@ class Optimal(Scheme):
             return "tops and tail"
         return f"tops and tail, threshold={self.threshold:g}, extra={self.extra}"
 
-    def most(self, k: int) -> int:
+    def count_max_iid_draws(self, k: int) -> int:
         """The largest number of independent draws at a node of k draws."""
         if self.extra and k > 1:
-            return EXTRA * k
+            return MAX_DRAW_FACTOR * k
         return k
 
-    def allot(self, q: Tensor, number: Tensor, width: int) -> Allotment:
+    def split_certain_and_random(self, q: Tensor, number: Tensor, width: int) -> Allotment:
         """Choose the sure tokens and the number of draws, from q alone before any draw is made.
 
         number: [B, 1] distinct tokens to expect, at most `width`. Three of five tokens, at the default
@@ -144,7 +146,7 @@ class Optimal(Scheme):
 
         # 1. Sure tokens: the most likely, while each has a large share of the rest of q. The last
         #    draw is independent, because a draw accepts more than a sure token.
-        best = most_likely(q, width + LIKELY)
+        best = select_most_likely(q, width + LIKELY_TOKENS)
         share = q.gather(1, best.clamp(min=0)).double() * (best >= 0)
         total = q.sum(-1, keepdim=True, dtype=torch.float64)
         left = (total - share.cumsum(-1) + share).clamp_(min=0)
@@ -153,7 +155,7 @@ class Optimal(Scheme):
         tops = best.masked_fill(~sure, -1)[:, :width]
 
         # 2. The rest of q, and the distinct draws to expect from it.
-        rest = without(q, tops)
+        rest = mask_out(q, tops)
         mass = rest.sum(-1, keepdim=True, dtype=torch.float64)
         number = (number - sure.sum(-1, keepdim=True)) * (mass > 0)
         if not self.extra:
@@ -161,23 +163,23 @@ class Optimal(Scheme):
 
         # 3. The number of draws at which that many distinct tokens are expected.
         likely = (share.masked_fill(sure, 0) * scale(mass, number > 0))[..., None]
-        times = torch.arange(1, self.most(width) + 1, device=q.device)
+        times = torch.arange(1, self.count_max_iid_draws(width) + 1, device=q.device)
         distinct = (1 - (1 - likely) ** times).sum(1) + (1 - likely.sum(1)) * times  # [B, most]
         needed = torch.maximum(number, (distinct < number).sum(-1, keepdim=True))
         return Allotment(tops, needed * (number > 0), rest)
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
-        draw = self.selection(p, q, draws)
-        return single_draft(p, draw.distribution, draw.tokens, draw.chosen)
+        draw = self.select_draw(p, q, draws)
+        return plan_single_draft(p, draw.distribution, draw.tokens, draw.chosen)
 
-    def selection(self, p: Tensor, q: Tensor, draws: Draws) -> SelectedDraw:
+    def select_draw(self, p: Tensor, q: Tensor, draws: Draws) -> SelectedDraw:
         """Select one of a node's draws, and compute the distribution that it then has."""
         # 1. Which draws are independent [B, K], and their distribution: q without the sure tokens.
         assert draws.sure is not None
         assert draws.uniforms is not None
         drawn = (draws.tokens >= 0) & ~draws.sure
         number = drawn.sum(-1, keepdim=True)
-        q = without(q, draws.tokens.masked_fill(drawn, -1))
+        q = mask_out(q, draws.tokens.masked_fill(drawn, -1))
         q = q * scale(q, number > 0)
         if self._has_one_draw(drawn, number):
             return SelectedDraw(q, draws.tokens, drawn.to(p.dtype))
@@ -186,10 +188,12 @@ class Optimal(Scheme):
         cell, coupling = self.couple(p, q, number)
         cell_of_draw = cell.gather(1, draws.tokens.clamp(min=0))
         place, coin = draws.uniforms.unbind(-1)
-        score = scores(coupling, cell_of_draw, place, coin)
+        score = score_draws(coupling, cell_of_draw, place, coin)
         best = score.masked_fill(~drawn, -1).argmax(-1, keepdim=True)
         chosen = torch.zeros_like(score, dtype=p.dtype).scatter_(1, best, 1.0) * drawn
-        return SelectedDraw(selected(q, number, cell, coupling), draws.tokens, chosen)
+        return SelectedDraw(
+            build_selected_distribution(q, number, cell, coupling), draws.tokens, chosen
+        )
 
     def _has_one_draw(self, drawn: Tensor, number: Tensor) -> bool:
         """Whether no node has several independent draws. An accelerator's host does not wait to see that.
@@ -204,10 +208,12 @@ class Optimal(Scheme):
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
         asked = torch.full_like(q[:, :1], k, dtype=torch.int64)
-        certain, number, rest = self.allot(q, asked, k)
+        certain, number, rest = self.split_certain_and_random(q, asked, k)
         rest = rest.mul_(scale(rest, number > 0))
         cell, coupling = self.couple(p, rest, number)
-        return mass_on(p, certain) + overlap(p, selected(rest, number, cell, coupling))
+        return sum_mass_on(p, certain) + overlap(
+            p, build_selected_distribution(rest, number, cell, coupling)
+        )
 
     def couple(self, p: Tensor, q: Tensor, number: Tensor) -> tuple[Tensor, Coupling]:
         """[B, V] int64 the cell of each token, and the coupling for `number` [B, 1] draws from q.
@@ -226,14 +232,19 @@ class Optimal(Scheme):
             cells = q.shape[-1]
         else:
             bits = (p / q).float().view(torch.int32)
-            cell = bits.bitwise_right_shift_(SHIFT).sub_(LOWEST).clamp_(0, CELLS - 1).long()
-            cells = CELLS
+            cell = (
+                bits.bitwise_right_shift_(RATIO_BIT_SHIFT)
+                .sub_(LOWEST_RATIO_CELL)
+                .clamp_(0, NUM_RATIO_CELLS - 1)
+                .long()
+            )
+            cells = NUM_RATIO_CELLS
 
         # 2. The cells' masses. q in float64: a float32 sum of many equal masses drifts by up to
         #    3e-4, and the scores would not follow x.
         mass_p = sum_cells(p, cell, cells).double()
         mass_q = sum_cells(q.double(), cell, cells)
-        mass_q = mass_q / mass_q.sum(-1, keepdim=True).clamp(min=TINY)
+        mass_q = mass_q / mass_q.sum(-1, keepdim=True).clamp(min=MIN_COUPLED_MASS)
 
         # 3. Their coupling. No distribution x of a selected draw exceeds K q.
         number = number.clamp(min=1)
@@ -245,6 +256,8 @@ def sum_cells(masses: Tensor, cell: Tensor, cells: int) -> Tensor:
     return masses.new_zeros(len(masses), cells).scatter_add_(1, cell, masses)
 
 
-def selected(q: Tensor, number: Tensor, cell: Tensor, coupling: Coupling) -> Tensor:
+def build_selected_distribution(
+    q: Tensor, number: Tensor, cell: Tensor, coupling: Coupling
+) -> Tensor:
     """[B, V] the distribution x of the selected draw, 0 for a node without draws."""
     return q * (coupling.density * (number > 0)).to(q.dtype).gather(1, cell)

@@ -19,30 +19,30 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from treespec.trees.tree import Draws
-from treespec.verify.distributions import mass_on, positive, scale, without
+from treespec.verify.distributions import clamp_positive, mask_out, scale, sum_mass_on
 from treespec.verify.optimal import Optimal
-from treespec.verify.scheme import Scheme, check
+from treespec.verify.scheme import Scheme, check_width
 from treespec.verify.single import Greedy
 from treespec.verify.topk import TopK
 
-CHUNK = 10_000_000  # elements of a tensor [rows, V] at a time
-LOST = 1e-12  # probability beyond each end of the quadrature
+CHUNK_ELEMENTS = 10_000_000  # elements of a tensor [rows, V] at a time
+QUADRATURE_TAIL = 1e-12  # probability beyond each end of the quadrature
 
 
-def prefixes(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+def sort_prefixes(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     """p and q [B, W] in float64, with tokens in descending q/p; q is normalised.
 
     W: the largest number of tokens that a row of q supports. Other tokens never lower the cut.
     """
     p = p.double()
     q = q.double()
-    order = (q / positive(p)).argsort(-1, descending=True)
+    order = (q / clamp_positive(p)).argsort(-1, descending=True)
     order = order[:, : int((q > 0).sum(-1).max())]
     q = q * scale(q, torch.ones_like(q[:, :1]))
     return p.gather(1, order), q.gather(1, order)
 
 
-def smallest_cut(p: Tensor, inside: Tensor) -> Tensor:
+def find_smallest_cut(p: Tensor, inside: Tensor) -> Tensor:
     """[B] the minimum over prefixes H of p(H) + 1 - Q(H).
 
     p: [B, W]. inside: [B, W] Q(H) of each prefix but the empty one, whose Q is 0.
@@ -50,32 +50,32 @@ def smallest_cut(p: Tensor, inside: Tensor) -> Tensor:
     return pad(p.cumsum(-1) - inside, (1, 0)).amin(-1) + 1
 
 
-def optimal_iid(p: Tensor, q: Tensor, k: int | Tensor) -> Tensor:
+def compute_optimal_iid(p: Tensor, q: Tensor, k: int | Tensor) -> Tensor:
     """[B] α* of k independent draws from q: Q(H) = q(H)^k.
 
     p: [B, V], each row with a sum of at most 1. q: [B, V]. k: an int, or [B] int64.
     Computed in float64, returned in p's dtype; 0 for a row without draws or without mass in q.
     """
-    masses, drawn = prefixes(p, q)
+    masses, drawn = sort_prefixes(p, q)
     number = torch.as_tensor(k, device=q.device).expand(len(q))
-    best = smallest_cut(masses, drawn.cumsum(-1) ** number[:, None])
+    best = find_smallest_cut(masses, drawn.cumsum(-1) ** number[:, None])
     return (best * (drawn.sum(-1) > 0) * (number > 0)).to(p.dtype)
 
 
-def optimal_without_replacement(p: Tensor, q: Tensor, k: int) -> Tensor:
+def compute_optimal_without_replacement(p: Tensor, q: Tensor, k: int) -> Tensor:
     """[B] α* of k draws in turn, each from q without the earlier ones. p, q: [B, V].
 
     Exact to 1e-9. This is not conditional Poisson sampling, whose generating function overstates
     α*.
     """
-    masses, drawn = prefixes(p, q)
+    masses, drawn = sort_prefixes(p, q)
     enough = (drawn > 0).sum(-1) > k
     everything = (masses * (drawn > 0)).sum(-1)  # fewer tokens: all are drawn
-    inside = inside_prefixes(drawn, k, enough)
-    return torch.where(enough, smallest_cut(masses, inside), everything).to(p.dtype)
+    inside = integrate_prefixes(drawn, k, enough)
+    return torch.where(enough, find_smallest_cut(masses, inside), everything).to(p.dtype)
 
 
-def inside_prefixes(q: Tensor, k: int, enough: Tensor) -> Tensor:
+def integrate_prefixes(q: Tensor, k: int, enough: Tensor) -> Tensor:
     """[B, W] Q(H) of each prefix H of q [B, W], for k draws without replacement, by integration.
 
     enough: [B] bool, whether a row supports more than k tokens; other rows are not used.
@@ -92,9 +92,11 @@ def inside_prefixes(q: Tensor, k: int, enough: Tensor) -> Tensor:
     """
     # 1. The interval of log t, and steps of 1 / (3 + k / 4), whose error is about
     #    |Γ(k + 2πi/step)| / Γ(k).
-    left = without(q, q.topk(min(k - 1, q.shape[-1])).indices).sum(-1, keepdim=True)
-    start = math.log(gammaincinv(k, LOST))
-    span = math.log(gammainccinv(k, LOST)) - start - left.where(enough[:, None], 1.0).log()
+    left = mask_out(q, q.topk(min(k - 1, q.shape[-1])).indices).sum(-1, keepdim=True)
+    start = math.log(gammaincinv(k, QUADRATURE_TAIL))
+    span = (
+        math.log(gammainccinv(k, QUADRATURE_TAIL)) - start - left.where(enough[:, None], 1.0).log()
+    )
     points = math.ceil(span.max().item() * (3 + k / 4))
     step = span / points
     cap = min(40.0, 600 / k)  # y stays finite; a token beyond has rung with probability 1 - e^-cap
@@ -119,7 +121,9 @@ def inside_prefixes(q: Tensor, k: int, enough: Tensor) -> Tensor:
     return inside
 
 
-def tops_and_tail(p: Tensor, q: Tensor, k: int, scheme: Optimal | None = None) -> Tensor:
+def compute_optimal_tops_and_tail(
+    p: Tensor, q: Tensor, k: int, scheme: Optimal | None = None
+) -> Tensor:
     """[B] α* of the draws of `optimal`: sure tokens, and draws until k distinct are expected, or k draws.
 
     Args:
@@ -130,14 +134,16 @@ def tops_and_tail(p: Tensor, q: Tensor, k: int, scheme: Optimal | None = None) -
     asked = torch.full_like(q[:, :1], k, dtype=torch.int64)
     if scheme is None:
         scheme = Optimal()
-    certain, number, rest = scheme.allot(q, asked, k)
-    return mass_on(p, certain) + optimal_iid(without(p, certain), rest, number.squeeze(1))
+    certain, number, rest = scheme.split_certain_and_random(q, asked, k)
+    return sum_mass_on(p, certain) + compute_optimal_iid(
+        mask_out(p, certain), rest, number.squeeze(1)
+    )
 
 
 # [B] α* of k draws for p and q, by how the draws are made.
-OPTIMA: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
-    "with replacement": optimal_iid,
-    "without replacement": optimal_without_replacement,
+OPTIMA_BY_DRAWING: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
+    "with replacement": compute_optimal_iid,
+    "without replacement": compute_optimal_without_replacement,
     "greedy": Greedy().acceptance_rate,
     "most likely": TopK().acceptance_rate,
 }
@@ -149,13 +155,13 @@ def find_optimum(scheme: Scheme, p: Tensor, q: Tensor, k: int) -> Tensor | None:
         return None
     kind, _, _ = scheme.drawing.partition(",")
     if kind == "tops and tail":
-        return tops_and_tail(p, q, k, cast(Optimal, scheme))
-    if kind not in OPTIMA:
+        return compute_optimal_tops_and_tail(p, q, k, cast(Optimal, scheme))
+    if kind not in OPTIMA_BY_DRAWING:
         return None
-    return OPTIMA[kind](p, q, k)
+    return OPTIMA_BY_DRAWING[kind](p, q, k)
 
 
-def measured(
+def measure_rate(
     scheme: Scheme, p: Tensor, q: Tensor, k: int, generator: torch.Generator, samples: int = 64
 ) -> Tensor:
     """[2, B] Pr(output is one of k draws) and its standard error.
@@ -163,10 +169,10 @@ def measured(
     It is exact where the scheme states it, with error 0, else a mean over samples: the plan's mass on
     sampled draws; no output is sampled.
 
-    p, q: [B, V]. samples: samples of draws at each row, at least 2. Raises InputError as `check`.
+    p, q: [B, V]. samples: samples of draws at each row, at least 2. Raises InputError as `check_width`.
     """
     # 1. The exact rate, where it is known.
-    check(scheme, k)
+    check_width(scheme, k)
     exact = scheme.acceptance_rate(p, q, k)
     if exact is not None:
         return torch.stack([exact, torch.zeros_like(exact)])
@@ -174,13 +180,13 @@ def measured(
     # 2. Else samples of draws, a chunk of rows at a time.
     rows = torch.arange(len(p), device=p.device).repeat_interleave(samples)
     parts = []
-    for chunk in rows.split(max(1, CHUNK // p.shape[-1])):
+    for chunk in rows.split(max(1, CHUNK_ELEMENTS // p.shape[-1])):
         draws = scheme.draw(q[chunk], k, generator)
-        parts.append(on_draws(scheme, p[chunk], q[chunk], draws))
+        parts.append(sum_plan_on_draws(scheme, p[chunk], q[chunk], draws))
     accepted = torch.cat(parts).view(len(p), samples)
     return torch.stack([accepted.mean(-1), accepted.std(-1) / math.sqrt(samples)])
 
 
-def on_draws(scheme: Scheme, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
+def sum_plan_on_draws(scheme: Scheme, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
     """[B] the plan's mass on the draws."""
-    return mass_on(scheme.plan(p, q, draws), draws.tokens)
+    return sum_mass_on(scheme.plan(p, q, draws), draws.tokens)

@@ -11,22 +11,24 @@ from typing import final
 import torch
 from torch import Tensor
 
-from treespec.sampling.probs import uniforms
+from treespec.sampling.probs import sample_uniform
 from treespec.trees.tree import Draws
 from treespec.verify.distributions import (
     Independent,
-    distinct,
-    independent,
+    draw_iid_children,
+    drop_repeats,
     keep_first,
-    most_likely,
-    normalise,
+    mask_out,
+    normalize_residual,
     overlap,
-    recursive_rejection,
-    without,
+    plan_recursive_rejection,
+    select_most_likely,
 )
 from treespec.verify.scheme import Scheme
 
-SPARE = 4  # independent draws per wanted draw; four nearly always hold enough distinct tokens
+OVERSAMPLE_FACTOR = (
+    4  # independent draws per wanted draw; four nearly always hold enough distinct tokens
+)
 
 
 @final
@@ -47,28 +49,28 @@ class RRS(Independent):
     name = "rrs"
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
-        return recursive_rejection(p, [q] * draws.tokens.shape[1], draws.tokens)
+        return plan_recursive_rejection(p, [q] * draws.tokens.shape[1], draws.tokens)
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
         all_refused = torch.ones_like(p[:, 0])
         residual = p
         for _ in range(k):
             all_refused = all_refused * (1 - overlap(residual, q))
-            residual = normalise((residual - q).clamp_(min=0), residual)
+            residual = normalize_residual((residual - q).clamp_(min=0), residual)
         return 1 - all_refused
 
 
-def race(q: Tensor, width: int, generator: torch.Generator) -> Tensor:
+def sample_without_replacement(q: Tensor, width: int, generator: torch.Generator) -> Tensor:
     """[B, width] distinct draws, each from q [B, V] without the earlier ones; -1 where q has no more.
 
     Each token arrives after an exponential time of rate q, so the next to arrive is drawn by q.
     """
-    arrivals = uniforms(q.shape, generator, q.device).log() / q  # [B, V] times, negative
-    first = most_likely(arrivals, width)
+    arrivals = sample_uniform(q.shape, generator, q.device).log() / q  # [B, V] times, negative
+    first = select_most_likely(arrivals, width)
     return first.masked_fill(~(q.gather(1, first.clamp(min=0)) > 0), -1)
 
 
-def laws_in_turn(q: Tensor, tokens: Tensor) -> Iterator[Tensor]:
+def iterate_remaining_q(q: Tensor, tokens: Tensor) -> Iterator[Tensor]:
     """The distributions of K draws [B, K]: q [B, V] without the earlier draws, not normalised.
 
     Draws 2 and 1 of five tokens:
@@ -78,7 +80,7 @@ def laws_in_turn(q: Tensor, tokens: Tensor) -> Iterator[Tensor]:
     """
     for token in tokens.split(1, dim=1):
         yield q
-        q = without(q, token)
+        q = mask_out(q, token)
 
 
 @final
@@ -88,7 +90,7 @@ class RRSWithoutReplacement(Scheme):
 
     As in `rrs`, each refused draw replaces p by its residual; the distribution of a draw is q without the
     earlier draws. Independent draws without their repeats are distributed as such draws. So on a CPU
-    `draw` makes more independent draws than it needs, and a `race` only where these hold too few
+    `draw` makes more independent draws than it needs, and a `sample_without_replacement` only where these hold too few
     distinct tokens. On other devices the host does not wait to see that: all draws are a race.
     """
 
@@ -98,18 +100,18 @@ class RRSWithoutReplacement(Scheme):
 
     def make(self, q: Tensor, width: int, number: Tensor, generator: torch.Generator) -> Draws:
         if q.device.type != "cpu":
-            return Draws(keep_first(race(q, width, generator), number))
+            return Draws(keep_first(sample_without_replacement(q, width, generator), number))
         if width == 1:
-            return Draws(keep_first(independent(q, 1, generator), number))
-        tokens = distinct(independent(q, SPARE * width, generator))[:, :width]
+            return Draws(keep_first(draw_iid_children(q, 1, generator), number))
+        tokens = drop_repeats(draw_iid_children(q, OVERSAMPLE_FACTOR * width, generator))[:, :width]
         few = ((tokens < 0) & (torch.arange(width) < number)).any(-1)
         if few.any():
-            more = race(without(q[few], tokens[few]), width, generator)
-            tokens[few] = distinct(torch.cat([tokens[few], more], dim=1))[:, :width]
+            more = sample_without_replacement(mask_out(q[few], tokens[few]), width, generator)
+            tokens[few] = drop_repeats(torch.cat([tokens[few], more], dim=1))[:, :width]
         return Draws(keep_first(tokens, number))
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
-        return recursive_rejection(p, laws_in_turn(q, draws.tokens), draws.tokens)
+        return plan_recursive_rejection(p, iterate_remaining_q(q, draws.tokens), draws.tokens)
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor | None:
         """For one draw its overlap with p; None for more, where only enumeration is known."""

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from treespec.errors import InputError
-from treespec.trees.static import StaticTree, eagle
-from treespec.trees.tree import Draws, sent
-from treespec.verify.facts import check_options
+from treespec.trees.static import StaticTree, build_eagle_tree
+from treespec.trees.tree import Draws, to_device
+from treespec.verify.facts import check_scheme_options
 
 RandomDraws = Literal["independent", "without replacement", "the last", "the first"]
 
@@ -32,7 +32,7 @@ class Scheme(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Field[object]]]
 
     def __post_init__(self) -> None:
-        check_options(self.name, vars(self))
+        check_scheme_options(self.name, vars(self))
 
     name: ClassVar[str]
     """The scheme's name on the command line (`--verifier`)."""
@@ -61,21 +61,21 @@ class Scheme(Protocol):
     "the last": the last one, without the others. "the first": the first one. None: no draw.
     """
 
-    default_tree: ClassVar[StaticTree] = eagle()
+    default_tree: ClassVar[StaticTree] = build_eagle_tree()
     """The tree for a draft model without measured acceptance rates."""
 
     def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
         """k draws at each of B nodes. q: [B, V]. k: an int, or [B] int64.
 
-        Where k lies on the host, the device does not wait. Raises InputError as `check`.
+        Where k lies on the host, the device does not wait. Raises InputError as `check_width`.
         """
         if isinstance(k, int):
             width = k
             number = torch.full((len(q), 1), k, device=q.device)
         else:
             width = int(k.max())
-            number = sent(k, q.device)[:, None]
-        check(self, width)
+            number = to_device(k, q.device)[:, None]
+        check_width(self, width)
         return self.make(q, width, number, generator)
 
     def make(self, q: Tensor, width: int, number: Tensor, generator: torch.Generator) -> Draws:
@@ -91,7 +91,7 @@ class Scheme(Protocol):
         ...
 
 
-def check(scheme: Scheme, width: int) -> None:
+def check_width(scheme: Scheme, width: int) -> None:
     """Raises InputError for more than `max_draws` draws a node. width: draws at the widest node."""
     if scheme.max_draws and width > scheme.max_draws:
         raise InputError(

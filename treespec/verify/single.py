@@ -12,33 +12,33 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from treespec.trees.static import chain
+from treespec.trees.static import build_chain
 from treespec.trees.tree import Draws
 from treespec.verify.distributions import (
-    independent,
+    draw_iid_children,
     keep_first,
-    mass_on,
+    mask_out,
     overlap,
+    plan_single_draft,
     scale,
-    single_draft,
-    tops,
-    without,
+    select_top_tokens,
+    sum_mass_on,
 )
 from treespec.verify.scheme import RandomDraws, Scheme
 
 
-def last_draw(tokens: Tensor) -> Tensor:
+def find_last_draw(tokens: Tensor) -> Tensor:
     """[B, 1] the column of the sampled draw among the draws [B, K]: the last one present."""
     return ((tokens >= 0).sum(-1, keepdim=True) - 1).clamp(min=0)
 
 
-def rate(p: Tensor, q: Tensor, best: Tensor) -> Tensor:
+def compute_greedy_acceptance(p: Tensor, q: Tensor, best: Tensor) -> Tensor:
     """[B] the acceptance rate, p(best) + the overlap of p and q'. It is optimal for these draws.
 
     best: [B, K - 1] the most likely tokens. q' is q without them, normalised.
     """
-    rest = without(q, best)
-    return mass_on(p, best) + overlap(p, rest * scale(rest, torch.ones_like(p[:, :1])))
+    rest = mask_out(q, best)
+    return sum_mass_on(p, best) + overlap(p, rest * scale(rest, torch.ones_like(p[:, :1])))
 
 
 @dataclass(frozen=True)
@@ -56,18 +56,20 @@ class Greedy(Scheme):
     random_draws: ClassVar[RandomDraws] = "the last"
 
     def make(self, q: Tensor, width: int, number: Tensor, generator: torch.Generator) -> Draws:
-        best = tops(q, number - 1, width - 1)
-        last = independent(without(q, best), 1, generator)
+        best = select_top_tokens(q, number - 1, width - 1)
+        last = draw_iid_children(mask_out(q, best), 1, generator)
         tokens = pad(best, (0, 1), value=-1).scatter_(1, (number - 1).clamp(min=0), last)
         return Draws(keep_first(tokens, number))
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
-        last = last_draw(draws.tokens)
-        rest = without(q, draws.tokens.scatter(1, last, -1))
-        return single_draft(p, rest, draws.tokens.gather(1, last))
+        last = find_last_draw(draws.tokens)
+        rest = mask_out(q, draws.tokens.scatter(1, last, -1))
+        return plan_single_draft(p, rest, draws.tokens.gather(1, last))
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
-        return rate(p, q, tops(q, torch.full_like(q[:, :1], k - 1), k - 1))
+        return compute_greedy_acceptance(
+            p, q, select_top_tokens(q, torch.full_like(q[:, :1], k - 1), k - 1)
+        )
 
 
 @dataclass(frozen=True)
@@ -90,4 +92,4 @@ class Single(Greedy):
     drawing = "with replacement"
     random_draws = "independent"
     max_draws = 1
-    default_tree = chain(5)
+    default_tree = build_chain(5)

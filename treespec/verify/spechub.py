@@ -17,19 +17,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from treespec.trees.static import eagle
+from treespec.trees.static import build_eagle_tree
 from treespec.trees.tree import Draws
 from treespec.verify.distributions import (
-    answer,
-    independent,
+    divide_probabilities,
+    draw_iid_children,
     keep_first,
+    mask_out,
     overlap,
-    ratio,
+    plan_from_acceptance,
     scale,
-    without,
 )
 from treespec.verify.scheme import Scheme
-from treespec.verify.single import rate
+from treespec.verify.single import compute_greedy_acceptance
 
 
 @final
@@ -45,12 +45,12 @@ class SpecHub(Scheme):
     max_draws = 2
     drawing = "greedy"
     random_draws = "the first"
-    default_tree = eagle().narrowed(2)
+    default_tree = build_eagle_tree().limit_draws(2)
 
     def make(self, q: Tensor, width: int, number: Tensor, generator: torch.Generator) -> Draws:
-        first = independent(q, 1, generator)
+        first = draw_iid_children(q, 1, generator)
         top = q.argmax(-1, keepdim=True)
-        second = torch.where(first == top, independent(without(q, top), 1, generator), top)
+        second = torch.where(first == top, draw_iid_children(mask_out(q, top), 1, generator), top)
         return Draws(keep_first(torch.cat([first, second], dim=1), number)[:, :width])
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
@@ -67,32 +67,32 @@ class SpecHub(Scheme):
         at_i = i.clamp(min=0)
 
         # 2. Masses of the pairs, [B, V] over i: (i, a), of which a single draw is one, and (a, i).
-        second_top = without(q, a) * scale(q, first >= 0)
+        second_top = mask_out(q, a) * scale(q, first >= 0)
         q_a = q.gather(1, at_a) * scale(q, pair)
         first_top = second_top * (q_a * scale(second_top, pair))
         p_a = p.gather(1, at_a) * pair
 
         # 3. p(i) pays for output i, first for the pairs (i, a), then for the pairs (a, i).
         pairs = torch.stack([second_top, first_top])  # [2, B, V]
-        p1 = without(p, a)
+        p1 = mask_out(p, a)
         p2 = (p1 - second_top).clamp(min=0)
         budget = torch.stack([p1, p2])
-        accept_i = ratio(budget, pairs).gather(-1, at_i.expand(2, -1, -1)) * (i >= 0)
+        accept_i = divide_probabilities(budget, pairs).gather(-1, at_i.expand(2, -1, -1)) * (i >= 0)
 
         # 4. p(a) pays for the mass left on the pairs, first for (a, i), then for (i, a).
         left = (pairs - budget).clamp_(min=0).sum(-1, keepdim=True)  # [2, B, 1]
         p_a2 = (p_a - left[1]).clamp(min=0)
-        accept_a = ratio(torch.stack([p_a2, p_a]), left) * pair
+        accept_a = divide_probabilities(torch.stack([p_a2, p_a]), left) * pair
         accept_i = torch.where(top_first, accept_i[1], accept_i[0])
         accept_a = torch.where(top_first, accept_a[1], accept_a[0])
 
         # 5. The residual is the rest of p.
         rest = (p2 - first_top).clamp_(min=0).scatter_add_(1, at_a, (p_a2 - left[0]).clamp(min=0))
         accepted = torch.cat([accept_i, (1 - accept_i) * accept_a], 1)
-        return answer(p, rest, torch.cat([i, a], 1), accepted)
+        return plan_from_acceptance(p, rest, torch.cat([i, a], 1), accepted)
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
         """The rate of `greedy`, which has another distribution of two draws but accepts as much."""
         if k == 2:
-            return rate(p, q, q.argmax(-1, keepdim=True))
+            return compute_greedy_acceptance(p, q, q.argmax(-1, keepdim=True))
         return overlap(p, q)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from treespec.trees.tree import Draws
-from treespec.verify.distributions import keep_first, mass_on, most_likely
+from treespec.verify.distributions import keep_first, select_most_likely, sum_mass_on
 from treespec.verify.scheme import Scheme
 
 
@@ -24,14 +24,14 @@ class TopK(Scheme):
     drawing = "most likely"
 
     def make(self, q: Tensor, width: int, number: Tensor, generator: torch.Generator) -> Draws:
-        return Draws(keep_first(most_likely(q, width), number))
+        return Draws(keep_first(select_most_likely(q, width), number))
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
         return p
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
-        draws = Draws(most_likely(q, k))
-        return mass_on(self.plan(p, q, draws), draws.tokens)
+        draws = Draws(select_most_likely(q, k))
+        return sum_mass_on(self.plan(p, q, draws), draws.tokens)
 
 
 @final
@@ -58,9 +58,9 @@ class Typical(TopK):
         # The draw with the largest p [B, 1]; if it does not pass, none does.
         mass, best = (p.gather(1, at) * (draws.tokens >= 0)).max(-1, keepdim=True)
         chosen = torch.zeros_like(p).scatter_(1, at.gather(1, best), 1.0)
-        return chosen.where(mass > self.threshold(p), p)
+        return chosen.where(mass > self.compute_threshold(p), p)
 
-    def threshold(self, p: Tensor) -> Tensor:
+    def compute_threshold(self, p: Tensor) -> Tensor:
         """[B, 1] the probability that a draw must exceed to pass."""
         entropy = torch.special.entr(p).sum(-1, keepdim=True)
         return (self.delta * (-entropy).exp()).clamp(max=self.epsilon)

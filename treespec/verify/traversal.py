@@ -18,9 +18,9 @@ from typing import NamedTuple, TypeAlias, final
 import torch
 from torch import Tensor
 
-from treespec.sampling.probs import happens, sample
-from treespec.trees.tree import Drafts, Draws, TokenTree, sent
-from treespec.verify.distributions import normalise, positive, without
+from treespec.sampling.probs import sample, sample_events
+from treespec.trees.tree import Drafts, Draws, TokenTree, to_device
+from treespec.verify.distributions import clamp_positive, mask_out, normalize_residual
 from treespec.verify.rrs import RRSWithoutReplacement
 from treespec.verify.scheme import Scheme
 from treespec.verify.single import Single
@@ -30,8 +30,8 @@ from treespec.verify.walk import (
     Probabilities,
     Verdict,
     Walk,
-    children_by_token,
-    drawn_at,
+    index_children,
+    select_row_draws,
 )
 
 
@@ -73,20 +73,22 @@ class Traversal:
         """p: [N, V] probabilities."""
         if tree.drafts is None:
             return Walk(TopK())(tree, p, generator)
-        return self.judge(tree, sure_last(tree.drafts), p, generator)
+        return self.judge(tree, sort_certain_last(tree.drafts), p, generator)
 
-    def at_once(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Judging:
+    def verify_on_device(
+        self, tree: TokenTree, p: Probabilities, generator: torch.Generator
+    ) -> Judging:
         """p: [N, V] probabilities."""
         if tree.drafts is None:
-            return Walk(TopK()).at_once(tree, p, generator)
-        return self.judge_at_once(tree, sure_last(tree.drafts), p[:], generator)
+            return Walk(TopK()).verify_on_device(tree, p, generator)
+        return self.judge_at_once(tree, sort_certain_last(tree.drafts), p[:], generator)
 
     def judge(
         self, tree: TokenTree, drafts: Drafts, p: Probabilities, generator: torch.Generator
     ) -> Verdict:
         """The verdict, by a coin for each draw until one is accepted."""
         row_of = {node: row for row, node in enumerate(drafts.nodes.tolist())}
-        child_of = children_by_token(tree)
+        child_of = index_children(tree)
 
         def verdict(node: int | None, weight: Tensor) -> Verdict | None:
             """The verdict at or below a draw; None where the draw and all nodes below it are refused.
@@ -95,14 +97,14 @@ class Traversal:
             """
             # 1. A draw without a node is a leaf.
             if node is None:
-                return Verdict([], []) if happens(weight, generator) else None
+                return Verdict([], []) if sample_events(weight, generator) else None
 
             # 2. The children come first. Where all are refused they change the node's p and w.
             target = p[node : node + 1]
             residual = target
             row = row_of.get(node)
             if row is not None:
-                draws = drawn_at(row, drafts.draws)
+                draws = select_row_draws(row, drafts.draws)
                 tokens = draws.tokens[0].tolist() + [-1]  # the last step is the node's own
                 steps = self.refusals(target, drafts.q[row : row + 1], draws, weight)
                 for token, step in zip(tokens, steps, strict=True):
@@ -114,10 +116,10 @@ class Traversal:
                     below = verdict(child, step.draw_weight)
                     if below:
                         return prepend_node(child, token, below)
-                residual = normalise(residual, target)
+                residual = normalize_residual(residual, target)
 
             # 3. Then the node itself, with a token from its residual. The root is never refused.
-            if node and not happens(weight, generator):
+            if node and not sample_events(weight, generator):
                 return None
             return Verdict([], sample(residual, generator).tolist())
 
@@ -128,12 +130,12 @@ class Traversal:
     def judge_at_once(
         self, tree: TokenTree, drafts: Drafts, p: Tensor, generator: torch.Generator
     ) -> Judging:
-        """The verdict, by w of all draws. A draw has a place among them as in `places_of_draws`.
+        """The verdict, by w of all draws. A draw has a place among them as in `list_weight_slots`.
 
         p: [N, V] probabilities.
         """
         # 1. On the host: the order of judgement, and the rows of inner nodes by depth.
-        place = places_of_draws(tree, drafts)
+        place = list_weight_slots(tree, drafts)
         draws = drafts.draws.tokens
         n = len(p)
         of_nodes = drafts.nodes[:, None].expand_as(draws)
@@ -146,9 +148,9 @@ class Traversal:
         residuals = p.clone()
         weights[0] = 1
         for inner in shape.rows_by_depth.values():
-            rows = sent(inner, p.device)
+            rows = to_device(inner, p.device)
             nodes = drafts.nodes[rows]
-            level = drafts.draws.rows(rows)
+            level = drafts.draws.select_rows(rows)
             steps = list(self.refusals(p[nodes], drafts.q[rows], level, weights[nodes, None]))
             last = steps.pop()
             weights[nodes] = last.draw_weight.squeeze(1)
@@ -159,11 +161,11 @@ class Traversal:
         # 3. The first that is accepted; the root is in the end. Its residual has the next token. NaN
         #    logits: fall back to the root, where decode reports them.
         weights[0] = 1
-        places = sent(order, p.device)
+        places = to_device(order, p.device)
         reached = torch.cat([weights[:1], 1 - weights[places[:-1]]]).cumprod(0)
         end = sample((weights[places] * reached)[None], generator).clamp(max=len(order) - 1)
         at = places[end].clamp(max=n - 1)
-        after = sample(normalise(residuals[at], p[at]), generator)
+        after = sample(normalize_residual(residuals[at], p[at]), generator)
 
         # 4. The path down to it. No token follows a draw without a node.
         position, token = (yield torch.cat([end, after])).tolist()
@@ -190,7 +192,7 @@ def prepend_node(child: int | None, token: int, below: Verdict) -> Verdict:
 
 @dataclass(frozen=True)
 class JudgementOrder:
-    """How `Traversal` goes through a tree. Places of draws are numbered as in `places_of_draws`.
+    """How `Traversal` goes through a tree. Places of draws are numbered as in `list_weight_slots`.
 
     order: the places, children before their parents, the root last. above: of each place but the root's
     its parent node and its token. rows_by_depth: the rows of inner nodes at each depth, the root's first.
@@ -205,7 +207,7 @@ def order_judgement(table: Sequence[Sequence[Sequence[int]]]) -> JudgementOrder:
     """The order in which the draws of a tree are judged.
 
     table: [I, K, 3] by inner node and draw: the node, the draw's token, the draw's place. In the drawing of
-    `places_of_draws` the order is 3 8 1 4 2 0.
+    `list_weight_slots` the order is 3 8 1 4 2 0.
     """
     row_of = {draws[0][0]: row for row, draws in enumerate(table)}
     above: dict[int, tuple[int, int]] = {}
@@ -226,15 +228,15 @@ def order_judgement(table: Sequence[Sequence[Sequence[int]]]) -> JudgementOrder:
     return JudgementOrder(order, above, rows_by_depth)
 
 
-def sure_last(drafts: Drafts) -> Drafts:
+def sort_certain_last(drafts: Drafts) -> Drafts:
     """The columns of each row with those of sure draws at the end."""
     sure = drafts.draws.sure
     if sure is None:
         return drafts
-    return replace(drafts, draws=drafts.draws.columns(sure.int().argsort(stable=True)))
+    return replace(drafts, draws=drafts.draws.select_columns(sure.int().argsort(stable=True)))
 
 
-def in_turn(p: Tensor, q: Tensor, draws: Draws, weight: Tensor) -> Refused:
+def refuse_in_order(p: Tensor, q: Tensor, draws: Draws, weight: Tensor) -> Refused:
     """Refusals of draws without replacement (2505.12398). On a chain this is block verification.
 
         root      w = 1
@@ -250,9 +252,9 @@ def in_turn(p: Tensor, q: Tensor, draws: Draws, weight: Tensor) -> Refused:
     at = draws.tokens.clamp(min=0)
     is_drawn = draws.tokens >= 0
     at_q = q.gather(1, at) * is_drawn
-    left = without(q, draws.tokens).sum(-1, keepdim=True) + at_q.flip(1).cumsum(1).flip(1)
-    left = positive(left).masked_fill(~is_drawn, torch.inf)  # [n, K]; by inf, q is 0
-    at_q = positive(at_q / left).masked_fill(~is_drawn, torch.inf)
+    left = mask_out(q, draws.tokens).sum(-1, keepdim=True) + at_q.flip(1).cumsum(1).flip(1)
+    left = clamp_positive(left).masked_fill(~is_drawn, torch.inf)  # [n, K]; by inf, q is 0
+    at_q = clamp_positive(at_q / left).masked_fill(~is_drawn, torch.inf)
 
     # 2. rest is w p. An absent draw has w 0 and leaves it as it is. Quotients, for rounding leaves
     #    nothing of p where it has one token and q the same.
@@ -263,13 +265,13 @@ def in_turn(p: Tensor, q: Tensor, draws: Draws, weight: Tensor) -> Refused:
         yield RefusalStep(draw_weight, rest, weight)
         rest = rest.addcdiv_(q, mass, value=-1).clamp_(min=0)
         kept = rest.sum(-1, keepdim=True)
-        whole = positive(kept + (1 - weight))
+        whole = clamp_positive(kept + (1 - weight))
         rest = rest.div_(whole)
         weight = kept / whole
     yield RefusalStep(weight, rest, weight)
 
 
-def places_of_draws(tree: TokenTree, drafts: Drafts) -> Tensor:
+def list_weight_slots(tree: TokenTree, drafts: Drafts) -> Tensor:
     """[I, K] int64: the place of each draw's weight, its node's number or a place of its own.
 
     Five nodes, of which 0, 1 and 2 have two draws each; draw 1 of node 2 repeats the token of
@@ -287,5 +289,5 @@ def places_of_draws(tree: TokenTree, drafts: Drafts) -> Tensor:
     return torch.where(same.any(-1), same.int().argmax(-1), beyond)
 
 
-TRAVERSAL = Traversal("traversal", RRSWithoutReplacement(), in_turn)
-BLOCK = Traversal("block", Single(), in_turn)
+TRAVERSAL_VERIFIER = Traversal("traversal", RRSWithoutReplacement(), refuse_in_order)
+BLOCK_VERIFIER = Traversal("block", Single(), refuse_in_order)

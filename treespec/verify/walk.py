@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, final
 import torch
 from torch import Tensor
 
-from treespec.sampling.probs import greedy_choice, sample
-from treespec.sampling.sampler import Distribution, TargetDistributions
-from treespec.trees.tree import Draws, TokenTree, columns, received
+from treespec.sampling.probs import choose_greedy, sample
+from treespec.sampling.sampler import Sampler, TargetDistributions
+from treespec.trees.tree import Draws, TokenTree, build_range, to_host
 from treespec.verify.scheme import Scheme
 
 Probabilities: TypeAlias = (
@@ -60,7 +60,9 @@ class Verifier(Protocol):
         """On a CPU. p: [N, V] probabilities."""
         ...
 
-    def at_once(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Judging:
+    def verify_on_device(
+        self, tree: TokenTree, p: Probabilities, generator: torch.Generator
+    ) -> Judging:
         """On other devices, where the host must not wait often; it reads those of all sequences together."""
         ...
 
@@ -89,13 +91,15 @@ class Walk:
 
     def __call__(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Verdict:
         if p.device.type == "cpu":
-            return self.step_by_step(tree, p, generator)
-        return answered([self.at_once(tree, p, generator)])[0]
+            return self.verify_on_host(tree, p, generator)
+        return run_all_or_raise([self.verify_on_device(tree, p, generator)])[0]
 
-    def at_once(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Judging:
-        return follow(tree, sample(self.plans(tree, p), generator))
+    def verify_on_device(
+        self, tree: TokenTree, p: Probabilities, generator: torch.Generator
+    ) -> Judging:
+        return follow(tree, sample(self.plan_all_nodes(tree, p), generator))
 
-    def step_by_step(
+    def verify_on_host(
         self, tree: TokenTree, p: Probabilities, generator: torch.Generator
     ) -> Verdict:
         drafts = tree.drafts
@@ -106,40 +110,40 @@ class Walk:
         def choice(node: int) -> int:
             here = slice(node, node + 1)
             if not drafts or node not in row_of:
-                plan = self.without_draws(tree, p, here)
+                plan = self.plan_without_draws(tree, p, here)
             else:
                 row = row_of[node]
-                draws = drawn_at(row, drafts.draws)
+                draws = select_row_draws(row, drafts.draws)
                 plan = self.scheme.plan(p[here], drafts.q[row : row + 1], draws)
             return int(sample(plan, generator))
 
-        return path_along(children_by_token(tree), choice)
+        return walk_chosen_path(index_children(tree), choice)
 
-    def plans(self, tree: TokenTree, p: Probabilities) -> Tensor:
+    def plan_all_nodes(self, tree: TokenTree, p: Probabilities) -> Tensor:
         """[N, V] the plan at every node: probabilities of the output token."""
-        plans = self.without_draws(tree, p, slice(None))
+        plans = self.plan_without_draws(tree, p, slice(None))
         drafts = tree.drafts
         if not drafts:
             return plans
         of_draws = self.scheme.plan(p[drafts.nodes], drafts.q, drafts.draws)
         return plans.index_copy(0, drafts.nodes, of_draws)
 
-    def without_draws(self, tree: TokenTree, p: Probabilities, nodes: slice) -> Tensor:
+    def plan_without_draws(self, tree: TokenTree, p: Probabilities, nodes: slice) -> Tensor:
         """[n, V] the plans at nodes without draws, whose children are a function of the text."""
         target = p[nodes]
         if self.scheme.lossless:
             return target
-        return self.scheme.plan(target, target, Draws(children_of(tree)[nodes]))
+        return self.scheme.plan(target, target, Draws(build_child_table(tree)[nodes]))
 
 
-def drawn_at(row: int, draws: Draws) -> Draws:
+def select_row_draws(row: int, draws: Draws) -> Draws:
     """The draws of one row, without the columns that only other rows fill."""
     tokens = draws.tokens[row : row + 1]
     width = 1 + max((i for i, token in enumerate(tokens[0].tolist()) if token >= 0), default=0)
-    return draws.each(lambda field: field[row : row + 1, :width])
+    return draws.apply_to_fields(lambda field: field[row : row + 1, :width])
 
 
-def children_of(tree: TokenTree) -> Tensor:
+def build_child_table(tree: TokenTree) -> Tensor:
     """[N, N] int64: row i holds the tokens of i's children, each in its own node's column.
 
     The example tree, whose nodes 0 to 4 carry the tokens r a b c d; a dot is -1:
@@ -154,13 +158,13 @@ def children_of(tree: TokenTree) -> Tensor:
     return tree.tokens.where(tree.parents == rows[:, None], -1)
 
 
-def children_by_token(tree: TokenTree) -> dict[tuple[int, int], int]:
+def index_children(tree: TokenTree) -> dict[tuple[int, int], int]:
     """{(node, token): the node's first child with that token}, on the host."""
-    return by_token(torch.stack([tree.parents, tree.tokens]).mT.tolist())
+    return index_links(torch.stack([tree.parents, tree.tokens]).mT.tolist())
 
 
-def by_token(links: Iterable[Sequence[int]]) -> dict[tuple[int, int], int]:
-    """`children_by_token` from the parent and the token of each node."""
+def index_links(links: Iterable[Sequence[int]]) -> dict[tuple[int, int], int]:
+    """`index_children` from the parent and the token of each node."""
     child_of: dict[tuple[int, int], int] = {}
     for node, link in enumerate(links):
         parent = link[0]
@@ -175,16 +179,16 @@ def follow(tree: TokenTree, choice: Tensor) -> Judging:
     choice: [N] int64, an output token for each node; at temperature 0 the target's most likely one.
     """
     links = yield torch.stack([tree.parents, tree.tokens, choice])
-    return path_along(by_token(links.mT.tolist()), links[2].tolist().__getitem__)
+    return walk_chosen_path(index_links(links.mT.tolist()), links[2].tolist().__getitem__)
 
 
-def counted(tree: TokenTree) -> Judging:
+def count_by_depth(tree: TokenTree) -> Judging:
     """The number of nodes at depth 1, 2, …"""
     depths = (yield tree.depth).tolist()
     return [depths.count(depth) for depth in range(1, max(depths) + 1)]
 
 
-def together(judgings: Sequence[Judging]) -> list[Any]:
+def run_all(judgings: Sequence[Judging]) -> list[Any]:
     """Run coroutines in lockstep, with one copy to the host a round. An error is returned in its place."""
     found: dict[int, Any] = {}
     answers: dict[int, Any] = dict.fromkeys(range(len(judgings)))
@@ -197,20 +201,20 @@ def together(judgings: Sequence[Judging]) -> list[Any]:
                 found[row] = end.value
             except Exception as error:  # of this one; the others go on
                 found[row] = error
-        answers = dict(zip(asked, received([*asked.values()]), strict=True))
+        answers = dict(zip(asked, to_host([*asked.values()]), strict=True))
     return [found[row] for row in range(len(judgings))]
 
 
-def answered(judgings: Sequence[Judging]) -> list[Any]:
-    """As `together`. Raises the first error."""
-    found = together(judgings)
+def run_all_or_raise(judgings: Sequence[Judging]) -> list[Any]:
+    """As `run_all`. Raises the first error."""
+    found = run_all(judgings)
     for error in found:
         if isinstance(error, Exception):
             raise error
     return found
 
 
-def path_along(child_of: dict[tuple[int, int], int], choice: Callable[[int], int]) -> Verdict:
+def walk_chosen_path(child_of: dict[tuple[int, int], int], choice: Callable[[int], int]) -> Verdict:
     """Walk down from the root, and call `choice(node)` at each visited node for its output token.
 
     The path goes on while a child carries that token. Outputs b at node 0, d at node 2 and x at node 4:
@@ -218,7 +222,7 @@ def path_along(child_of: dict[tuple[int, int], int], choice: Callable[[int], int
         0 r ─┬─ 1 a ── 3 c        path      2 4
              └─ 2 b ── 4 d        tokens    b d x
 
-    child_of: as `children_by_token`.
+    child_of: as `index_children`.
     """
     path = [0]
     tokens = []
@@ -234,7 +238,7 @@ def judge_all(
     verifier: Verifier,
     trees: Sequence[TokenTree],
     logits: Sequence[Tensor],
-    distributions: Sequence[Distribution],
+    distributions: Sequence[Sampler],
     generators: Sequence[torch.Generator],
 ) -> list[Verdict | Exception]:
     """A verdict for each sequence's tree, or the error at it. logits: by sequence [N, V], the target's."""
@@ -243,18 +247,18 @@ def judge_all(
     targets = [TargetDistributions(*row) for row in rows]
     chosen = dict[int, Tensor]()
     counts = list[Any]()
-    counting = [*map(counted, trees)]
+    counting = [*map(count_by_depth, trees)]
     if targets[0].device.type != "cpu":
         settled = [at for at, by in enumerate(distributions) if by.settled]
         if any(distributions[at].noise and len(logits[at]) > 1 for at in settled):
-            counts = together(counting)
+            counts = run_all(counting)
             counting = []
         depths = {at: 1 + len(counts[at]) if counts else 1 for at in settled}
-        chosen = outputs(trees, targets, depths)
+        chosen = compute_greedy_outputs(trees, targets, depths)
 
     # 2. All are judged together. Each reads the rows that its verifier visits.
     parts = zip(trees, targets, generators, map(chosen.get, range(len(trees))), strict=True)
-    answers = together([*(judged(verifier, *part) for part in parts), *counting])
+    answers = run_all([*(verify_one(verifier, *part) for part in parts), *counting])
     judgements = answers[: len(trees)]
     counts += answers[len(trees) :]  # of each tree its nodes by depth
 
@@ -269,7 +273,7 @@ def judge_all(
     return verdicts
 
 
-def judged(
+def verify_one(
     verifier: Verifier,
     tree: TokenTree,
     p: TargetDistributions,
@@ -280,16 +284,18 @@ def judged(
 
     choice: [N] int64, these outputs, where they are known.
     """
-    if choice is None and p.by.greedy and p.by.settled:
-        choice = greedy_choice(p.raw)
+    if choice is None and p.sampler.greedy and p.sampler.settled:
+        choice = choose_greedy(p.raw)
     if choice is not None:
         return (yield from follow(tree, choice))
-    if p.by.greedy or p.by.noise:
+    if p.sampler.greedy or p.sampler.noise:
         depth = (yield tree.depth).tolist()
-        return path_along(children_by_token(tree), lambda node: p.choice(node, depth[node]))
+        return walk_chosen_path(
+            index_children(tree), lambda node: p.choose_output(node, depth[node])
+        )
     if p.device.type == "cpu":
         return verifier(tree, p, generator)
-    return (yield from verifier.at_once(tree, p, generator))
+    return (yield from verifier.verify_on_device(tree, p, generator))
 
 
 class OutputGroup(NamedTuple):
@@ -300,7 +306,7 @@ class OutputGroup(NamedTuple):
     depths: int
 
 
-def outputs(
+def compute_greedy_outputs(
     trees: Sequence[TokenTree], targets: Sequence[TargetDistributions], depths: Mapping[int, int]
 ) -> dict[int, Tensor]:
     """{sequence: [N] int64 the output at each node}, of settled sequences, alike ones together.
@@ -309,19 +315,19 @@ def outputs(
     """
     groups: defaultdict[OutputGroup, list[int]] = defaultdict(list)
     for row, count in depths.items():
-        groups[OutputGroup(targets[row].by.params, len(targets[row]), count)].append(row)
+        groups[OutputGroup(targets[row].sampler.params, len(targets[row]), count)].append(row)
     chosen: dict[int, Tensor] = {}
     for group, rows in groups.items():
         scores = torch.stack([targets[row].raw for row in rows])  # [B, N, V]
         by_depth: list[Tensor] = []  # of each sequence the noise [V] at each depth
         for row in rows:
-            noise = targets[row].by.noise
+            noise = targets[row].sampler.noise
             if noise:
-                by_depth += [noise.at(depth) for depth in range(group.depths)]
+                by_depth += [noise.get_level(depth) for depth in range(group.depths)]
         if by_depth:
             stacked = torch.stack(by_depth)
-            first = group.depths * columns(len(rows), stacked.device)[:, None]
+            first = group.depths * build_range(len(rows), stacked.device)[:, None]
             places = first + torch.stack([trees[row].depth for row in rows])  # [B, N]
-            scores = targets[rows[0]].by.noisy(scores, stacked[places])
-        chosen.update(zip(rows, greedy_choice(scores), strict=True))
+            scores = targets[rows[0]].sampler.add_noise(scores, stacked[places])
+        chosen.update(zip(rows, choose_greedy(scores), strict=True))
     return chosen

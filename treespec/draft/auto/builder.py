@@ -10,26 +10,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec.draft.auto.cost import Cost, best_size
-from treespec.draft.auto.cost_model import CERTAIN, CostModel, CostModels, Prediction, bounded
-from treespec.draft.builders import CycleBuilder, Ranked, TreeBuilder
-from treespec.draft.calibration import COLDEST, Calibration, nearest
+from treespec.draft.auto.cost import CycleCost, find_best_size
+from treespec.draft.auto.cost_model import (
+    MAX_CHILD_PROBABILITY,
+    CostModel,
+    CostModels,
+    Prediction,
+    limit_sum,
+)
+from treespec.draft.builders import CycleBuilder, TopRanking, TreeBuilder
+from treespec.draft.calibration import GREEDY_TEMPERATURE, Calibration, find_nearest
 from treespec.draft.tree_assembly import Growth
-from treespec.sampling.probs import SamplingParams, largest, probs
+from treespec.sampling.probs import SamplingParams, compute_probs, select_topk
 from treespec.trees.dynamic import AutoTree
-from treespec.trees.layout import layout
-from treespec.trees.most_likely import expected_length
+from treespec.trees.layout import get_layout
+from treespec.trees.most_likely import estimate_length
 from treespec.trees.static import StaticTree
 
 # Grid of the logarithm of the corrections, of first children and of others. Trees are solved at every fifth
 # point: a text meets few of them, and graphs soon repeat their drafts.
-GRAINS = np.array([0.1, 0.3])
-SOLVED = 5
-SLOPE = 4  # nodes over which the price of one more is averaged: measured times have steps
+GRID_STEPS = np.array([0.1, 0.3])
+SOLVE_EVERY_POINTS = 5
+SLOPE_NODES = 4  # nodes over which the price of one more is averaged: measured times have steps
 
 
 @dataclass(frozen=True)
-class Shape:
+class PlannedTree:
     """A tree fixed before anything is drafted.
 
     speed: expected tokens per second. prediction: by the rates, before any correction.
@@ -40,78 +46,78 @@ class Shape:
     prediction: Prediction
 
 
-def shape_for(model: CostModel, tree: AutoTree) -> Shape:
+def plan_tree(model: CostModel, tree: AutoTree) -> PlannedTree:
     """The chain or Sequoia's tree with the most tokens per second, by the rates as corrected so far."""
-    grains = np.rint(np.log(model.by_rates.factors) / GRAINS)  # [2, 2]
-    return _shape(model.cost, model.rates, tuple(grains.flat), tree)
+    grains = np.rint(np.log(model.rate_correction.factors) / GRID_STEPS)  # [2, 2]
+    return _plan_at_point(model.cost, model.rates, tuple(grains.flat), tree)
 
 
 @lru_cache(4096)
-def _shape(
-    cost: Cost, rates: tuple[float, ...], grains: tuple[float, ...], tree: AutoTree
-) -> Shape:
-    """`shape_for` at a point of the grid. grains: four, as `Correction.factors` has them.
+def _plan_at_point(
+    cost: CycleCost, rates: tuple[float, ...], grains: tuple[float, ...], tree: AutoTree
+) -> PlannedTree:
+    """`plan_tree` at a point of the grid. grains: four, as `Correction.factors` has them.
 
     The point lies between solved ones. Of the trees of those around it, the fastest at the point is taken.
     """
-    point = np.reshape(grains, (2, 2)) / SOLVED
-    corrected = _at(rates, point)
+    point = np.reshape(grains, (2, 2)) / SOLVE_EVERY_POINTS
+    corrected = _scale_rates(rates, point)
     root_rates = corrected[0].tolist()
     deeper_rates = corrected[1].tolist()
     (root_first, root_others), (deeper_first, deeper_others) = point.tolist()
-    shapes = list[Shape]()
+    shapes = list[PlannedTree]()
     for root in (math.floor(root_first), math.ceil(root_first)):
         for deeper in (math.floor(deeper_first), math.ceil(deeper_first)):
             solved_point = ((root, round(root_others)), (deeper, round(deeper_others)))
-            shape = _solved(cost, rates, solved_point, tree)
+            shape = _solve_at_point(cost, rates, solved_point, tree)
             table = [root_rates]
             while len(table) < shape.tree.max_depth:
                 table.append(deeper_rates)
-            speed = expected_length(shape.tree, table) / shape.prediction.seconds
+            speed = estimate_length(shape.tree, table) / shape.prediction.seconds
             shapes.append(replace(shape, speed=speed))
     return max(shapes, key=lambda shape: shape.speed)
 
 
 @lru_cache(1024)
-def _solved(
-    cost: Cost, rates: tuple[float, ...], point: tuple[tuple[int, int], ...], tree: AutoTree
-) -> Shape:
+def _solve_at_point(
+    cost: CycleCost, rates: tuple[float, ...], point: tuple[tuple[int, int], ...], tree: AutoTree
+) -> PlannedTree:
     """The fastest chain at a point where trees are solved, or the fastest tree if that is faster.
 
     point: of the grid of trees, the root's children and deeper ones; of each the first child and the others.
     """
     # 1. The tree.
-    corrected = _at(rates, np.array(point))
+    corrected = _scale_rates(rates, np.array(point))
     most = min(cost.nodes[-1], tree.nodes)
-    fastest, speed = cost.best(corrected[:, :1], most, tree.depth)
+    fastest, speed = cost.find_best_tree(corrected[:, :1], most, tree.depth)
     if len(rates) > 1:
-        branching, branching_speed = cost.best(corrected, most, tree.depth)
+        branching, branching_speed = cost.find_best_tree(corrected, most, tree.depth)
         if branching_speed > speed:
             fastest = branching
             speed = branching_speed
 
     # 2. What it predicts.
-    parents = layout(fastest, torch.device("cpu")).parents.numpy()
+    parents = get_layout(fastest, torch.device("cpu")).parents.numpy()
     predicted = np.ones(len(fastest.paths))
     for node, path in enumerate(fastest.paths[1:], start=1):
         predicted[node] = rates[path[-1]]
     inner = len(np.unique(parents)) - 1
-    seconds = float(cost.seconds(fastest.size, fastest.max_depth, inner))
-    return Shape(fastest, speed, Prediction(seconds, parents, predicted))
+    seconds = float(cost.predict_cycle(fastest.size, fastest.max_depth, inner))
+    return PlannedTree(fastest, speed, Prediction(seconds, parents, predicted))
 
 
-def _at(rates: tuple[float, ...], point: np.ndarray) -> np.ndarray:
+def _scale_rates(rates: tuple[float, ...], point: np.ndarray) -> np.ndarray:
     """[2, K] the rates at a point of the grid of trees, of the root's children and of deeper ones.
 
     point: [2, 2] of the root's children and of deeper ones; of each the first child and the others.
     """
-    factors = np.exp(GRAINS * SOLVED * point)
+    factors = np.exp(GRID_STEPS * SOLVE_EVERY_POINTS * point)
     is_other = np.arange(len(rates)).clip(max=1)
-    return bounded(np.array(rates) * factors[:, is_other])
+    return limit_sum(np.array(rates) * factors[:, is_other])
 
 
 @final
-class Profitable(Ranked):
+class CostAwareRanking(TopRanking):
     """The ranking by expected tokens and their cost: a level more, of the nodes that pay, while that is
     likely to pay; then the best size.
 
@@ -133,28 +139,30 @@ class Profitable(Ranked):
         self.predicted = list[np.ndarray]()
         self.tops = model.rates[0]  # of the most likely child of each level
 
-    def below(self, above: Tensor | None, logits: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    def score_children(
+        self, above: Tensor | None, logits: Tensor, depth: int
+    ) -> tuple[Tensor, Tensor]:
         if self.params.greedy:
             probabilities = logits.float().softmax(-1)
         else:
-            probabilities = probs(logits, self.params)
-        best, tokens = largest(probabilities, min(self.topk, logits.shape[-1]))
+            probabilities = compute_probs(logits, self.params)
+        best, tokens = select_topk(probabilities, min(self.topk, logits.shape[-1]))
         predicted = best.double().cpu().numpy()
         if self.calibration and self.params.greedy:
-            predicted = self.calibration.sure(predicted, depth)
+            predicted = self.calibration.predict_certain_choice(predicted, depth)
         self.predicted.append(predicted)
-        reach = self.model.by_law.corrected(predicted, depth)
+        reach = self.model.logit_correction.correct_predictions(predicted, depth)
         if above is not None:
             reach = above.numpy()[:, None] * reach
         return tokens, torch.from_numpy(reach)
 
-    def width(self, level: int, scores: list[Tensor]) -> int:
+    def choose_width(self, level: int, scores: list[Tensor]) -> int:
         # 1. The best size of all candidates so far, and what one more node costs there.
         model = self.model
         cost = self.model.cost
         rate = max(model.plain, model.speed)  # tokens that a second is worth
-        self.nodes = best_size(np.sort(torch.cat(scores).numpy())[::-1], self.forward, rate)
-        end = min(self.nodes + SLOPE, len(self.forward))
+        self.nodes = find_best_size(np.sort(torch.cat(scores).numpy())[::-1], self.forward, rate)
+        end = min(self.nodes + SLOPE_NODES, len(self.forward))
         more = float(self.forward[end - 1] - self.forward[self.nodes - 1])
         price = rate * more / max(end - self.nodes, 1)
         if model.trying:
@@ -162,26 +170,33 @@ class Profitable(Ranked):
 
         # 2. Nodes of the last level whose children are likely to pay.
         self.tops += float(self.predicted[-1][0, 0])
-        next_one = self.tops / (level + 1) * float(model.by_law.factors[1, 0])
+        next_one = self.tops / (level + 1) * float(model.logit_correction.factors[1, 0])
         best = np.sort(scores[-1].numpy())[::-1][: self.topk]
         levels_left = self.depth - level
         if not levels_left:
             return 0
-        child_rate = min(next_one, CERTAIN)
-        return expansion(best, child_rate, price, rate * cost.level, rate * cost.row, levels_left)
+        child_rate = min(next_one, MAX_CHILD_PROBABILITY)
+        return count_expansions(
+            best,
+            child_rate,
+            price,
+            rate * cost.level,
+            rate * cost.seconds_per_extra_row,
+            levels_left,
+        )
 
-    def prediction(self, kept: np.ndarray, parents: np.ndarray) -> Prediction:
+    def predict_outcome(self, kept: np.ndarray, parents: np.ndarray) -> Prediction:
         """Of the tree of the kept columns [N] of `best_tree`. parents: [N]."""
         columns = [np.ones(2)]  # of nothing and the root
         for level in self.predicted:
             columns.append(level.ravel())
         probabilities = np.concatenate(columns)
         inner = sum(map(len, self.predicted))
-        seconds = float(self.model.cost.seconds(len(kept), len(self.predicted), inner))
+        seconds = float(self.model.cost.predict_cycle(len(kept), len(self.predicted), inner))
         return Prediction(seconds, parents, probabilities[kept])
 
 
-def expansion(
+def count_expansions(
     reach: np.ndarray, rate: float, price: float, step: float, row: float, levels: int
 ) -> int:
     """How many of the best nodes of a level to expand; 0 ends the tree.
@@ -213,53 +228,53 @@ class AutoBuilder(TreeBuilder):
 
     policy: AutoTree
     models: CostModels | None = None
-    shape: Shape
+    shape: PlannedTree
     by_level: bool = True
 
     @property
     def seconds(self) -> float:
         assert self.models
-        return self.models.present.cycle_seconds
+        return self.models.current.cycle_seconds
 
-    def pauses(self, params: SamplingParams, batch: int = 1) -> bool:
+    def should_skip_cycle(self, params: SamplingParams, batch: int = 1) -> bool:
         """Where no tree is expected to be faster than one token at a time."""
         if not self.models:
             assert self.costs
             rates = None
             if self.calibration and self.calibration.rates:
-                temperature = max(params.temperature, COLDEST)
-                rates = nearest(self.calibration.rates, temperature)
+                temperature = max(params.temperature, GREEDY_TEMPERATURE)
+                rates = find_nearest(self.calibration.rates, temperature)
             self.models = CostModels(self.costs, rates)
-        model = self.models.among(batch)
-        self.shape = shape_for(model, self.policy)
+        model = self.models.select_for_batch(batch)
+        self.shape = plan_tree(model, self.policy)
         model.start(self.shape.speed)
         fastest = self.shape.speed
         if self.by_level:
             fastest = max(fastest, model.speed)
-        return model.pauses(fastest)
+        return model.should_skip_cycle(fastest)
 
-    def settled(self) -> StaticTree | None:
+    def build_graph_key(self) -> StaticTree | None:
         assert self.models
-        model = self.models.present
+        model = self.models.current
         if self.by_level and model.speed > self.shape.speed:
             return None
-        model.predict(self.shape.prediction, model.by_rates)
+        model.predict(self.shape.prediction, model.rate_correction)
         return self.shape.tree
 
-    def shaped(self, cycle: CycleBuilder) -> Growth:
+    def grow_shape(self, cycle: CycleBuilder) -> Growth:
         """The most likely tokens level by level where that is faster, else a tree of fixed shape."""
         assert self.models
-        model = self.models.present
+        model = self.models.current
         self.by_level = cycle.logits.device.type == "cpu"
-        shape = self.settled()
+        shape = self.build_graph_key()
         if shape:
-            return (yield from cycle.fixed(shape))
-        ranking = Profitable(self.policy, model, cycle.params, self.calibration)
+            return (yield from cycle.grow_fixed(shape))
+        ranking = CostAwareRanking(self.policy, model, cycle.params, self.calibration)
         tree, kept = yield from ranking.grow(cycle.root, cycle.logits)
-        prediction = ranking.prediction(kept.cpu().numpy(), tree.parents.cpu().numpy())
-        model.predict(prediction, model.by_law)
+        prediction = ranking.predict_outcome(kept.cpu().numpy(), tree.parents.cpu().numpy())
+        model.predict(prediction, model.logit_correction)
         return tree
 
     def update(self, path: Sequence[int]) -> None:
         if self.models:
-            self.models.present.update(path)
+            self.models.current.update(path)

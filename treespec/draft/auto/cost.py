@@ -20,16 +20,16 @@ import numpy as np
 
 from treespec.errors import InputError
 from treespec.files.atomic import read_json
-from treespec.trees.sequoia import best_trees
+from treespec.trees.sequoia import solve_trees
 from treespec.trees.static import StaticTree
 
-FORMAT = 2
-FAR = 1_000_000  # nodes: the line's last slope goes on to here
-SMALL = 7  # nodes over which the price of one more row of a draft level is averaged
+COST_FORMAT = 2
+LAST_SLOPE_NODES = 1_000_000  # nodes: the line's last slope goes on to here
+ROW_PRICE_NODES = 7  # nodes over which the price of one more row of a draft level is averaged
 
 
 @dataclass(frozen=True)
-class Cost:
+class CycleCost:
     """Seconds of a cycle's parts, for one batch size; measured for one sequence.
 
     nodes, forward: T(n) at some tree sizes n (of each sequence), the root included: the target's
@@ -60,26 +60,26 @@ class Cost:
         sizes = np.array(self.nodes, dtype=float)
         seconds = np.maximum.accumulate(self.forward)
         slope = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
-        last = seconds[-1] + slope * (FAR - sizes[-1])
-        return np.append(sizes, FAR), np.append(seconds, last)
+        last = seconds[-1] + slope * (LAST_SLOPE_NODES - sizes[-1])
+        return np.append(sizes, LAST_SLOPE_NODES), np.append(seconds, last)
 
     def interpolate_forward(self, nodes: Any) -> Any:
         """T at any sizes: a float, or an array for an array of them."""
         sizes, seconds = self._line
         return np.interp(nodes, sizes, seconds)
 
-    def line(self, most: int) -> np.ndarray:
+    def predict_forward_seconds(self, most: int) -> np.ndarray:
         """[most] T over 1, 2, … nodes."""
         seconds: np.ndarray = self.interpolate_forward(np.arange(1, most + 1))
         return seconds
 
     @cached_property
-    def row(self) -> float:
+    def seconds_per_extra_row(self) -> float:
         """Seconds of each further node that a draft level expands: as the target's forward grows."""
-        one, several = self.interpolate_forward([1, SMALL])
-        return self.level * float(several / max(one, math.ulp(1.0)) - 1) / (SMALL - 1)
+        one, several = self.interpolate_forward([1, ROW_PRICE_NODES])
+        return self.level * float(several / max(one, math.ulp(1.0)) - 1) / (ROW_PRICE_NODES - 1)
 
-    def among(self, batch: int) -> "Cost":
+    def select_batch_size(self, batch: int) -> "CycleCost":
         """Of several sequences together, by that of one: their forward computes the nodes of all.
 
         A level of drafts takes longer as the target's forward does; the rest is done for each.
@@ -88,41 +88,41 @@ class Cost:
         grows = forward[0] / max(self.forward[0], math.ulp(1.0))
         level = self.level * grows
         begin = self.begin * grows
-        return Cost(self.nodes, forward, level, begin, batch * self.overhead)
+        return CycleCost(self.nodes, forward, level, begin, batch * self.overhead)
 
     @property
-    def plain(self) -> float:
+    def baseline_speed(self) -> float:
         """Tokens per second of one-token decoding."""
         return 1 / max(self.forward[0], math.ulp(1.0))
 
-    def seconds(self, nodes: Any, levels: Any, inner: Any = 0) -> Any:
+    def predict_cycle(self, nodes: Any, levels: Any, inner: Any = 0) -> Any:
         """Seconds of a cycle with a tree: a float, or an array if an argument is one.
 
         levels: 0 where no draft model runs. inner: nodes with children.
         """
         tree = self.interpolate_forward(nodes) + self.overhead * (np.asarray(nodes) > 1)
         drafts = self.level * levels + self.begin * (np.asarray(levels) > 0)
-        return tree + drafts + self.row * np.maximum(inner - levels, 0)
+        return tree + drafts + self.seconds_per_extra_row * np.maximum(inner - levels, 0)
 
-    def best(self, rates: np.ndarray, nodes: int, depth: int) -> tuple[StaticTree, float]:
+    def find_best_tree(self, rates: np.ndarray, nodes: int, depth: int) -> tuple[StaticTree, float]:
         """The tree with the most expected tokens per second, of at most `nodes` and `depth`.
 
         rates: [2, K] Pr(the k-th child is accepted), of the root's children and of deeper ones.
         Returns the tree and its tokens per second.
         """
-        trees = best_trees(rates[1], nodes, depth, rates[0])
+        trees = solve_trees(rates[1], nodes, depth, rates[0])
         size = np.arange(2, nodes + 1)
         levels = np.arange(1, depth + 1)[:, None]
         inner = levels
         if rates.shape[1] > 1:
             inner = np.maximum(size / 2, levels)
-        speed = trees.tokens[1:, 2:] / self.seconds(size, levels, inner)
+        speed = trees.tokens[1:, 2:] / self.predict_cycle(size, levels, inner)
         row, column = np.unravel_index(int(speed.argmax()), speed.shape)
-        fastest = trees.tree(int(size[column]), int(row) + 1)
+        fastest = trees.build_tree(int(size[column]), int(row) + 1)
         return fastest, float(speed[row, column])
 
 
-def best_size(reach: np.ndarray, forward: np.ndarray, rate: float) -> int:
+def find_best_size(reach: np.ndarray, forward: np.ndarray, rate: float) -> int:
     """The number of nodes, root included, with the largest E - R T.
 
     reach: [M] Pr(a node is on the accepted path), descending, without the root.
@@ -133,14 +133,14 @@ def best_size(reach: np.ndarray, forward: np.ndarray, rate: float) -> int:
     return int((np.append(1.0, reach).cumsum()[:most] - rate * forward[:most]).argmax()) + 1
 
 
-CostBy = Callable[[int], Cost]  # the cost by batch size
+CostBy = Callable[[int], CycleCost]  # the cost by batch size
 
 
-def cost_in(file: Path) -> Cost | None:
+def read_cost(file: Path) -> CycleCost | None:
     """The cost of a file; None where it is missing, damaged or not understood."""
     with suppress(InputError, LookupError, TypeError, ValueError):
-        fields = read_json(file, "it is measured again", FORMAT)["cost"]
+        fields = read_json(file, "it is measured again", COST_FORMAT)["cost"]
         for name in ("nodes", "forward"):
             fields[name] = tuple(fields[name])
-        return Cost(**fields)
+        return CycleCost(**fields)
     return None

@@ -18,30 +18,30 @@ from typing import final
 
 import numpy as np
 
-from treespec.draft.auto.cost import Cost, CostBy
+from treespec.draft.auto.cost import CostBy, CycleCost
 
-FORGET = 0.98  # weight of the cycles before, a cycle: sequences change their manner
+RATE_DECAY = 0.98  # weight of the cycles before, a cycle: sequences change their manner
 # acceptances that rates fitted on text, and rates guessed, count for
-FITTED = 10.0
-GUESSED = 2.0
-GUESS = (0.7, 0.1, 0.05)  # rates of a drafter that nothing is known of
-CYCLES = 4  # cycles that the first estimate of the speed counts for
+FITTED_RATE_WEIGHT = 10.0
+GUESSED_RATE_WEIGHT = 2.0
+GUESSED_RATES = (0.7, 0.1, 0.05)  # rates of a drafter that nothing is known of
+PRIOR_CYCLES = 4  # cycles that the first estimate of the speed counts for
 # bounds of a correction
-LEAST = 0.02
-MOST = 1.5
-CERTAIN = 0.98  # the most that is believed of a child
-GAP = 8  # cycles without drafts before one is tried again, where drafting nearly pays
-STEEP = 6  # that number grows with how far off drafting is, to this power
+MIN_CORRECTION = 0.02
+MAX_CORRECTION = 1.5
+MAX_CHILD_PROBABILITY = 0.98  # the most that is believed of a child
+RETRY_CYCLES = 8  # cycles without drafts before one is tried again, where drafting nearly pays
+RETRY_POWER = 6  # that number grows with how far off drafting is, to this power
 
 
-def bounded(probabilities: np.ndarray) -> np.ndarray:
+def limit_sum(probabilities: np.ndarray) -> np.ndarray:
     """[F, K] probabilities of children with a sum of at most CERTAIN: the others share what the first leaves.
 
     .9 .2 .1, at most .98    .9 and .08 for the others    .9 .053 .027
     """
-    first = probabilities[:, :1].clip(max=CERTAIN)
+    first = probabilities[:, :1].clip(max=MAX_CHILD_PROBABILITY)
     others = probabilities[:, 1:]
-    left = CERTAIN - first
+    left = MAX_CHILD_PROBABILITY - first
     wanted = others.sum(1, keepdims=True)
     share = left / np.maximum(wanted, left).clip(np.finfo(float).tiny)
     return np.concatenate([first, others * share], axis=1)
@@ -62,20 +62,20 @@ class Correction:
     @property
     def factors(self) -> np.ndarray:
         """[2, 2] actual acceptances for one that was predicted."""
-        return (self.accepted / self.predicted).clip(LEAST, MOST)
+        return (self.accepted / self.predicted).clip(MIN_CORRECTION, MAX_CORRECTION)
 
-    def corrected(self, probabilities: np.ndarray, depth: int) -> np.ndarray:
+    def correct_predictions(self, probabilities: np.ndarray, depth: int) -> np.ndarray:
         """[F, K] predictions for the children of F nodes, the most likely first, at the ratio seen so far.
 
         depth: of the nodes; 0 for the root.
         """
         is_other = np.arange(probabilities.shape[1]).clip(max=1)
-        return bounded(probabilities * self.factors[min(depth, 1), is_other])
+        return limit_sum(probabilities * self.factors[min(depth, 1), is_other])
 
     def update(self, prediction: "Prediction", path: Sequence[int]) -> None:
         """A tree was verified. path: its accepted nodes, without the root."""
-        self.predicted = FORGET * self.predicted
-        self.accepted = FORGET * self.accepted
+        self.predicted = RATE_DECAY * self.predicted
+        self.accepted = RATE_DECAY * self.accepted
         for depth, node in enumerate([0, *path]):
             (children,) = np.nonzero(prediction.parents == node)
             if not len(children):
@@ -113,7 +113,7 @@ class CostModel:
 
     def __init__(
         self,
-        cost: Cost,
+        cost: CycleCost,
         rates: tuple[float, ...] | None = None,
         corrections: "Corrections | None" = None,
         batch: int = 1,
@@ -124,22 +124,24 @@ class CostModel:
         each tries more rarely.
         """
         if corrections is None:
-            corrections = corrections_of(rates)
+            corrections = build_corrections(rates)
         self.cost = cost
-        self.rates: tuple[float, ...] = GUESS
+        self.rates: tuple[float, ...] = GUESSED_RATES
         if rates:
             self.rates = rates
-        self.plain = cost.plain
-        self.forward = cost.line(cost.nodes[-1])  # [M] seconds over 1, 2, … nodes
-        self.by_rates = corrections.by_rates
-        self.by_law = corrections.by_law
-        self.corrects = self.by_law
+        self.plain = cost.baseline_speed
+        self.forward = cost.predict_forward_seconds(
+            cost.nodes[-1]
+        )  # [M] seconds over 1, 2, … nodes
+        self.rate_correction = corrections.by_rates
+        self.logit_correction = corrections.by_law
+        self.corrects = self.logit_correction
         self.tokens = 0.0  # of cycles whose tree was chosen level by level
         self.seconds = 0.0
         self.idle = 0
         self.trials = 0
         self.trying = False
-        self.gap = GAP * batch
+        self.gap = RETRY_CYCLES * batch
 
     @property
     def cycle_seconds(self) -> float:
@@ -151,15 +153,15 @@ class CostModel:
     def start(self, speed: float) -> None:
         """An estimate of the speed of trees chosen level by level, in tokens per second, for some cycles."""
         if not self.seconds:
-            self.tokens = CYCLES * speed / self.plain
-            self.seconds = CYCLES / self.plain
+            self.tokens = PRIOR_CYCLES * speed / self.plain
+            self.seconds = PRIOR_CYCLES / self.plain
 
     @property
     def speed(self) -> float:
         """Tokens per second of the cycles whose tree was chosen level by level."""
         return self.tokens / self.seconds
 
-    def pauses(self, speed: float) -> bool:
+    def should_skip_cycle(self, speed: float) -> bool:
         """Whether this cycle goes without drafts. speed: expected of drafting, in tokens per second.
 
         The lower it is, and the more trials have brought nothing, the later drafting is tried again.
@@ -170,7 +172,7 @@ class CostModel:
             self.idle = 0
             self.trials = 0
             return False
-        far = (self.plain / max(speed, self.plain / 8)) ** STEEP
+        far = (self.plain / max(speed, self.plain / 8)) ** RETRY_POWER
         self.trying = self.idle >= self.gap * 2**self.trials * far
         if self.trying:
             self.idle = 0
@@ -189,9 +191,9 @@ class CostModel:
         if not self.prediction:
             return
         self.corrects.update(self.prediction, path)
-        if self.corrects is self.by_law:
-            self.tokens = FORGET * self.tokens + 1 + len(path)
-            self.seconds = FORGET * self.seconds + self.prediction.seconds
+        if self.corrects is self.logit_correction:
+            self.tokens = RATE_DECAY * self.tokens + 1 + len(path)
+            self.seconds = RATE_DECAY * self.seconds + self.prediction.seconds
         if path:
             self.trials = 0
 
@@ -204,11 +206,11 @@ class Corrections:
     by_law: Correction
 
 
-def corrections_of(rates: tuple[float, ...] | None) -> Corrections:
+def build_corrections(rates: tuple[float, ...] | None) -> Corrections:
     """The corrections of a sequence at its start. rates: None where nobody knows them."""
-    weight = GUESSED
+    weight = GUESSED_RATE_WEIGHT
     if rates:
-        weight = FITTED
+        weight = FITTED_RATE_WEIGHT
     return Corrections(Correction(weight), Correction(weight))
 
 
@@ -223,29 +225,29 @@ class CostModels:
     present: the model of the cycle that runs.
     """
 
-    present: CostModel
+    current: CostModel
 
     def __init__(self, costs: CostBy, rates: tuple[float, ...] | None = None) -> None:
         self.costs = costs
         self.rates = rates
-        self.corrections = corrections_of(rates)
-        self._by_cost: dict[Cost, CostModel] = {}
+        self.corrections = build_corrections(rates)
+        self._by_cost: dict[CycleCost, CostModel] = {}
 
-    def among(self, batch: int) -> CostModel:
+    def select_for_batch(self, batch: int) -> CostModel:
         """The model of a cycle of this many sequences. It becomes the present one."""
         cost = self.costs(batch)
         if cost not in self._by_cost:
             self._by_cost[cost] = CostModel(cost, self.rates, self.corrections, batch)
-        self.present = self._by_cost[cost]
-        return self.present
+        self.current = self._by_cost[cost]
+        return self.current
 
 
-EXPECTED = 1.5  # accepted tokens a cycle of a draft model of which nothing is known
-WINDOW = 0.9  # weight of the cycles before in `Choice`, a cycle
+EXPECTED_ACCEPTED_TOKENS = 1.5  # accepted tokens a cycle of a draft model of which nothing is known
+CHOICE_DECAY = 0.9  # weight of the cycles before in `CacheOrModel`, a cycle
 
 
 @final
-class Choice:
+class CacheOrModel:
     """Whose drafts a cycle takes: a suffix cache's or the draft model's, whichever predict more.
 
     It keeps what the draft model brought to one sequence so far: tokens, and modelled seconds. So it
@@ -253,11 +255,11 @@ class Choice:
     """
 
     def __init__(self) -> None:
-        self.cycles = float(CYCLES)
-        self.tokens = CYCLES * (1 + EXPECTED)
+        self.cycles = float(PRIOR_CYCLES)
+        self.tokens = PRIOR_CYCLES * (1 + EXPECTED_ACCEPTED_TOKENS)
         self.seconds = 0.0
 
-    def prefers_cache(self, score: float, nodes: int, cost: Cost | None) -> bool:
+    def should_use_cache(self, score: float, nodes: int, cost: CycleCost | None) -> bool:
         """Whether to take the drafts of a suffix cache.
 
         score: accepted tokens that they predict. nodes: of their tree. cost: with it tokens per second
@@ -268,13 +270,13 @@ class Choice:
         # Before the draft model's first cycle it costs what a chain of two does.
         seconds = self.seconds
         if not seconds:
-            seconds = CYCLES * cost.seconds(3, 2)
+            seconds = PRIOR_CYCLES * cost.predict_cycle(3, 2)
         model_speed = self.tokens / seconds
-        return (1 + score) / cost.seconds(nodes, 0) > max(cost.plain, model_speed)
+        return (1 + score) / cost.predict_cycle(nodes, 0) > max(cost.baseline_speed, model_speed)
 
     def update(self, accepted: int, seconds: float | None) -> None:
         """A cycle of the draft model has ended. seconds: modelled; None: nobody knows."""
         if seconds is not None:
-            self.seconds = WINDOW * (self.seconds or CYCLES * seconds) + seconds
-        self.cycles = WINDOW * self.cycles + 1
-        self.tokens = WINDOW * self.tokens + 1 + accepted
+            self.seconds = CHOICE_DECAY * (self.seconds or PRIOR_CYCLES * seconds) + seconds
+        self.cycles = CHOICE_DECAY * self.cycles + 1
+        self.tokens = CHOICE_DECAY * self.tokens + 1 + accepted

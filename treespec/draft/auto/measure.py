@@ -1,4 +1,4 @@
-"""Measure what a cycle costs (`Cost`) with the decoding code itself: once for a machine and a pair of models.
+"""Measure what a cycle costs (`CycleCost`) with the decoding code itself: once for a machine and a pair of models.
 
 Steps are timed in interleaved rounds. Other work on the machine only adds time, so a step's cost is
 the lower quartile over rounds. The cost is kept in the user's cache, and measured again where it no longer holds.
@@ -20,40 +20,42 @@ from typing import final
 import torch
 from torch import Tensor
 
-from treespec.draft.auto.cost import FORMAT, Cost, CostBy, cost_in
-from treespec.draft.builders import Ranked
+from treespec.draft.auto.cost import COST_FORMAT, CostBy, CycleCost, read_cost
+from treespec.draft.builders import TopRanking
 from treespec.draft.drafter import GrowthKey, Proposer
 from treespec.draft.tree_assembly import grow_together
 from treespec.errors import InputError
 from treespec.files.atomic import remove_leftovers, write_json
 from treespec.files.downloads import cache_folder
 from treespec.kernels import ops as kernels
-from treespec.kernels.processor import processor
+from treespec.kernels.processor import describe_processor
 from treespec.model.target import Target
 from treespec.sampling.probs import SamplingParams
-from treespec.sampling.sampler import Distribution
-from treespec.trees.mask import ancestor_mask
-from treespec.trees.static import StaticTree, chain
-from treespec.trees.tree import TokenTree, sent
-from treespec.verify.gumbel import AUTO
+from treespec.sampling.sampler import Sampler
+from treespec.trees.mask import build_ancestor_mask
+from treespec.trees.static import StaticTree, build_chain
+from treespec.trees.tree import TokenTree, to_device
+from treespec.verify.gumbel import AUTO_VERIFIER
 from treespec.verify.walk import judge_all
 
-NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-MANY = 256  # nodes of a batch; measured where the context has room for them
+MEASURED_NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+BATCH_NODES = 256  # nodes of a batch; measured where the context has room for them
 # tokens before the tree, and tokens that the last cycle committed
-CONTEXT = 192
-WAITING = 3
-DEEP = 5  # levels, at most
-DEAR = 6  # one-token forwards: measure no tree larger than the first that costs this much
+CONTEXT_TOKENS = 192
+WAITING_TOKENS = 3
+MAX_MEASURED_LEVELS = 5  # levels, at most
+MAX_FORWARD_RATIO = (
+    6  # one-token forwards: measure no tree larger than the first that costs this much
+)
 # Nodes whose time over one node's may differ by this factor from a kept cost.
-SOME = 16
-DRIFT = 1.25
+CHECKED_NODES = 16
+MAX_COST_DRIFT = 1.25
 # rounds; after SECONDS they stop, but not before FEWEST
-ROUNDS = 12
-FEWEST = 4
-SECONDS = 10.0
+MAX_ROUNDS = 12
+MIN_ROUNDS = 4
+MEASURING_SECONDS = 10.0
 
-TRUSTED = set[Path]()  # files whose cost was measured, or found to hold, by this process
+CHECKED_FILES = set[Path]()  # files whose cost was measured, or found to hold, by this process
 
 Act = Callable[[], object]
 
@@ -66,56 +68,58 @@ class Step:
     timed: Act
 
 
-def measured_costs(
-    target: Target, proposer: Proposer | None, given: Cost | CostBy | None = None
+def measure_costs(
+    target: Target, proposer: Proposer | None, given: CycleCost | CostBy | None = None
 ) -> CostBy:
     """The cost by batch size; measured when first asked for.
 
     proposer: None measures the target alone. given: take these, whatever the batch.
     """
-    if isinstance(given, Cost):
+    if isinstance(given, CycleCost):
         return lambda batch: given
     if given is not None:
         return given
-    cost_of_one = lru_cache(None)(partial(cost_for, target, proposer))
-    return lru_cache(None)(lambda batch: cost_of_one().among(batch))
+    cost_of_one = lru_cache(None)(partial(load_or_measure_cost, target, proposer))
+    return lru_cache(None)(lambda batch: cost_of_one().select_batch_size(batch))
 
 
-def cost_for(target: Target, proposer: Proposer | None, folder: Path | None = None) -> Cost:
+def load_or_measure_cost(
+    target: Target, proposer: Proposer | None, folder: Path | None = None
+) -> CycleCost:
     """The cost from the cache folder, if it still holds, or measured now, which takes a few seconds."""
-    about = json.dumps(dependencies(target, proposer), default=str).encode()
+    about = json.dumps(list_dependencies(target, proposer), default=str).encode()
     if folder is None:
         folder = cache_folder()
     file = folder / f"times-{hashlib.sha256(about).hexdigest()[:16]}.json"
-    kept = cost_in(file)
-    if kept and (file in TRUSTED or holds(target, kept)):
-        TRUSTED.add(file)
+    kept = read_cost(file)
+    if kept and (file in CHECKED_FILES or is_still_valid(target, kept)):
+        CHECKED_FILES.add(file)
         return kept
-    cost = measure(target, proposer)
-    TRUSTED.add(file)
+    cost = measure_model_costs(target, proposer)
+    CHECKED_FILES.add(file)
     with suppress(InputError):  # a folder that cannot be written: the next run measures again
         remove_leftovers(file.parent)
-        write_json(file, {"format": FORMAT, "cost": asdict(cost)})
+        write_json(file, {"format": COST_FORMAT, "cost": asdict(cost)})
     return cost
 
 
 @torch.inference_mode()
-def holds(target: Target, cost: Cost) -> bool:
+def is_still_valid(target: Target, cost: CycleCost) -> bool:
     """Whether the price of some nodes over one is still what it was: trees are chosen by it.
 
     Memory and clock of a machine that others share change from hour to hour.
     """
-    bench = Bench(target, None, CONTEXT)
-    nodes = min(SOME, cost.nodes[-1])
-    forward_one = partial(bench.forward, bench.branch(1))
-    forward_more = partial(bench.forward, bench.branch(nodes))
+    bench = Bench(target, None, CONTEXT_TOKENS)
+    nodes = min(CHECKED_NODES, cost.nodes[-1])
+    forward_one = partial(bench.forward, bench.build_branch(1))
+    forward_more = partial(bench.forward, bench.build_branch(nodes))
     steps = [Step(forward_one, forward_one), Step(forward_more, forward_more)]
-    one, more = fast_times(steps, target.output_device, FEWEST)
-    kept = cost.line(nodes)
-    return abs(math.log(more / one * kept[0] / kept[-1])) < math.log(DRIFT)
+    one, more = time_steps(steps, target.output_device, MIN_ROUNDS)
+    kept = cost.predict_forward_seconds(nodes)
+    return abs(math.log(more / one * kept[0] / kept[-1])) < math.log(MAX_COST_DRIFT)
 
 
-def dependencies(target: Target, proposer: Proposer | None) -> list[object]:
+def list_dependencies(target: Target, proposer: Proposer | None) -> list[object]:
     """All that the cost depends on, in JSON's types."""
     device = target.output_device
     name = "cpu"
@@ -125,7 +129,7 @@ def dependencies(target: Target, proposer: Proposer | None) -> list[object]:
     if proposer:
         identity = proposer.identity
     return [
-        processor(),
+        describe_processor(),
         torch.get_num_threads(),
         torch.__version__,
         kernels.name(),
@@ -137,54 +141,56 @@ def dependencies(target: Target, proposer: Proposer | None) -> list[object]:
 
 
 @torch.inference_mode()
-def measure(target: Target, proposer: Proposer | None, context: int = CONTEXT) -> Cost:
+def measure_model_costs(
+    target: Target, proposer: Proposer | None, context: int = CONTEXT_TOKENS
+) -> CycleCost:
     """proposer: None leaves the drafts at 0. context: tokens before the tree."""
     bench = Bench(target, proposer, context)
     steps = dict[str, Step]()
     device = target.output_device
-    levels = DEEP
+    levels = MAX_MEASURED_LEVELS
     if proposer and proposer.max_depth:
-        levels = min(DEEP, proposer.max_depth)
-    small_forward: Act = partial(bench.forward, bench.branch(4))
+        levels = min(MAX_MEASURED_LEVELS, proposer.max_depth)
+    small_forward: Act = partial(bench.forward, bench.build_branch(4))
 
     # 1. Drafts: chains of one level and of several. Decoding drafts before the forward over a tree.
     before_tree = small_forward
     if proposer:
-        one_level = partial(bench.draft, chain(1))
-        all_levels = partial(bench.draft, chain(levels))
+        one_level = partial(bench.draft, build_chain(1))
+        all_levels = partial(bench.draft, build_chain(levels))
         steps["level"] = Step(small_forward, one_level)
         steps["levels"] = Step(small_forward, all_levels)
         before_tree = all_levels
 
     # 2. Forwards over growing numbers of nodes, up to the first that is too dear.
-    sizes = list(NODES)
-    if context + MANY <= target.context_length:
-        sizes.append(MANY)
+    sizes = list(MEASURED_NODES)
+    if context + BATCH_NODES <= target.context_length:
+        sizes.append(BATCH_NODES)
     nodes = list[int]()
     first = list[float]()
     for size in sizes:
-        forward = partial(bench.forward, bench.branch(size))
+        forward = partial(bench.forward, bench.build_branch(size))
         before = before_tree
         if size == 1:
             before = small_forward
         steps[str(size)] = Step(before, forward)
         nodes.append(size)
-        first += fast_times([Step(forward, forward)], device, rounds=2)
-        if len(nodes) > 3 and first[-1] > DEAR * first[0]:
+        first += time_steps([Step(forward, forward)], device, rounds=2)
+        if len(nodes) > 3 and first[-1] > MAX_FORWARD_RATIO * first[0]:
             break
 
     # 3. The ends of cycles: of one token, and of a tree.
-    steps["plain"] = bench.end(bench.branch(1), [0])
-    steps["tree"] = bench.end(bench.branch(6), [0, 2, 5])
+    steps["plain"] = bench.end(bench.build_branch(1), [0])
+    steps["tree"] = bench.end(bench.build_branch(6), [0, 2, 5])
 
     # 4. Time them all.
-    times = fast_times(list(steps.values()), device)
+    times = time_steps(list(steps.values()), device)
     seconds = defaultdict(float, zip(steps, times, strict=True))  # 0 for drafts without a proposer
     level = max(seconds["levels"] - seconds["level"], 0.0) / max(levels - 1, 1)
     begin = max(seconds["level"] - level, 0.0)
     overhead = max(seconds["tree"] - seconds["plain"], 0.0)
     forward_seconds = tuple(seconds[str(size)] + seconds["plain"] for size in nodes)
-    return Cost(tuple(nodes), forward_seconds, level, begin, overhead)
+    return CycleCost(tuple(nodes), forward_seconds, level, begin, overhead)
 
 
 @final
@@ -197,19 +203,19 @@ class Bench:
         if proposer:
             aux_layers = proposer.aux_layers
         # The context may exceed the target's context length.
-        ids = torch.arange(context + MANY, device=target.output_device)
+        ids = torch.arange(context + BATCH_NODES, device=target.output_device)
         self.ids = ids % target.vocab_size
         self.tokens = self.ids[:context].cpu()
-        self.cache = target.new_cache(len(ids))
+        self.cache = target.build_cache(len(ids))
         self.features = target.prefill(self.cache, self.tokens[None], aux_layers)[0]
         if proposer:
             self.proposer = proposer.new()
             self.proposer.observe([self.features[:-1]], [self.tokens])
 
-    def branch(self, nodes: int) -> TokenTree:
+    def build_branch(self, nodes: int) -> TokenTree:
         """A tree of one branch; a forward's time does not depend on the shape."""
         number = torch.arange(nodes, device=self.ids.device)
-        return TokenTree(self.ids[:nodes], number - 1, number, ancestor_mask(number - 1))
+        return TokenTree(self.ids[:nodes], number - 1, number, build_ancestor_mask(number - 1))
 
     def forward(self, tree: TokenTree) -> Tensor:
         return self.target.forward_trees(self.cache, [tree])[0].logits
@@ -218,34 +224,38 @@ class Bench:
         """Draft a chain after observing a few new tokens, by a graph where decoding has one."""
         proposer = self.proposer
         depth = shape.max_depth
-        ranked = Ranked(depth, topk=10, nodes=depth + 1, expanded=1)
+        ranked = TopRanking(depth, topk=10, nodes=depth + 1, expanded=1)
         root = self.ids[:1]
-        proposer.rewind([len(self.tokens) - 1 - WAITING])
-        proposer.observe([self.features[-1 - WAITING : -1]], [self.tokens[-1 - WAITING :]])
+        proposer.rewind([len(self.tokens) - 1 - WAITING_TOKENS])
+        proposer.observe(
+            [self.features[-1 - WAITING_TOKENS : -1]], [self.tokens[-1 - WAITING_TOKENS :]]
+        )
         begun = [row for row in proposer.begin(self.tokens[-1:], self.cache) if row is not None]
 
         def grown(ends: Tensor, rows: Sequence[Tensor | None], _: Tensor | None) -> list[TokenTree]:
-            ends = sent(ends, root.device)
+            ends = to_device(ends, root.device)
             growths = [ranked.grow(ends, row) for row in rows if row is not None]
             return [tree for tree, _ in grow_together(proposer.extend, growths)]
 
-        proposer.repeated(grown, self.tokens[-1:], begun, None, GrowthKey((shape,)))
+        proposer.grow_by_graph(grown, self.tokens[-1:], begun, None, GrowthKey((shape,)))
 
     def end(self, tree: TokenTree, kept: list[int]) -> Step:
         """A tree is verified and the path `kept` committed."""
         logits = self.forward(tree)
-        by = Distribution(SamplingParams())
+        by = Sampler(SamplingParams())
         generator = torch.Generator(device=self.ids.device)
 
         def finish() -> None:
-            judge_all(AUTO, [tree], [logits], [by], [generator])
+            judge_all(AUTO_VERIFIER, [tree], [logits], [by], [generator])
             self.cache.commit([kept])
             self.cache.rewind([len(self.tokens)])
 
         return Step(partial(self.forward, tree), finish)
 
 
-def fast_times(steps: Sequence[Step], device: torch.device, rounds: int = ROUNDS) -> list[float]:
+def time_steps(
+    steps: Sequence[Step], device: torch.device, rounds: int = MAX_ROUNDS
+) -> list[float]:
     """Seconds of each step, over interleaved rounds after one for warming up."""
 
     def wait() -> None:
@@ -255,7 +265,7 @@ def fast_times(steps: Sequence[Step], device: torch.device, rounds: int = ROUNDS
     seconds: list[list[float]] = [[] for _ in steps]
     measuring_since = time.perf_counter()
     for done in range(rounds + 1):
-        if done > FEWEST and time.perf_counter() - measuring_since > SECONDS:
+        if done > MIN_ROUNDS and time.perf_counter() - measuring_since > MEASURING_SECONDS:
             break
         for step, step_seconds in zip(steps, seconds, strict=True):
             step.before()

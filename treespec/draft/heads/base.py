@@ -15,12 +15,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from treespec.draft.drafter import PREFILL_AT, Frontier, Proposer, aligned
+from treespec.draft.drafter import PREFILL_AT, Frontier, Proposer, pad_frontiers
 from treespec.model.cache import TreeCache
 from treespec.model.cuda_graphs import Graphs
-from treespec.model.masks import Chunk, causal_chunks, together, unpadded
+from treespec.model.masks import Chunk, pad_and_stack, split_causal_chunks, unpad_rows
 from treespec.model.target import Target
-from treespec.trees.tree import sent
+from treespec.trees.tree import to_device
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,9 @@ class PairProposer(Proposer):
         super().select(rows)
         self.cache.select(rows)
 
-    def pairs(self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None) -> Tensor:
+    def run_layers(
+        self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None
+    ) -> Tensor:
         """Run the layers over new pairs. Returns their states [B, n, H]; without layers the features.
 
         features: [B, n, F]. tokens: [B, n]. roots: [B] with the last chunk of `begin`, else None.
@@ -86,7 +88,7 @@ class PairProposer(Proposer):
         return features
 
     @abstractmethod
-    def first(self, last: Tensor, roots: Tensor) -> Tensor:
+    def draft_first_level(self, last: Tensor, roots: Tensor) -> Tensor:
         """[B, 1, N] draft logits for the children of the roots [B].
 
         last: [B, H] the states of the sequences' last pairs.
@@ -96,8 +98,8 @@ class PairProposer(Proposer):
     def begin(self, roots: Tensor, cache: TreeCache | None = None) -> list[Tensor | None]:
         if not any(map(len, self.states)):
             return [None] * len(self.states)
-        roots = sent(roots, self.target.output_device)
-        logits: list[Tensor | None] = list(self.first(self.run(roots), roots))
+        roots = to_device(roots, self.target.output_device)
+        logits: list[Tensor | None] = list(self.draft_first_level(self.run(roots), roots))
         for row, length in enumerate(self.cache.lengths):
             if not length:
                 logits[row] = None
@@ -110,16 +112,20 @@ class PairProposer(Proposer):
         Returns [B, H] the states of the sequences' last pairs.
         """
         self.cache.rewind(self.cache.lengths)
-        features = together([pairs.features for pairs in self.states])
-        tokens = together([pairs.tokens for pairs in self.states])
+        features = pad_and_stack([pairs.features for pairs in self.states])
+        tokens = pad_and_stack([pairs.tokens for pairs in self.states])
         counts = list(map(len, self.states))
         last: list[Tensor] = []
-        for chunk in causal_chunks(self.cache, counts, self.target.rows_beside, tokens.device):
+        for chunk in split_causal_chunks(
+            self.cache, counts, self.target.choose_chunk_beside, tokens.device
+        ):
             is_last = chunk.columns.stop >= max(counts)
             ends = None
             if is_last:
                 ends = roots
-            states = self.pairs(chunk, features[:, chunk.columns], tokens[:, chunk.columns], ends)
+            states = self.run_layers(
+                chunk, features[:, chunk.columns], tokens[:, chunk.columns], ends
+            )
             if not last:
                 last = list(states[:, 0])
             for row, taken in enumerate(chunk.taken):
@@ -132,7 +138,7 @@ class PairProposer(Proposer):
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
         for row, (new_features, new_tokens) in enumerate(zip(features, tokens, strict=True)):
-            following = sent(new_tokens[1:], new_features.device)
+            following = to_device(new_tokens[1:], new_features.device)
             self.states[row] = self.states[row].append(WaitingPairs(new_features, following))
         if max(map(len, self.states)) > PREFILL_AT:
             last_pairs = [pairs[-1:] for pairs in self.states]
@@ -151,23 +157,23 @@ class DeepeningProposer(PairProposer):
     """Drafts a level from states of the level above."""
 
     @abstractmethod
-    def deeper(self, tokens: Tensor, above: Tensor) -> Tensor:
+    def draft_next_states(self, tokens: Tensor, above: Tensor) -> Tensor:
         """[B, F, H] states at the frontiers.
 
         tokens: [B, F] the target's, padded. above: [B, F] the row of each node's parent.
         """
 
     @abstractmethod
-    def logits(self, states: Tensor) -> Tensor:
+    def compute_draft_logits(self, states: Tensor) -> Tensor:
         """[..., N] draft logits of states [..., H] of this level."""
 
     @torch.no_grad()
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
-        tokens, above, sizes = aligned(frontiers, self.target.output_device)
+        tokens, above, sizes = pad_frontiers(frontiers, self.target.output_device)
         if self.vocabulary is not None:
             tokens = self.vocabulary[tokens]
-        states = unpadded(self.deeper(tokens, above), sizes)
-        return list(self.logits(states).split(sizes))
+        states = unpad_rows(self.draft_next_states(tokens, above), sizes)
+        return list(self.compute_draft_logits(states).split(sizes))
 
 
 class AtOnceProposer(PairProposer):
@@ -178,15 +184,15 @@ class AtOnceProposer(PairProposer):
     level_logits: Tensor  # [B, D, N] of all levels of this cycle
 
     @abstractmethod
-    def all_levels(self, last: Tensor) -> Tensor:
+    def draft_all_levels(self, last: Tensor) -> Tensor:
         """[B, D, N] draft logits of all levels. last: [B, H] the states of the last pairs."""
 
-    def first(self, last: Tensor, roots: Tensor) -> Tensor:
+    def draft_first_level(self, last: Tensor, roots: Tensor) -> Tensor:
         self.level = 0
-        self.level_logits = self.all_levels(last)
+        self.level_logits = self.draft_all_levels(last)
         return self.level_logits[:, :1]
 
-    def levels(self, row: int) -> Tensor:
+    def compute_all_levels(self, row: int) -> Tensor:
         return self.level_logits[row]
 
     @torch.no_grad()

@@ -12,30 +12,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from treespec.draft.calibration import sharpened
+from treespec.draft.calibration import scale_by_sharpness
 from treespec.draft.drafter import Proposer
 from treespec.draft.heads.base import PairProposer
 from treespec.draft.heads.registry import find_proposer
 from treespec.draft.spec import DrafterSpec
-from treespec.draft.vocabulary import load_vocabulary, restrict, whole
+from treespec.draft.vocabulary import expand_logits, load_vocabulary, restrict
 from treespec.errors import InputError
 from treespec.heads.checkpoint import load_head
-from treespec.heads.folder import head_folder
+from treespec.heads.folder import find_head_folder
 from treespec.heads.head import Config, Head
-from treespec.heads.registry import HEADS
-from treespec.model.quantization.layers import embedding_width, is_plain, table_of
+from treespec.heads.registry import HEAD_KINDS
+from treespec.model.quantization.layers import get_embedding_table, get_embedding_width, is_plain
 from treespec.model.target import Target
 
-FEW = 16  # tokens that a head names
-FIELD = "target_tokens"  # of config.json: tokens that a head was trained with, as {"9": "Ġthe"}
+SAMPLE_TOKENS = 16  # tokens that a head names
+TARGET_TOKENS_FIELD = (
+    "target_tokens"  # of config.json: tokens that a head was trained with, as {"9": "Ġthe"}
+)
 
 
-def embedding_of(target: Target) -> nn.Parameter:
+def to_dense_embedding(target: Target) -> nn.Parameter:
     """[V, E] the target's embedding, in floats. Raises InputError if it is offloaded."""
-    return table_of(on_a_device(target.model.get_input_embeddings(), "embedding"))
+    return get_embedding_table(require_on_device(target.model.get_input_embeddings(), "embedding"))
 
 
-def on_a_device(embedding: Any, what: str) -> Any:
+def require_on_device(embedding: Any, what: str) -> Any:
     """An embedding of the target. Raises InputError for an offloaded one."""
     if embedding.weight.is_meta:
         raise InputError(
@@ -45,35 +47,35 @@ def on_a_device(embedding: Any, what: str) -> Any:
     return embedding
 
 
-def new_head(kind: str, target: Target, **fields: Any) -> Any:
+def build_new_head(kind: str, target: Target, **fields: Any) -> Any:
     """An untrained head in float32, with the target's embedding if it needs one.
 
     Its output layers begin as copies of the target's. fields: of its config.json; `heads`: the
     number of Medusa's or Hydra's. Raises InputError if the embedding or the output embedding is
     offloaded, or the latter is no plain linear layer, and for features that the target does not have.
     """
-    build = HEADS[kind].build()
-    head: Head = build(build.config_for(target, **fields))
+    build = HEAD_KINDS[kind].build()
+    head: Head = build(build.build_config(target, **fields))
     target.check_aux_layers(head.aux_layers)
     head.embed_tokens = None
     if head.lacks_embedding:
-        head.share_embedding(embedding_of(target))
+        head.share_embedding(to_dense_embedding(target))
     for layer in head.output_layers:
-        on_a_device(target.model.get_output_embeddings(), "output embedding")
-        rows = target.output_rows(torch.arange(target.vocab_size))
+        require_on_device(target.model.get_output_embeddings(), "output embedding")
+        rows = target.copy_output_rows(torch.arange(target.vocab_size))
         layer.weight = nn.Parameter(rows.weight.float().clone())
         if layer.bias is not None:
             nn.init.zeros_(layer.bias)
     return head
 
 
-def proposer_of(head: Head, target: Target) -> PairProposer:
+def build_proposer(head: Head, target: Target) -> PairProposer:
     """The proposer that drafts trees with a head."""
     return find_proposer(head.kind)(head, target)
 
 
 @torch.no_grad()
-def rollout(
+def roll_out_drafts(
     head: Head,
     target: Target,
     tokens: Tensor,
@@ -94,7 +96,7 @@ def rollout(
     """
     if len(tokens) - steps - 1 > 0:
         for depth, logits in enumerate(draft_along(head, target, tokens, features, steps)):
-            yield whole(sharpened(logits, depth, sharpness), head, target)
+            yield expand_logits(scale_by_sharpness(logits, depth, sharpness), head, target)
 
 
 @torch.no_grad()
@@ -103,13 +105,13 @@ def draft_along(
 ) -> Iterator[Tensor]:
     """The [R, N] draft logits over the head's own tokens, by the forward that training learns on.
 
-    Arguments as for `rollout`; the text has at least steps + 2 tokens.
+    Arguments as for `roll_out_drafts`; the text has at least steps + 2 tokens.
     """
     rows = len(tokens) - steps - 1
     device = target.output_device
     inputs = features[None, : len(tokens) - 2].to(device, head.dtype)
     counts = torch.ones(inputs.shape[:2], dtype=torch.bool, device=device)
-    drafted = head(tokens[None].to(device), inputs, counts, steps, target.embeddings)
+    drafted = head(tokens[None].to(device), inputs, counts, steps, target.embed_tokens)
     for step, states in enumerate(drafted):
         yield head.project(states[:rows], step, target)
 
@@ -123,45 +125,45 @@ def draft_steps(head: Head, steps: int) -> int:
 
 def load_trained(spec: DrafterSpec, target: Target) -> Proposer:
     """The proposer of a head. Raises InputError for a head of another kind than the one named."""
-    head = trained_head(spec.place, target)
+    head = load_trained_head(spec.place, target)
     kind = spec.kind.name
     if kind not in ("head", head.kind):
         raise InputError(
             f"--drafter {spec.own} is a head of kind {head.kind}: write {head.kind}:{spec.place}"
         )
-    return proposer_of(head, target)
+    return build_proposer(head, target)
 
 
-def trained_head(folder: str, target: Target) -> Head:
+def load_trained_head(folder: str, target: Target) -> Head:
     """A head of any kind with its draft vocabulary, before its target is packed.
 
     Raises InputError.
     """
-    head = plain_head(folder, target)
-    path = head_folder(folder)
+    head = load_full_vocabulary_head(folder, target)
+    path = find_head_folder(folder)
     tokens = load_vocabulary(path, target.vocab_size)
     if tokens is not None:
         restrict(head, target, tokens)
     return head
 
 
-def plain_head(folder: str, target: Target) -> Head:
+def load_full_vocabulary_head(folder: str, target: Target) -> Head:
     """The same without its draft vocabulary, also for a packed target."""
-    head = load_head(head_folder(folder), target.dtype, target.output_device)
-    fit(head, target, folder)
+    head = load_head(find_head_folder(folder), target.dtype, target.output_device)
+    attach_to_target(head, target, folder)
     return head
 
 
-def remade(head: Head, target: Target, **fields: Any) -> Head:
+def rebuild_head(head: Head, target: Target, **fields: Any) -> Head:
     """A head with the same tensors, and with other fields in its config.json."""
     build: Any = type(head)
     made: Head = build(head.config | fields)
     made.fill(head.state_dict())
-    fit(made, target, head.known_as)
+    attach_to_target(made, target, head.known_as)
     return made.to(target.output_device, target.dtype)
 
 
-def fit(head: Head, target: Target, name: str) -> None:
+def attach_to_target(head: Head, target: Target, name: str) -> None:
     """Check that a head belongs to a target, and share the embedding if both hold the same.
 
     A head that came without one takes the target's on its output device. A quantised one is the
@@ -176,21 +178,21 @@ def fit(head: Head, target: Target, name: str) -> None:
     except ValueError as error:
         raise InputError(f"head {name}: {error}") from None
     target.check_aux_layers(head.aux_layers)
-    check_tokens(head, target, name)
+    check_training_tokenizer(head, target, name)
 
     # 2. The embedding.
     embedding: Any = target.model.get_input_embeddings()
     plain = is_plain(embedding)
     here = target.device == target.output_device
     if head.lacks_embedding:
-        width = embedding_width(embedding)
+        width = get_embedding_width(embedding)
         if width != head.hidden_size:
             raise InputError(
                 f"head {name} lacks embed_tokens.weight, and the target's embedding is {width} wide, "
                 f"not {head.hidden_size}"
             )
         if plain or not here or target.embed_scale != 1.0:
-            weight = embedding_of(target).to(target.output_device)
+            weight = to_dense_embedding(target).to(target.output_device)
             head.share_embedding(nn.Parameter(weight, requires_grad=False))
     if plain:
         head.share_embedding(embedding.weight)
@@ -198,23 +200,29 @@ def fit(head: Head, target: Target, name: str) -> None:
         head.share_embedding(embedding)
 
 
-def with_tokens(config: Config, target: Target) -> Config:
+def add_sample_tokens(config: Config, target: Target) -> Config:
     """A head's config with a few of the target's tokens, evenly spaced; without a tokenizer as it is."""
     if target.tokenizer is None:
         return config
     size = min(len(target.tokenizer), target.vocab_size)
-    return config | {FIELD: tokens_at(target.tokenizer, range(0, size, max(1, size // FEW)))}
+    return config | {
+        TARGET_TOKENS_FIELD: decode_tokens_at(
+            target.tokenizer, range(0, size, max(1, size // SAMPLE_TOKENS))
+        )
+    }
 
 
-def check_tokens(head: Head, target: Target, name: str) -> None:
+def check_training_tokenizer(head: Head, target: Target, name: str) -> None:
     """Raises InputError for a head that was trained with another tokenizer. name: the head's.
 
     A head of another project, without the field, passes.
     """
-    stored = head.config.get(FIELD)
+    stored = head.config.get(TARGET_TOKENS_FIELD)
     if not isinstance(stored, dict) or target.tokenizer is None:
         return
-    theirs = tokens_at(target.tokenizer, [int(number) for number in stored if number.isdecimal()])
+    theirs = decode_tokens_at(
+        target.tokenizer, [int(number) for number in stored if number.isdecimal()]
+    )
     differing = [number for number in stored if theirs.get(number) != stored[number]]
     if 2 * len(differing) > len(stored):
         first = differing[0]
@@ -227,7 +235,7 @@ def check_tokens(head: Head, target: Target, name: str) -> None:
         )
 
 
-def tokens_at(tokenizer: Any, numbers: Iterable[int]) -> dict[str, str]:
+def decode_tokens_at(tokenizer: Any, numbers: Iterable[int]) -> dict[str, str]:
     """Tokens by number, as the vocabulary spells them; without those that it does not have."""
     spelled = {}
     for number in numbers:

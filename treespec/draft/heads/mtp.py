@@ -25,18 +25,18 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from treespec.draft.heads.proposers import EagleProposer
-from treespec.draft.preflight import tensor_files
+from treespec.draft.preflight import list_tensor_files
 from treespec.draft.spec import DrafterSpec
-from treespec.errors import InputError, first_line
+from treespec.errors import InputError, get_first_line
 from treespec.heads.checkpoint import check_shapes
-from treespec.heads.mtp_layouts import KNOWN, mtp_layer
-from treespec.model.masks import additive
+from treespec.heads.mtp_layouts import KNOWN_MTP_MODELS, find_mtp_layer
+from treespec.model.masks import to_additive_mask
 from treespec.model.target import Target
 
-PARTS = ("gate_proj", "up_proj", "down_proj")
-EXPERT = re.compile(r"(.+\.experts\.)\d+\.down_proj\.weight")
-SCALE = "_scale_inv"  # ends the name of an fp8 weight's factors, one for each of its blocks
-BLOCK = 128  # rows and columns of a block, in all published checkpoints
+EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
+EXPERT_PATTERN = re.compile(r"(.+\.experts\.)\d+\.down_proj\.weight")
+SCALE_SUFFIX = "_scale_inv"  # ends the name of an fp8 weight's factors, one for each of its blocks
+FP8_BLOCK = 128  # rows and columns of a block, in all published checkpoints
 
 
 @final
@@ -99,7 +99,7 @@ class MtpProposer(EagleProposer):
     def identity(self) -> object:
         return ["mtp", self.target.config.to_dict(), str(self.target.dtype)]
 
-    def placed(self, count: int) -> Tensor:
+    def build_rotary(self, count: int) -> Tensor:
         return torch.empty(0, 0)  # a position is how many columns are seen before it
 
     def forward(self, tokens: Tensor, features: Tensor, places: Tensor, seen: Tensor) -> Tensor:
@@ -110,9 +110,9 @@ class MtpProposer(EagleProposer):
         if rotary:
             angles = rotary(features, positions)
         hidden: Tensor = self.layer(
-            target.embeddings(tokens).to(features.dtype),
+            target.embed_tokens(tokens).to(features.dtype),
             features,
-            attention_mask=additive(seen, target.dtype)[:, None],
+            attention_mask=to_additive_mask(seen, target.dtype)[:, None],
             position_ids=positions,
             position_embeddings=angles,
             past_key_values=self.cache,
@@ -120,11 +120,11 @@ class MtpProposer(EagleProposer):
         )
         return hidden
 
-    def fused(self, features: Tensor) -> Tensor:
+    def fuse_features(self, features: Tensor) -> Tensor:
         return features
 
-    def logits(self, states: Tensor) -> Tensor:
-        return self.target.output_logits(states)
+    def compute_draft_logits(self, states: Tensor) -> Tensor:
+        return self.target.compute_output_logits(states)
 
 
 def load_mtp(spec: DrafterSpec, target: Target) -> MtpProposer:
@@ -136,23 +136,23 @@ def load_mtp(spec: DrafterSpec, target: Target) -> MtpProposer:
     # 1. The tensors.
     config = target.model.config
     name = str(getattr(target.model, "name_or_path", "") or "")
-    files = tensor_files(name, getattr(config, "_commit_hash", None))
-    layout, names = mtp_layer(files, target.layers)
-    tensors = joined_experts(dequantised(read_tensors(files, names)))
+    files = list_tensor_files(name, getattr(config, "_commit_hash", None))
+    layout, names = find_mtp_layer(files, target.layers)
+    tensors = join_experts(dequantize_fp8(read_mtp_tensors(files, names)))
 
     # 2. A layer as the target's last one, without memory at first.
     like = target.stack[-1]
     if not hasattr(like, "input_layernorm"):
         raise InputError(
             f"--drafter mtp: {name}: its layers are of {type(like).__name__}, MTP layers are known of "
-            f"{KNOWN}"
+            f"{KNOWN_MTP_MODELS}"
         )
     with torch.device("meta"):
         layer = MtpLayer(copy.deepcopy(target.config), like, layout.embedding_first)
 
     # 3. Fill it. A buffer keeps its file's dtype: the biases of a router are float32.
     def in_file(ours: str) -> str:
-        starts = layout.starts(target.layers).items()
+        starts = layout.list_prefixes(target.layers).items()
         return next(
             theirs + ours.removeprefix(own) for own, theirs in starts if ours.startswith(own)
         )
@@ -167,7 +167,7 @@ def load_mtp(spec: DrafterSpec, target: Target) -> MtpProposer:
     return MtpProposer(layer.eval().requires_grad_(False).to(target.output_device), target)
 
 
-def read_tensors(files: Mapping[str, Path], names: Mapping[str, str]) -> dict[str, Tensor]:
+def read_mtp_tensors(files: Mapping[str, Path], names: Mapping[str, str]) -> dict[str, Tensor]:
     """Tensors by our names. names: ours -> the file's. Raises InputError."""
     tensors: dict[str, Tensor] = {}
     for ours, name in names.items():
@@ -176,35 +176,37 @@ def read_tensors(files: Mapping[str, Path], names: Mapping[str, str]) -> dict[st
                 tensors[ours] = stored.get_tensor(name)
         except Exception as error:  # safetensors raises what the header's bytes lead to
             raise InputError(
-                f"--drafter mtp: cannot read {files[name]}: {first_line(error)}"
+                f"--drafter mtp: cannot read {files[name]}: {get_first_line(error)}"
             ) from error
     return tensors
 
 
-def dequantised(tensors: Mapping[str, Tensor], block: int = BLOCK) -> dict[str, Tensor]:
+def dequantize_fp8(tensors: Mapping[str, Tensor], block: int = FP8_BLOCK) -> dict[str, Tensor]:
     """fp8 weights times their factors, in float32; all other tensors as they are.
 
     block: rows and columns that share a factor.
     """
-    plain = {name: value for name, value in tensors.items() if not name.endswith(SCALE)}
-    for name in plain.keys() & {name.removesuffix(SCALE) for name in tensors.keys() - plain.keys()}:
-        factors = tensors[name + SCALE].float()
+    plain = {name: value for name, value in tensors.items() if not name.endswith(SCALE_SUFFIX)}
+    for name in plain.keys() & {
+        name.removesuffix(SCALE_SUFFIX) for name in tensors.keys() - plain.keys()
+    }:
+        factors = tensors[name + SCALE_SUFFIX].float()
         (rows, columns) = plain[name].shape
         factors = factors.repeat_interleave(block, 0).repeat_interleave(block, 1)
         plain[name] = plain[name].float() * factors[:rows, :columns]
     return plain
 
 
-def joined_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def join_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Experts as transformers' layers hold them, where a file has a tensor for each.
 
     gate_proj and up_proj [I, H] of E experts become gate_up_proj [E, 2 I, H], and down_proj
     [H, I] becomes [E, H, I]. Experts that lack a part stay as they are.
     """
-    found = [EXPERT.fullmatch(name) for name in tensors]
+    found = [EXPERT_PATTERN.fullmatch(name) for name in tensors]
     for start, count in Counter(match[1] for match in found if match).items():
         names = {}
-        for part in PARTS:
+        for part in EXPERT_PARTS:
             names[part] = [f"{start}{expert}.{part}.weight" for expert in range(count)]
         if not tensors.keys() >= set(chain.from_iterable(names.values())):
             continue

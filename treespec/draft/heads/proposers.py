@@ -20,13 +20,15 @@ from treespec.heads.eagle import FeatureHead
 from treespec.heads.hydra import HydraHead
 from treespec.heads.llama import BlockHead, Pairs
 from treespec.heads.medusa import MedusaHead
-from treespec.model.masks import Chunk, rows_of
-from treespec.trees.mask import committed
+from treespec.model.masks import Chunk, gather_rows
+from treespec.trees.mask import build_committed_mask
 from treespec.trees.shape import Policy
 from treespec.trees.static import StaticTree
-from treespec.trees.tree import TokenTree, columns, made, sent
+from treespec.trees.tree import TokenTree, build_range, cache_tensor, to_device
 
-AHEAD = 128  # levels whose places are made together: more than a tree has below forced tokens
+POSITIONS_AHEAD = (
+    128  # levels whose places are made together: more than a tree has below forced tokens
+)
 
 
 class EagleProposer(DeepeningProposer):
@@ -41,7 +43,7 @@ class EagleProposer(DeepeningProposer):
     """
 
     head: FeatureHead
-    places: Tensor  # of `AHEAD` levels
+    places: Tensor  # of `POSITIONS_AHEAD` levels
     frontiers: list[Tensor]  # [B, F, H] features at the frontier of each level
     drafted: Levels
 
@@ -55,7 +57,9 @@ class EagleProposer(DeepeningProposer):
 
         def run(given: Mapping[str, Tensor]) -> tuple[Tensor]:
             rotary = given["places"].unbind(1)
-            step = self.head.step(given["tokens"], given["features"], rotary, given["mask"], layers)
+            step = self.head.forward_step(
+                given["tokens"], given["features"], rotary, given["mask"], layers
+            )
             return (step,)
 
         if self.graphs and layers[0].columns is None:
@@ -65,34 +69,36 @@ class EagleProposer(DeepeningProposer):
             return self.graphs(layers, run, inputs, masks, how)[0]
         return run(inputs | {"mask": seen[:, None]})[0]
 
-    def placed(self, count: int) -> Tensor:
+    def build_rotary(self, count: int) -> Tensor:
         """What `forward` takes of the `count` positions after each sequence's pairs: rotary angles.
 
         [B, 2, 1, count, R] cos and sin.
         """
         starts = self.cache.lengths
         device = self.target.output_device
-        table = self.head.rotary.table(max(starts) + count, self.target.dtype, device)
+        table = self.head.rotary.get_table(max(starts) + count, self.target.dtype, device)
         if len(starts) == 1:
             return table[None, :, None, -count:]
-        rows = made(sent, tuple(starts), device)[:, None] + columns(count, device)
+        rows = cache_tensor(to_device, tuple(starts), device)[:, None] + build_range(count, device)
         return table[:, rows].unsqueeze(2).transpose(0, 1)
 
-    def pairs(self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None) -> Tensor:
-        places = self.placed(tokens.shape[1])
-        return self.forward(tokens, self.fused(features), places, chunk.seen)
+    def run_layers(
+        self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None
+    ) -> Tensor:
+        places = self.build_rotary(tokens.shape[1])
+        return self.forward(tokens, self.fuse_features(features), places, chunk.seen)
 
-    def fused(self, features: Tensor) -> Tensor:
+    def fuse_features(self, features: Tensor) -> Tensor:
         """[..., F] the target's features -> [..., H] the features that `forward` takes."""
         return self.head.fuse(features)
 
-    def first(self, last: Tensor, roots: Tensor) -> Tensor:
+    def draft_first_level(self, last: Tensor, roots: Tensor) -> Tensor:
         self.frontiers = [last[:, None]]
-        self.places = self.placed(AHEAD)
-        self.drafted = Levels(committed(self.cache.lengths, last.device))
-        return self.logits(self.frontiers[0])
+        self.places = self.build_rotary(POSITIONS_AHEAD)
+        self.drafted = Levels(build_committed_mask(self.cache.lengths, last.device))
+        return self.compute_draft_logits(self.frontiers[0])
 
-    def repeated(
+    def grow_by_graph(
         self,
         grow: Grow,
         roots: Tensor,
@@ -116,7 +122,7 @@ class EagleProposer(DeepeningProposer):
 
         # 1. What the graph reads.
         inputs = {
-            "tokens": sent(roots[:, None], logits[0].device),
+            "tokens": to_device(roots[:, None], logits[0].device),
             "logits": torch.stack(logits),
             "frontier": self.frontiers[0],
             "places": self.places,
@@ -140,10 +146,10 @@ class EagleProposer(DeepeningProposer):
         outputs = self.graphs(layers, run, inputs, masks, how)
         return rebuild_trees(outputs[1:])
 
-    def deeper(self, tokens: Tensor, above: Tensor) -> Tensor:
+    def draft_next_states(self, tokens: Tensor, above: Tensor) -> Tensor:
         self.drafted.extend(above)
         level = len(self.frontiers) - 1
-        features = rows_of(self.frontiers[-1], above)
+        features = gather_rows(self.frontiers[-1], above)
         place = self.places[..., level : level + 1, :]
         states = self.forward(tokens, features, place, self.drafted.seen)
         self.frontiers.append(states.clone())  # a graph writes them again
@@ -151,8 +157,8 @@ class EagleProposer(DeepeningProposer):
             layer.advance(tokens.shape[1])
         return self.frontiers[-1]
 
-    def logits(self, states: Tensor) -> Tensor:
-        return self.head.logits(states, self.target)
+    def compute_draft_logits(self, states: Tensor) -> Tensor:
+        return self.head.compute_logits(states, self.target)
 
 
 @final
@@ -161,8 +167,10 @@ class MedusaProposer(AtOnceProposer):
 
     head: MedusaHead
 
-    def all_levels(self, last: Tensor) -> Tensor:
-        return torch.stack([self.head.step(i, last) for i in range(self.head.max_depth)], dim=1)
+    def draft_all_levels(self, last: Tensor) -> Tensor:
+        return torch.stack(
+            [self.head.compute_step_logits(i, last) for i in range(self.head.max_depth)], dim=1
+        )
 
 
 @final
@@ -177,25 +185,29 @@ class HydraProposer(DeepeningProposer):
     inputs: Tensor
     level = 0
 
-    def pairs(self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None) -> Tensor:
+    def run_layers(
+        self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None
+    ) -> Tensor:
         for layer in self.cache.tree_layers:
-            features = self.head.states(features, chunk.positions, chunk.seen[:, None], layer)
+            features = self.head.prepare_states(
+                features, chunk.positions, chunk.seen[:, None], layer
+            )
         return features
 
-    def first(self, last: Tensor, roots: Tensor) -> Tensor:
+    def draft_first_level(self, last: Tensor, roots: Tensor) -> Tensor:
         self.level = 0
-        embedded = self.target.embeddings(roots).to(last.dtype)
+        embedded = self.target.embed_tokens(roots).to(last.dtype)
         self.inputs = torch.cat([last, embedded], dim=-1)[:, None]
-        return self.logits(self.inputs)
+        return self.compute_draft_logits(self.inputs)
 
-    def deeper(self, tokens: Tensor, above: Tensor) -> Tensor:
-        embedded = self.target.embeddings(tokens).to(self.inputs.dtype)
-        self.inputs = torch.cat([rows_of(self.inputs, above), embedded], dim=-1)
+    def draft_next_states(self, tokens: Tensor, above: Tensor) -> Tensor:
+        embedded = self.target.embed_tokens(tokens).to(self.inputs.dtype)
+        self.inputs = torch.cat([gather_rows(self.inputs, above), embedded], dim=-1)
         self.level += 1
         return self.inputs
 
-    def logits(self, states: Tensor) -> Tensor:
-        return self.head.step(self.level, states)
+    def compute_draft_logits(self, states: Tensor) -> Tensor:
+        return self.head.compute_step_logits(self.level, states)
 
 
 @final
@@ -209,10 +221,14 @@ class BlockProposer(AtOnceProposer):
     head: BlockHead
     block: Tensor  # [B, S, H] states of the block
 
-    def all_levels(self, last: Tensor) -> Tensor:
-        return self.head.logits(self.head.drafted(last, self.block), self.target)
+    def draft_all_levels(self, last: Tensor) -> Tensor:
+        return self.head.compute_logits(
+            self.head.select_drafted_states(last, self.block), self.target
+        )
 
-    def pairs(self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None) -> Tensor:
+    def run_layers(
+        self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None
+    ) -> Tensor:
         """The block stands after the last chunk. Positions and what the rows see are of all columns.
 
         A sequence of two cached pairs and one of three new ones, and a block of two:
@@ -228,7 +244,7 @@ class BlockProposer(AtOnceProposer):
             size = self.head.block
             roots = roots.to(self.target.output_device)
         device = chunk.seen.device
-        taken = sent(chunk.taken, device)[:, None]
+        taken = to_device(chunk.taken, device)[:, None]
         after = chunk.positions[:, :1] + taken + torch.arange(size, device=device)
         places = torch.cat([chunk.places, after], dim=1)
 
@@ -240,7 +256,7 @@ class BlockProposer(AtOnceProposer):
         # 3. The forward.
         given = Pairs(tokens, features.to(self.head.dtype), places, seen)
         states, self.block = self.head.run(
-            given, roots, self.cache.tree_layers, self.target.embeddings
+            given, roots, self.cache.tree_layers, self.target.embed_tokens
         )
         return states
 

@@ -12,8 +12,8 @@ from treespec.draft.heads.proposers import (
     MedusaProposer,
 )
 from treespec.errors import InputError
-from treespec.heads.registry import HEADS
-from treespec.options import installed
+from treespec.heads.registry import HEAD_KINDS
+from treespec.options import load_installed_entries
 
 ProposerFactory = Callable[[Any, Any], PairProposer]  # (head, target) -> its proposer
 
@@ -25,7 +25,7 @@ PROPOSER_BY_KIND: dict[str, ProposerFactory] = {
     "hydra++": HydraProposer,
     "dflash": BlockProposer,
     "p-eagle": BlockProposer,
-    **installed("proposers"),
+    **load_installed_entries("proposers"),
 }
 
 
@@ -34,8 +34,8 @@ def find_proposer(kind: str) -> ProposerFactory:
 
     Raises InputError for a kind without any.
     """
-    if HEADS[kind].proposer:
-        factory: ProposerFactory = resolve_name(HEADS[kind].proposer)
+    if HEAD_KINDS[kind].proposer:
+        factory: ProposerFactory = resolve_name(HEAD_KINDS[kind].proposer)
         return factory
     if kind in PROPOSER_BY_KIND:
         return PROPOSER_BY_KIND[kind]

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from treespec.trees.tree import TokenTree
 
-END = -1  # in arrays of tokens, after each of several texts
+END_OF_TEXT = -1  # in arrays of tokens, after each of several texts
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Guess:
         """Each token follows the one before."""
         return cls(tokens, range(len(tokens)))
 
-    def reach(self, probabilities: np.ndarray) -> np.ndarray:
+    def compute_reach(self, probabilities: np.ndarray) -> np.ndarray:
         """[N] Pr(a node is reached), of Pr(it is accepted | its parent is)."""
         reach = probabilities.copy()
         for node, parent in enumerate(self.parents, start=1):
@@ -49,9 +49,9 @@ class Guess:
         """Expected accepted tokens."""
         if self.probabilities is None:
             return 0.0
-        return float(self.reach(self.probabilities)[1:].sum())
+        return float(self.compute_reach(self.probabilities)[1:].sum())
 
-    def part(self, kept: np.ndarray) -> "Guess":
+    def keep_nodes(self, kept: np.ndarray) -> "Guess":
         """The tree of some nodes. kept: [M] ascending numbers, first the root's 0; with a node its parent is kept."""
         number = {node: new for new, node in enumerate(kept.tolist())}
         parents = [number[self.parents[node - 1]] for node in kept[1:]]
@@ -59,13 +59,13 @@ class Guess:
         assert self.probabilities is not None
         return Guess(tokens, parents, self.probabilities[kept])
 
-    def tree(self, root: int, device: "torch.device") -> "TokenTree":
+    def build_token_tree(self, root: int, device: "torch.device") -> "TokenTree":
         """The tree on a device, without draft distributions. root: its token."""
-        from treespec.trees.tree import TokenTree, sent  # checks before loading need no torch
+        from treespec.trees.tree import TokenTree, to_device  # checks before loading need no torch
 
         ancestors = np.eye(1 + len(self.tokens), dtype=bool)
         for node, parent in enumerate(self.parents, start=1):
             ancestors[node] |= ancestors[parent]
-        seen = sent(ancestors, device)
-        tokens, parents = sent([[root, *self.tokens], [-1, *self.parents]], device)
+        seen = to_device(ancestors, device)
+        tokens, parents = to_device([[root, *self.tokens], [-1, *self.parents]], device)
         return TokenTree(tokens, parents, seen.sum(1) - 1, seen)

@@ -16,10 +16,12 @@ from itertools import count
 
 import numpy as np
 
-from treespec.draft.lookup.guess import END, Guess
+from treespec.draft.lookup.guess import END_OF_TEXT, Guess
 
 
-def longest_match(tokens: np.ndarray, context: np.ndarray, longest: int) -> tuple[int, np.ndarray]:
+def find_longest_match(
+    tokens: np.ndarray, context: np.ndarray, longest: int
+) -> tuple[int, np.ndarray]:
     """The length of the context's longest suffix in the tokens, and [M] ascending places after it.
 
     A token follows at each place. tokens: [T], END after each sequence; the context's own, for one.
@@ -30,7 +32,7 @@ def longest_match(tokens: np.ndarray, context: np.ndarray, longest: int) -> tupl
     """
     places = np.flatnonzero(tokens[:-1] == context[-1]) + 1
     length = 1
-    places = places[tokens[places] != END]
+    places = places[tokens[places] != END_OF_TEXT]
     while len(places) and length < min(longest, len(context)):
         longer = places[places > length]
         longer = longer[tokens[longer - length - 1] == context[-length - 1]]
@@ -41,7 +43,7 @@ def longest_match(tokens: np.ndarray, context: np.ndarray, longest: int) -> tupl
     return length * bool(len(places)), places
 
 
-def tree_of(
+def merge_continuations(
     continuations: Sequence[Sequence[int]],
     nodes: int,
     length: int,
@@ -66,7 +68,7 @@ def tree_of(
         level = levels[node]
         below = dict[int, list[Sequence[int]]]()
         for line in reached:
-            if level < len(line) and line[level] != END:
+            if level < len(line) and line[level] != END_OF_TEXT:
                 below.setdefault(line[level], []).append(line)
         right = rate(length + level)
         for token, following in below.items():

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec.draft.auto.cost import Cost, CostBy, best_size
+from treespec.draft.auto.cost import CostBy, CycleCost, find_best_size
 from treespec.draft.lookup.guess import Guess
 from treespec.draft.tree_assembly import ForcedDrafter
 from treespec.model.cache import TreeCache
-from treespec.sampling.sampler import Distribution
+from treespec.sampling.sampler import Sampler
 from treespec.trees.tree import TokenTree
 
 
@@ -51,7 +51,7 @@ class TextDrafter(ABC):
 
 
 @dataclass
-class Row:
+class LookupRow:
     """One sequence. text: [T] its observed tokens."""
 
     drafter: TextDrafter
@@ -63,24 +63,24 @@ class OneHotDrafter(ForcedDrafter):
     """A `TextDrafter` for each of B sequences; one at first.
 
     unused: the drafter that those of sequences are made from (`TextDrafter.new`); it drafts nothing
-    itself. times: with them only the part of a tree that pays is drafted (`part`); None: whole trees.
+    itself. times: with them only the part of a tree that pays is drafted (`keep_profitable_nodes`); None: whole trees.
     """
 
     one_hot = True
-    states: list[Row]
+    states: list[LookupRow]
 
     def __init__(self, drafter: TextDrafter, times: CostBy | None = None) -> None:
         self.name = type(drafter).__name__.lower()
         self.unused = drafter
         self.times = times
-        self.states = [Row(drafter.new(), np.empty(0, dtype=np.int64))]
+        self.states = [LookupRow(drafter.new(), np.empty(0, dtype=np.int64))]
 
     @property
     def timed(self) -> bool:
         return self.times is not None
 
     @property
-    def cost(self) -> Cost | None:
+    def cost(self) -> CycleCost | None:
         """What a cycle of these sequences costs; None: it drafts whole trees."""
         if self.times is None:
             return None
@@ -89,20 +89,20 @@ class OneHotDrafter(ForcedDrafter):
     def draft_trees(
         self,
         roots: Tensor,
-        distributions: Sequence[Distribution],
+        distributions: Sequence[Sampler],
         generators: Sequence[torch.Generator],
         cache: TreeCache,
         now: Callable[[], float] = time.perf_counter,
     ) -> list[TokenTree]:
-        self.forced = [distribution.forced() for distribution in distributions]
+        self.forced = [distribution.list_forced_tokens() for distribution in distributions]
         trees = []
         for row, (root, forced) in enumerate(zip(roots.tolist(), self.forced, strict=True)):
             last_tokens = [root, *forced.ids]
             guess = Guess()
             if not forced.ends:
                 guess = self.guess(row, last_tokens)
-            trees.append(guess.tree(last_tokens[-1], generators[row].device))
-        return self.hung(roots, trees, generators)
+            trees.append(guess.build_token_tree(last_tokens[-1], generators[row].device))
+        return self.prepend_forced_all(roots, trees, generators)
 
     def guess(self, row: int, last: list[int]) -> Guess:
         """What it drafts for a sequence, or the part that pays. last: the root and the forced tokens."""
@@ -111,7 +111,7 @@ class OneHotDrafter(ForcedDrafter):
         cost = self.cost
         if cost is None:
             return guess
-        return part(guess, cost)
+        return keep_profitable_nodes(guess, cost)
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
         for state, new_tokens in zip(self.states, tokens, strict=True):
@@ -125,24 +125,26 @@ class OneHotDrafter(ForcedDrafter):
 
     def rewind(self, lengths: Sequence[int]) -> None:
         for row, length in enumerate(lengths):
-            self.states[row] = Row(self.unused.new(), self.states[row].text[:length])
+            self.states[row] = LookupRow(self.unused.new(), self.states[row].text[:length])
 
     def new(self) -> "OneHotDrafter":
-        return self.with_times(self.times)
+        return self.copy_with_costs(self.times)
 
-    def with_times(self, times: CostBy | None) -> "OneHotDrafter":
+    def copy_with_costs(self, times: CostBy | None) -> "OneHotDrafter":
         """Another of its kind that drafts only what pays."""
         return OneHotDrafter(self.unused, times)
 
 
-def part(guess: Guess, cost: Cost) -> Guess:
+def keep_profitable_nodes(guess: Guess, cost: CycleCost) -> Guess:
     """The nodes worth their time in the forward: the most likely ones, at the size that pays most.
 
     All of them, where the guess has no probabilities.
     """
     if guess.probabilities is None:
         return guess
-    reach = guess.reach(guess.probabilities)
+    reach = guess.compute_reach(guess.probabilities)
     order = np.argsort(-reach, kind="stable")  # the root is first, and a parent before its children
-    size = best_size(reach[order[1:]], cost.line(cost.nodes[-1]), cost.plain)
-    return guess.part(np.sort(order[:size]))
+    size = find_best_size(
+        reach[order[1:]], cost.predict_forward_seconds(cost.nodes[-1]), cost.baseline_speed
+    )
+    return guess.keep_nodes(np.sort(order[:size]))

@@ -13,22 +13,22 @@ from typing import final
 import numpy as np
 
 from treespec.draft.lookup.guess import Guess
-from treespec.draft.lookup.matches import longest_match, tree_of
+from treespec.draft.lookup.matches import find_longest_match, merge_continuations
 from treespec.draft.lookup.one_hot import TextDrafter
-from treespec.draft.lookup.suffix_cache import SuffixCache, SuffixCaches, fingerprint
+from treespec.draft.lookup.suffix_cache import SuffixCache, SuffixCaches, hash_vocabulary
 from treespec.draft.registry import SuffixOptions
 from treespec.draft.spec import DrafterSpec
 from treespec.model.target import Target
 
-NEWEST = 64  # places of a match that `suffix` drafts from, the latest ones
+NEWEST_MATCHES = 64  # places of a match that `suffix` drafts from, the latest ones
 
 
 # Matches of up to so many tokens, and of more; Pr(one of the children is right) before any feedback.
-BANDS = (1, 3, 7, 15, 31)
-RIGHT = (0.2, 0.4, 0.6, 0.75, 0.85, 0.9)
-WEIGHT = 3.0  # guesses that the first rates count for
-FORGET = 0.98  # weight of what was learned before, a guess
-CERTAIN = 0.98  # the highest rate
+MATCH_LENGTH_BANDS = (1, 3, 7, 15, 31)
+PRIOR_MATCH_RATES = (0.2, 0.4, 0.6, 0.75, 0.85, 0.9)
+PRIOR_GUESSES = 3.0  # guesses that the first rates count for
+MATCH_RATE_DECAY = 0.98  # weight of what was learned before, a guess
+MAX_MATCH_RATE = 0.98  # the highest rate
 
 
 @final
@@ -46,8 +46,8 @@ class Suffix(TextDrafter):
         self.cache: SuffixCache | None = None  # None: it drafts from its own sequence alone
         self.seen = 0  # tokens of the text of the last guess
         self.last = Guess()
-        self.promised = [WEIGHT for _ in RIGHT]
-        self.kept = [WEIGHT * rate for rate in RIGHT]
+        self.predicted = [PRIOR_GUESSES for _ in PRIOR_MATCH_RATES]
+        self.correct = [PRIOR_GUESSES * rate for rate in PRIOR_MATCH_RATES]
 
     def new(self) -> "Suffix":
         return Suffix(self.options, self.caches)
@@ -55,10 +55,10 @@ class Suffix(TextDrafter):
     def enter(self, cache: str | None) -> None:
         self.cache = None
         if cache is not None:
-            self.cache = self.caches.named(cache)
+            self.cache = self.caches.get_cache(cache)
 
     def remember(self, cache: str, completion: Sequence[int]) -> None:
-        self.caches.named(cache).add(completion)
+        self.caches.get_cache(cache).add(completion)
 
     def draft(self, text: np.ndarray) -> Guess:
         """text: [T], which begins with the text of the call before.
@@ -76,16 +76,18 @@ class Suffix(TextDrafter):
 
     def _guess(self, tokens: np.ndarray, text: np.ndarray) -> Guess:
         by = self.options
-        length, places = longest_match(tokens, text, by.longest)
-        latest = places[::-1][:NEWEST].tolist()
+        length, places = find_longest_match(tokens, text, by.longest)
+        latest = places[::-1][:NEWEST_MATCHES].tolist()
         following = [tokens[place : place + by.nodes].tolist() for place in latest]
         nodes = min(by.nodes, by.growth * length)
-        return tree_of(following, nodes, length, self.rate, by.percent / 100)
+        return merge_continuations(
+            following, nodes, length, self.predict_match_rate, by.percent / 100
+        )
 
-    def rate(self, length: int) -> float:
+    def predict_match_rate(self, length: int) -> float:
         """Pr(one of the children is right) after a match of `length` tokens."""
-        band = bisect_left(BANDS, length)
-        return min(self.kept[band] / self.promised[band], CERTAIN)
+        band = bisect_left(MATCH_LENGTH_BANDS, length)
+        return min(self.correct[band] / self.predicted[band], MAX_MATCH_RATE)
 
     def _learn(self, new: Sequence[int]) -> None:
         """Compare the last guess with the new tokens, as far as it goes."""
@@ -97,11 +99,11 @@ class Suffix(TextDrafter):
         for depth, token in enumerate(new):
             if node not in children:
                 return
-            band = bisect_left(BANDS, self.last.length + depth)
+            band = bisect_left(MATCH_LENGTH_BANDS, self.last.length + depth)
             below = children[node]
             promised = sum(share for _, share in below.values())
-            self.promised[band] = FORGET * self.promised[band] + promised
-            self.kept[band] = FORGET * self.kept[band] + (token in below)
+            self.predicted[band] = MATCH_RATE_DECAY * self.predicted[band] + promised
+            self.correct[band] = MATCH_RATE_DECAY * self.correct[band] + (token in below)
             node, _ = below.get(token, (None, 0.0))
 
 
@@ -110,6 +112,6 @@ def load_suffix(spec: DrafterSpec, target: Target) -> TextDrafter:
     root = None
     if spec.place:
         root = Path(spec.place).expanduser()
-    vocabulary = fingerprint(target.tokenizer, target.vocab_size)
+    vocabulary = hash_vocabulary(target.tokenizer, target.vocab_size)
     caches = SuffixCaches(spec.options.tokens, root, vocabulary, target.vocab_size)
     return Suffix(spec.options, caches)

@@ -5,11 +5,11 @@ from typing import final
 import torch
 from torch import Tensor
 
-from treespec.draft.drafter import Frontier, Frontiers, Proposer, aligned
+from treespec.draft.drafter import Frontier, Frontiers, Proposer, pad_frontiers
 from treespec.model.cache import TreeCache
-from treespec.model.masks import rows_of, unpadded
+from treespec.model.masks import gather_rows, unpad_rows
 from treespec.model.target import Target
-from treespec.trees.tree import columns, made, sent
+from treespec.trees.tree import build_range, cache_tensor, to_device
 
 
 @final
@@ -30,8 +30,8 @@ class Levels:
     def extend(self, above: Tensor) -> None:
         """The next level. above: [B, F] rows of the parents."""
         b, n = above.shape
-        own = made(torch.eye, n, dtype=torch.bool, device=above.device).expand(b, n, n)
-        seen = rows_of(self.seen, above)
+        own = cache_tensor(torch.eye, n, dtype=torch.bool, device=above.device).expand(b, n, n)
+        seen = gather_rows(self.seen, above)
         if self.columns is None:
             self.seen = torch.cat([seen, own], dim=2)
         else:
@@ -49,20 +49,20 @@ class BranchProposer(Proposer):
         device = self.model.output_device
         lengths = cache.lengths
         self.written = cache
-        self.places = columns(cache.end, device).expand(len(lengths), -1)
+        self.places = build_range(cache.end, device).expand(len(lengths), -1)
         self.branch = Levels(torch.ones(len(lengths), 1, 0, dtype=torch.bool, device=device))
-        self.after = sent(lengths, device)[:, None]  # [B, 1] next level's position
+        self.after = to_device(lengths, device)[:, None]  # [B, 1] next level's position
 
-    def below(self, roots: Tensor) -> list[Tensor | None]:
+    def extend_roots(self, roots: Tensor) -> list[Tensor | None]:
         """`extend` for the roots [B] int64 on the host, which have no level above."""
-        each = sent(roots, self.places.device).split(1)
+        each = to_device(roots, self.places.device).split(1)
         frontiers = [Frontier(root, torch.zeros_like(root)) for root in each]
         return list(self.extend(frontiers))
 
     def extend(self, frontiers: Frontiers) -> list[Tensor]:
-        tokens, above, sizes = aligned(frontiers, self.places.device)
+        tokens, above, sizes = pad_frontiers(frontiers, self.places.device)
         self.branch.extend(above)
         self.places = torch.cat([self.places, self.after.expand(tokens.shape)], dim=1)
         self.after = self.after + 1
         hidden = self.model.forward_nodes(self.written, tokens, self.places, self.branch.seen)
-        return list(self.model.output_logits(unpadded(hidden, sizes)).split(sizes))
+        return list(self.model.compute_output_logits(unpad_rows(hidden, sizes)).split(sizes))

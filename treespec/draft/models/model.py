@@ -16,14 +16,14 @@ from treespec.draft.drafter import PREFILL_AT, Frontier, Frontiers
 from treespec.draft.models.branch import BranchProposer
 from treespec.draft.models.other_vocabulary import (
     SharedVocabulary,
-    shared_vocabulary,
-    start_of,
-    tokens_differ,
+    build_shared_vocabulary,
+    find_start_tokens,
+    find_token_difference,
 )
 from treespec.draft.spec import DrafterSpec
 from treespec.errors import InputError
 from treespec.model.cache import TreeCache
-from treespec.model.masks import together
+from treespec.model.masks import pad_and_stack
 from treespec.model.target import Target
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class ModelProposer(BranchProposer):
         self.model = model
         self.target = target
         self.vocab_size = target.vocab_size
-        self.cache = model.new_cache()
+        self.cache = model.build_cache()
         self.states = [torch.empty(0, dtype=torch.int64)]
 
     def new(self) -> Self:
@@ -68,56 +68,58 @@ class ModelProposer(BranchProposer):
         return [self.model.config.to_dict(), str(self.model.dtype)]
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
-        self.states = self.continued([new_tokens[:-1] for new_tokens in tokens])
+        self.states = self.list_new_tokens([new_tokens[:-1] for new_tokens in tokens])
         if max(map(len, tokens)) - 1 > PREFILL_AT:
             self._run(self.states)
 
     def rewind(self, lengths: Sequence[int]) -> None:
         self.states = [tokens[:n] for tokens, n in zip(self.states, lengths, strict=True)]
-        model_lengths = [len(self.own(tokens)) for tokens in self.states]
+        model_lengths = [len(self.to_model_tokens(tokens)) for tokens in self.states]
         self.cache.rewind(list(map(min, self.cache.lengths, model_lengths)))
 
     def begin(self, roots: Tensor, cache: TreeCache | None = None) -> list[Tensor | None]:
         # An earlier root that was not observed afterwards leaves the cache.
         self.rewind(list(map(len, self.states)))
-        hidden = self._run(self.continued(roots.split(1)))
+        hidden = self._run(self.list_new_tokens(roots.split(1)))
         self.follow(self.cache)
-        return list(self.fitted(self.model.output_logits(hidden)).split(1))
+        return list(self.fit_logits(self.model.compute_output_logits(hidden)).split(1))
 
     def extend(self, frontiers: Frontiers) -> list[Tensor]:
         in_model_tokens: list[Frontier | None] = []
         for frontier in frontiers:
             if frontier:
-                frontier = Frontier(self.drafted(frontier.tokens), frontier.parent_rows)
+                frontier = Frontier(
+                    self.to_model_draft_tokens(frontier.tokens), frontier.parent_rows
+                )
             in_model_tokens.append(frontier)
-        return list(map(self.fitted, super().extend(in_model_tokens)))
+        return list(map(self.fit_logits, super().extend(in_model_tokens)))
 
-    def continued(self, tokens: Sequence[Tensor]) -> list[Tensor]:
+    def list_new_tokens(self, tokens: Sequence[Tensor]) -> list[Tensor]:
         """The observed tokens of each sequence and its next ones [n]."""
         return [torch.cat(pair) for pair in zip(self.states, tokens, strict=True)]
 
-    def own(self, tokens: Tensor) -> Tensor:
+    def to_model_tokens(self, tokens: Tensor) -> Tensor:
         """The draft model's tokens for a sequence of the target's [n], from its first token on."""
-        return self.drafted(tokens)
+        return self.to_model_draft_tokens(tokens)
 
-    def drafted(self, tokens: Tensor) -> Tensor:
+    def to_model_draft_tokens(self, tokens: Tensor) -> Tensor:
         """The draft model's tokens for draft tokens [F]: the target's embedding may be padded further."""
         return tokens.clamp_max(self.model.vocab_size - 1)
 
-    def fitted(self, logits: Tensor) -> Tensor:
+    def fit_logits(self, logits: Tensor) -> Tensor:
         """[F, N] the model's logits [F, V] over the draft tokens: cut, or filled with -inf."""
         return pad(logits, (0, self.vocab_size - logits.shape[-1]), value=-torch.inf)
 
     @torch.no_grad()
     def _run(self, sequences: Sequence[Tensor]) -> Tensor:
         """Bring sequences of the target's tokens into the cache; [B, H] hidden states at their ends."""
-        token_rows = list(map(self.own, sequences))
+        token_rows = list(map(self.to_model_tokens, sequences))
         # A root that the draft model has no token for adds nothing: the token before it runs again.
         rerun_from = [len(tokens) - 1 for tokens in token_rows]
         self.cache.rewind(list(map(min, self.cache.lengths, rerun_from)))
         waiting = [row[n:] for row, n in zip(token_rows, self.cache.lengths, strict=True)]
         counts = list(map(len, waiting))
-        hidden = self.model.prefill(self.cache, together(waiting), counts=counts)
+        hidden = self.model.prefill(self.cache, pad_and_stack(waiting), counts=counts)
         return torch.stack([row[n - 1] for row, n in zip(hidden, counts, strict=True)])
 
 
@@ -146,10 +148,10 @@ class OtherVocabulary(ModelProposer):
             target=words.target.to(target.output_device),
             draft=words.draft.to(model.output_device),
         )
-        self.start = start_of(model.tokenizer)
+        self.start = find_start_tokens(model.tokenizer)
         self.skipped = frozenset[int]()  # of the target, as a first token
         if self.start:
-            self.skipped = frozenset(start_of(target.tokenizer))
+            self.skipped = frozenset(find_start_tokens(target.tokenizer))
 
     def new(self) -> Self:
         return type(self)(self.model, self.target, self.words)
@@ -166,23 +168,23 @@ class OtherVocabulary(ModelProposer):
     def identity(self) -> object:
         return [super().identity, len(self.words.target)]
 
-    def own(self, tokens: Tensor) -> Tensor:
+    def to_model_tokens(self, tokens: Tensor) -> Tensor:
         target_tokens = tokens.tolist()
         if target_tokens and target_tokens[0] in self.skipped:
             del target_tokens[0]
         model_tokens = list(self.start)
         for token in target_tokens:
-            model_tokens += self.words.spelled(token)
+            model_tokens += self.words.encode_bytes_of(token)
         return tokens.new_tensor(model_tokens)
 
-    def drafted(self, tokens: Tensor) -> Tensor:
+    def to_model_draft_tokens(self, tokens: Tensor) -> Tensor:
         return self.words.draft[tokens]
 
-    def fitted(self, logits: Tensor) -> Tensor:
+    def fit_logits(self, logits: Tensor) -> Tensor:
         return logits.index_select(-1, self.words.draft)
 
 
-def load_model(spec: DrafterSpec, target: Target) -> ModelProposer:
+def load_draft_model(spec: DrafterSpec, target: Target) -> ModelProposer:
     """A draft model by directory or hub id, in the target's dtype, on its device. Raises InputError."""
     place = target.output_device
     name = f"--drafter {spec.own}"
@@ -194,7 +196,7 @@ def load_model(spec: DrafterSpec, target: Target) -> ModelProposer:
     except InputError as error:
         said = str(error).replace("the target", "the draft model")
         raise InputError(f"{name}: {said}") from error
-    difference = tokens_differ(
+    difference = find_token_difference(
         target.tokenizer, model.tokenizer, target.vocab_size, model.vocab_size
     )
     if difference is None:
@@ -202,7 +204,7 @@ def load_model(spec: DrafterSpec, target: Target) -> ModelProposer:
     try:
         if target.tokenizer is None or model.tokenizer is None:
             raise InputError(difference)
-        words = shared_vocabulary(
+        words = build_shared_vocabulary(
             target.tokenizer, model.tokenizer, target.vocab_size, model.vocab_size
         )
     except InputError as error:

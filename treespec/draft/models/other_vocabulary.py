@@ -23,34 +23,34 @@ from treespec.errors import InputError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-BYTE = re.compile("<0x([0-9A-F]{2})>")  # a byte that no other token holds, in SentencePiece
-SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's
-SPECIAL = b"\xff"  # before the name of a special token; no byte of UTF-8
+BYTE_PATTERN = re.compile("<0x([0-9A-F]{2})>")  # a byte that no other token holds, in SentencePiece
+SENTENCEPIECE_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's
+SPECIAL_PREFIX = b"\xff"  # before the name of a special token; no byte of UTF-8
 
 
 # The byte that each character stands for in byte-level vocabularies (GPT-2).
-BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
+BYTE_OF_CHARACTER = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
-def bytes_of(tokenizer: "PreTrainedTokenizerBase") -> dict[int, bytes]:
+def decode_all_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[int, bytes]:
     """The bytes of every token, by its number; a special token's name follows SPECIAL."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     byte_level = backend is not None and '"type":"ByteLevel"' in backend.to_str()
 
     def text_of(token: str) -> bytes:
-        if byte_level and all(character in BYTES for character in token):
-            return bytes(BYTES[character] for character in token)
-        if not byte_level and (byte := BYTE.fullmatch(token)):
+        if byte_level and all(character in BYTE_OF_CHARACTER for character in token):
+            return bytes(BYTE_OF_CHARACTER[character] for character in token)
+        if not byte_level and (byte := BYTE_PATTERN.fullmatch(token)):
             return bytes.fromhex(byte[1])
         if byte_level:
             return token.encode()
-        return token.replace(SPACE, " ").encode()
+        return token.replace(SENTENCEPIECE_SPACE, " ").encode()
 
     found = {number: text_of(token) for token, number in tokenizer.get_vocab().items()}
     for number, added in tokenizer.added_tokens_decoder.items():
-        if byte_level or not BYTE.fullmatch(added.content):
+        if byte_level or not BYTE_PATTERN.fullmatch(added.content):
             if added.special:
-                found[number] = SPECIAL + added.content.encode()
+                found[number] = SPECIAL_PREFIX + added.content.encode()
             elif byte_level:
                 found[number] = added.content.encode()
             else:
@@ -85,7 +85,7 @@ class SharedVocabulary:
     def _spelled(self) -> dict[int, tuple[int, ...]]:
         return dict(zip(self.target.tolist(), ((n,) for n in self.draft.tolist()), strict=True))
 
-    def spelled(self, token: int) -> tuple[int, ...]:
+    def encode_bytes_of(self, token: int) -> tuple[int, ...]:
         """The draft model's tokens for a token of the target, at least one.
 
         A shared token is one. Others are spelled by the longest tokens that fit, from the left; a
@@ -96,7 +96,7 @@ class SharedVocabulary:
         return self._spelled[token]
 
     def _split(self, text: bytes) -> tuple[int, ...]:
-        text = text.removeprefix(SPECIAL)
+        text = text.removeprefix(SPECIAL_PREFIX)
         found = list[int]()
         at = 0
         while at < len(text):
@@ -111,7 +111,7 @@ class SharedVocabulary:
         return tuple(found)
 
 
-def shared_vocabulary(
+def build_shared_vocabulary(
     target: "PreTrainedTokenizerBase",
     draft: "PreTrainedTokenizerBase",
     target_size: int,
@@ -119,13 +119,13 @@ def shared_vocabulary(
 ) -> SharedVocabulary:
     """What two tokenizers share. Tokens beyond a model's vocabulary do not count.
 
-    Of several tokens for the same bytes one counts (`by_bytes`). Raises InputError where no token
+    Of several tokens for the same bytes one counts (`index_by_bytes`). Raises InputError where no token
     is shared.
     """
-    ours = {n: text for n, text in bytes_of(target).items() if n < target_size}
-    theirs = {n: text for n, text in bytes_of(draft).items() if n < draft_size}
-    ours_by_bytes = by_bytes(target, ours)
-    theirs_by_bytes = by_bytes(draft, theirs)
+    ours = {n: text for n, text in decode_all_tokens(target).items() if n < target_size}
+    theirs = {n: text for n, text in decode_all_tokens(draft).items() if n < draft_size}
+    ours_by_bytes = index_by_bytes(target, ours)
+    theirs_by_bytes = index_by_bytes(draft, theirs)
     shared = [text for text in ours_by_bytes if text and text in theirs_by_bytes]
     if not shared:
         raise InputError("the two vocabularies share no token")
@@ -134,21 +134,23 @@ def shared_vocabulary(
     return SharedVocabulary(numbers.contiguous(), own.contiguous(), ours, theirs_by_bytes)
 
 
-def by_bytes(tokenizer: "PreTrainedTokenizerBase", table: Mapping[int, bytes]) -> dict[bytes, int]:
+def index_by_bytes(
+    tokenizer: "PreTrainedTokenizerBase", table: Mapping[int, bytes]
+) -> dict[bytes, int]:
     """The number of the token that stands for some bytes.
 
     table: the bytes of each token, by its number. Of several tokens for the same bytes it is the
     first, but one like `<0x61>` only where there is no other: a text's `a` is the token `a`.
     """
     names = tokenizer.convert_ids_to_tokens(sorted(table))
-    single = [bool(BYTE.fullmatch(name)) for name in names]
+    single = [bool(BYTE_PATTERN.fullmatch(name)) for name in names]
     found: dict[bytes, int] = {}
     for _, number in sorted(zip(single, sorted(table), strict=True)):
         found.setdefault(table[number], number)
     return found
 
 
-def tokens_differ(target: Any, draft: Any, target_size: int, draft_size: int) -> str | None:
+def find_token_difference(target: Any, draft: Any, target_size: int, draft_size: int) -> str | None:
     """A difference between two tokenizers' numbering of tokens, or None if they agree.
 
     A number that only one of them names is padding of the other's embedding, and no difference.
@@ -165,7 +167,7 @@ def tokens_differ(target: Any, draft: Any, target_size: int, draft_size: int) ->
     return None
 
 
-def start_of(tokenizer: Any) -> list[int]:
+def find_start_tokens(tokenizer: Any) -> list[int]:
     """The special tokens that a tokenizer gives every text at its start; [] without a tokenizer."""
     if tokenizer is None:
         return []

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-BLOCK = 64  # numbers that torch's activations take at once, in any dtype
+ACTIVATION_BLOCK = 64  # numbers that torch's activations take at once, in any dtype
 PACKED = "multiplies_by_kernels"  # attribute of modules that keep matrices beside packed ones
-GRAIN = 32768  # numbers from which torch uses a further thread
+THREAD_GRAIN = 32768  # numbers from which torch uses a further thread
 
 
 def run_experts(own: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
@@ -32,15 +32,15 @@ def run_experts(own: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Ten
         gate = own._apply_gate
     else:
         gate = own.act_fn
-    inner = gate(by_expert(first, hidden[order // k], counts))
-    rows = by_expert(last, inner, counts)
+    inner = gate(multiply_by_expert(first, hidden[order // k], counts))
+    rows = multiply_by_expert(last, inner, counts)
 
     # 2. The sum of each token's experts, in the order of its choice.
     rows = rows[order.argsort()].view(n, k, -1).float()
     return (rows * shares[..., None]).sum(1).to(hidden.dtype)
 
 
-def by_expert(experts: nn.ModuleList, rows: Tensor, counts: list[int]) -> Tensor:
+def multiply_by_expert(experts: nn.ModuleList, rows: Tensor, counts: list[int]) -> Tensor:
     """[S, out] from rows [S, in]: the first counts[0] go to expert 0, the next counts[1] to expert 1, …
 
     Five rows and counts 2 0 3:
@@ -67,7 +67,7 @@ class PackedProduct(TorchFunctionMode):
         if code is F.linear and args[1].shape == self.linear.weight.shape:
             return self.linear(args[0])
         if code in (torch.sigmoid, Tensor.sigmoid):
-            return in_blocks(code, args[0])
+            return pad_to_blocks(code, args[0])
         if kwargs is None:
             kwargs = {}
         return code(*args, **kwargs)
@@ -97,12 +97,12 @@ def pack_router(router: Any, linear: nn.Module) -> None:
     def run_own(rows: Tensor) -> Any:
         return own(rows, *zeros)
 
-    if alike(run_packed, run_own, x, 0.05):
+    if matches_outputs(run_packed, run_own, x, 0.05):
         router.forward = packed
         setattr(router, PACKED, True)
 
 
-def alike(code: Any, own: Any, x: Tensor, error: float) -> bool:
+def matches_outputs(code: Any, own: Any, x: Tensor, error: float) -> bool:
     """Whether code computes what a model's own computes from x; False where either raises."""
     try:
         output = tree_leaves(code(x))[0]
@@ -112,23 +112,25 @@ def alike(code: Any, own: Any, x: Tensor, error: float) -> bool:
         return False
 
 
-def in_blocks(activation: Any, x: Tensor) -> Tensor:
+def pad_to_blocks(activation: Any, x: Tensor) -> Tensor:
     """[...] an activation of x [...] that takes all numbers in whole blocks: each has the same form."""
     numbers = x.numel()
-    size = blocked(numbers, torch.get_num_threads())
-    if size == numbers and not x.shape[-1] % BLOCK:
+    size = round_up_to_blocks(numbers, torch.get_num_threads())
+    if size == numbers and not x.shape[-1] % ACTIVATION_BLOCK:
         return activation(x)
     padded = F.pad(x.flatten(), (0, size - numbers))
     return activation(padded)[:numbers].view(x.shape)
 
 
-def blocked(numbers: int, threads: int) -> int:
+def round_up_to_blocks(numbers: int, threads: int) -> int:
     """The next larger number of numbers that torch gives to its threads in whole blocks.
 
     14 rows of 4,864 numbers, 68,096, go to three threads: 22,699 each, no whole number of blocks.
     They are padded to 68,352, which is 356 blocks for each thread.
     """
-    size = max(-(-numbers // BLOCK), 1) * BLOCK  # a block of zeros, if there are none
-    while size % (BLOCK * min(threads, -(-size // GRAIN))):
-        size += BLOCK
+    size = (
+        max(-(-numbers // ACTIVATION_BLOCK), 1) * ACTIVATION_BLOCK
+    )  # a block of zeros, if there are none
+    while size % (ACTIVATION_BLOCK * min(threads, -(-size // THREAD_GRAIN))):
+        size += ACTIVATION_BLOCK
     return size

@@ -14,16 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from treespec.kernels import ops as kernels
-from treespec.model.attention import NAME
+from treespec.model.attention import ATTENTION_NAME
 from treespec.model.cache import TreeCache
 from treespec.model.cache_layer import TreeLayer
-from treespec.model.masks import additive
+from treespec.model.masks import to_additive_mask
 
-PARAMETERS = Struct("26P17l3f3i")  # `Layer` of layer.c: pointers, sizes and strides, numbers, modes
-PRODUCTS = [f"self_attn.{name}_proj" for name in "qkvo"]
-PRODUCTS += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
-NORMS = ["input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"]
-FAR = 1 << 20  # a position at which some models scale their queries
+LAYER_STRUCT = Struct(
+    "26P17l3f3i"
+)  # `Layer` of layer.c: pointers, sizes and strides, numbers, modes
+PROJECTION_NAMES = [f"self_attn.{name}_proj" for name in "qkvo"]
+PROJECTION_NAMES += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+NORM_NAMES = ["input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"]
+FAR_POSITION = 1 << 20  # a position at which some models scale their queries
 
 
 @final
@@ -33,7 +35,7 @@ class Block:
     def __init__(self, layer: Any, norms: list[str], sign: float) -> None:
         """sign: of the first half's sines. Raises errors of many kinds for a layer of other parts."""
         modules = dict(layer.named_modules())
-        products = [modules[name] for name in PRODUCTS]
+        products = [modules[name] for name in PROJECTION_NAMES]
         small = [product.bias for product in products]
         small += [getattr(modules.get(name), "weight", None) for name in norms]
         (self.dtype,) = {x.dtype for x in small if x is not None}
@@ -54,7 +56,13 @@ class Block:
         self.kv = narrow // d, d  # heads and their width
         self.sizes = width, self.hidden, wide // d, *self.kv, inner
         scale = getattr(layer.self_attn, "scaling", d**-0.5)
-        self.modes = scale, layer.post_attention_layernorm.eps, sign, form, kernels.HALF[self.dtype]
+        self.modes = (
+            scale,
+            layer.post_attention_layernorm.eps,
+            sign,
+            form,
+            kernels.BFLOAT16_FLAGS[self.dtype],
+        )
         parts = [*(product.packed for product in products), *small]
         # They keep the memory at `pointers`, whatever becomes of the layer's parameters.
         self.tensors = [None if part is None else part.detach() for part in parts]
@@ -95,8 +103,8 @@ def run(
         )  # every node sees the columns before the mask's
         shown = columns, store.capacity, store.first, free
         lengths = *block.sizes, cos.shape[-1], *shown, *by_row, mask.stride(2)
-        calls += PARAMETERS.pack(*pointers, out.data_ptr(), b, n, *lengths, *block.modes, threads)
-    kernels.library().layers(bytes(calls), len(blocks))
+        calls += LAYER_STRUCT.pack(*pointers, out.data_ptr(), b, n, *lengths, *block.modes, threads)
+    kernels.load_kernels().layers(bytes(calls), len(blocks))
     return out
 
 
@@ -127,10 +135,10 @@ class Stack:
             if done is not hidden_states or i >= after:
                 cache: Any = given.get("past_key_values")
                 takes = type(cache) is TreeCache and hidden_states.dtype == block.dtype
-                takes = takes and layer.self_attn.config._attn_implementation == NAME
-                if not takes or not self.whole(i):
+                takes = takes and layer.self_attn.config._attn_implementation == ATTENTION_NAME
+                if not takes or not self.is_fusable(i):
                     return own(hidden_states, **given)
-                after = self.after(i, cache.tree_layers)
+                after = self.find_run_end(i, cache.tree_layers)
                 blocks = [self.layers[j][1] for j in range(i, after)]
                 mask = given["attention_mask"]
                 angles = given["position_embeddings"]
@@ -141,15 +149,15 @@ class Stack:
 
         layer.forward = forward
 
-    def whole(self, i: int) -> bool:
+    def is_fusable(self, i: int) -> bool:
         """Whether layer i is fused, and no part of it is skipped."""
         layer, _, parts = self.layers.get(i, (None, None, None))
         return layer is not None and parts == (layer.self_attn, layer.mlp)
 
-    def after(self, i: int, stores: Sequence[TreeLayer]) -> int:
+    def find_run_end(self, i: int, stores: Sequence[TreeLayer]) -> int:
         """The first layer after i that has another mask or forward, or whose input somebody watches."""
         j = i + 1
-        while self.whole(j) and stores[j].window == stores[i].window:
+        while self.is_fusable(j) and stores[j].window == stores[i].window:
             if self.layers[j - 1][0]._forward_hooks or self.layers[j][0]._forward_pre_hooks:
                 break
             j += 1
@@ -169,14 +177,14 @@ def fuse(model: nn.Module) -> None:
 def fuse_layer(layer: Any, stack: Stack) -> None:
     """A model's decoder layer, if a trial agrees: on two texts of five nodes, in bfloat16 to the bit."""
     # 1. Random inputs, far off.
-    block = Block(layer, NORMS, -1.0)
+    block = Block(layer, NORM_NAMES, -1.0)
     number = layer.self_attn.layer_idx
     random = torch.Generator().manual_seed(0)
     x = torch.randn(2, 5, block.hidden, generator=random).to(block.dtype)
     angles = torch.randn(2, 2, 5, block.kv[1] // 2, generator=random).repeat(1, 1, 1, 2).to(x)
     seen = torch.eye(5) + torch.rand(5, 5, generator=random)
-    mask = additive(seen > 0.5, x.dtype)[None, None]
-    places = torch.arange(5)[None] + FAR
+    mask = to_additive_mask(seen > 0.5, x.dtype)[None, None]
+    places = torch.arange(5)[None] + FAR_POSITION
 
     # 2. Outputs, keys and values of both.
     cache = TreeCache(number + 1, 5)
@@ -191,10 +199,10 @@ def fuse_layer(layer: Any, stack: Stack) -> None:
 
 def fuse_head(layer: Any) -> None:
     """A draft head's layer, whose attention may round otherwise."""
-    block = Block(layer, ["none", *NORMS[1:]], 1.0)
+    block = Block(layer, ["none", *NORM_NAMES[1:]], 1.0)
     own = layer.forward
-    inputs = layer.inputs
-    windowed = layer.self_attn.windowed
+    inputs = layer.split_inputs
+    windowed = layer.self_attn.apply_window
 
     def forward(x: Tensor, attend: Any) -> Tensor:
         given = attend.keywords
@@ -204,7 +212,7 @@ def fuse_head(layer: Any) -> None:
             return own(x, attend)
         angles = [part.flatten(0, -3) for part in given["angles"]]
         taken, residual = inputs(x)
-        mask = additive(windowed(mask), x.dtype)
+        mask = to_additive_mask(windowed(mask), x.dtype)
         return run([block], taken, residual, mask, angles, [store])
 
     layer.forward = forward

@@ -20,10 +20,19 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from treespec.kernels import ops as kernels
-from treespec.model.cpu.experts import PACKED, alike, in_blocks, pack_router, run_experts
+from treespec.model.cpu.experts import (
+    PACKED,
+    matches_outputs,
+    pack_router,
+    pad_to_blocks,
+    run_experts,
+)
 from treespec.model.quantization.layers import is_plain_weight
 
-TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # they read the same input
+JOINED_PROJECTIONS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+)  # they read the same input
 OWN_USE = ("dt_proj",)  # Mamba multiplies by this layer's weight itself
 
 
@@ -38,7 +47,7 @@ class PackedLinear(nn.Module):
         """weight: [out, in]. form: of the packed weight (`kernels.form_of`)."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.packed = nn.Parameter(kernels.packed(weight, form), requires_grad=False)
+        self.packed = nn.Parameter(kernels.pack_weight(weight, form), requires_grad=False)
         self.bias = bias
         self.form = form
         # [out, in], without values: what asks for a shape, dtype or device reads it here.
@@ -47,7 +56,7 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out], no gradient."""
         shape = self.out_features, self.in_features
-        return kernels.linear(x, self.packed, self.bias, shape, self.form)
+        return kernels.multiply_packed(x, self.packed, self.bias, shape, self.form)
 
 
 @final
@@ -63,21 +72,26 @@ class PackedNorm(nn.Module):
         """[..., H] -> [..., H], no gradient."""
         if x.dtype != self.weight.dtype or not x.is_cpu:
             return nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        return kernels.rms_norm(x, self.weight, self.eps)
+        return kernels.apply_rms_norm(x, self.weight, self.eps)
 
 
-def packed_norm(norm: Any) -> nn.Module:
+def pack_norm(norm: Any) -> nn.Module:
     """A norm of the model as one operation, or itself: found by trial, on numbers of many sizes."""
     weight = norm.weight
     own = [value for value in vars(norm).values() if type(value) is float]
     takes_one = len(inspect.signature(norm.forward).parameters) == 1  # some take a gate too
-    if weight.dtype not in kernels.HALF or weight.dim() != 1 or len(own) != 1 or not takes_one:
+    if (
+        weight.dtype not in kernels.BFLOAT16_FLAGS
+        or weight.dim() != 1
+        or len(own) != 1
+        or not takes_one
+    ):
         return norm
     packed = PackedNorm(weight, own[0])
     random = torch.Generator().manual_seed(0)
     x = torch.randn(16, len(weight), generator=random) * torch.logspace(-3, 3, 16)[:, None]
     rounding = max(2 * torch.finfo(weight.dtype).eps, 1e-6)
-    return packed if alike(packed, norm, x.to(weight), rounding) else norm
+    return packed if matches_outputs(packed, norm, x.to(weight), rounding) else norm
 
 
 @torch.no_grad()
@@ -96,11 +110,11 @@ def pack(model: nn.Module) -> None:
     del module  # the last one would stay
     while places:
         layer, names = places.popitem()
-        packed = packed_layer(layer, on_cpu)
+        packed = pack_layer(layer, on_cpu)
         for name in names if packed is not layer else ():
             model.set_submodule(name, packed)
     for module in () if on_cpu else model.modules():
-        for group in TOGETHER:
+        for group in JOINED_PROJECTIONS:
             join([getattr(module, name, None) for name in group])
 
 
@@ -135,24 +149,24 @@ def has_own_code(layer: Any) -> bool:
 
 
 @torch.no_grad()
-def packed_layer(layer: Any, on_cpu: bool = True) -> nn.Module:
+def pack_layer(layer: Any, on_cpu: bool = True) -> nn.Module:
     """A packed layer with the values of a plain one, or the layer itself.
 
     A class of its own, a forward or hooks may do more than to multiply: compressed-tensors rounds
     inputs there, accelerate moves the weight, torchao puts tensors of its own into plain modules.
     """
     # 1. What stays, and norms.
-    if not has_own_code(layer) or (on_cpu and not kernels.library()):
+    if not has_own_code(layer) or (on_cpu and not kernels.load_kernels()):
         return layer
     weight = layer._parameters.get("weight")
     if "RMSNorm" in type(layer).__name__ and is_plain_weight(weight):
-        return packed_norm(layer)
+        return pack_norm(layer)
     if not on_cpu:
         return layer
 
     # 2. What has no weight, and experts.
     if type(layer).__module__ == "transformers.activations":
-        layer.forward = partial(in_blocks, layer.forward)
+        layer.forward = partial(pad_to_blocks, layer.forward)
     is_experts = vars(layer).get("has_post_expert_norm") is False  # of transformers' interface
     if is_experts and is_plain_weight(layer.down_proj) and layer.down_proj.is_cpu:
         pack_experts(layer)
@@ -163,7 +177,7 @@ def packed_layer(layer: Any, on_cpu: bool = True) -> nn.Module:
     if weight.dim() != 2:
         return layer
     weight = weight.T if isinstance(layer, Conv1D) else weight
-    form = kernels.form_of(weight)
+    form = kernels.choose_form(weight)
     if form is not None:
         packed = PackedLinear(weight, layer._parameters.get("bias"), form)
         if type(layer) in (nn.Linear, Conv1D):
@@ -180,14 +194,14 @@ def pack_experts(own: Any) -> None:
         weights = getattr(own, name)
         biases = getattr(own, f"{name}_bias", [None] * len(weights))
         weights = weights.mT if own.is_transposed else weights
-        forms: Any = map(kernels.form_of, weights)
+        forms: Any = map(kernels.choose_form, weights)
         own.products.append(nn.ModuleList(map(PackedLinear, weights, biases, forms)))
         delattr(own, name)
     own.forward = partial(run_experts, own)
     setattr(own, PACKED, True)
 
 
-def multiplies_bfloat16() -> bool:
+def has_bfloat16_instructions() -> bool:
     """Whether this CPU has instructions for bfloat16 that oneDNN uses."""
     has_onednn = torch.backends.mkldnn.is_available()
     return has_onednn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -10,16 +10,16 @@ from transformers import PreTrainedConfig
 from transformers.utils import logging as bars
 
 from treespec.files.quiet import quiet
-from treespec.model.folder import located
+from treespec.model.folder import resolve_model
 from treespec.model.placement import Placement
 from treespec.model.support import list_rotary_settings
 
 log = logging.getLogger(__name__)
 
 
-def own_or_gguf(loader: Any, path: str, file: Path | None, how: Placement) -> Any:
+def load_own_or_gguf(loader: Any, path: str, file: Path | None, how: Placement) -> Any:
     """Load a config or tokenizer from a model's own files, else from its GGUF file."""
-    options = located(path, how)
+    options = resolve_model(path, how)
     with quiet():
         try:
             return loader.from_pretrained(path, **options)
@@ -46,7 +46,7 @@ def switch_gguf_bar() -> Iterator[None]:
         module.tqdm = own
 
 
-def tell_of_rotary_factors(file: Path, config: PreTrainedConfig) -> None:
+def warn_of_rotary_factors(file: Path, config: PreTrainedConfig) -> None:
     """Warn where a file scales its rotary positions and the config does not.
 
     transformers makes no such factors from a GGUF file (Llama 3.1 and later have them), so a config

@@ -24,7 +24,7 @@ def is_plain_weight(weight: object) -> TypeGuard[nn.Parameter]:
     return weight.element_size() > 1
 
 
-def sizes_of(linear: Any) -> tuple[int, int]:
+def get_linear_sizes(linear: Any) -> tuple[int, int]:
     """(out, in) of a linear layer."""
     weight: Any = getattr(linear, "weight", None)
     if is_plain_weight(weight) or not hasattr(linear, "out_features"):
@@ -34,7 +34,9 @@ def sizes_of(linear: Any) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def rows_of_output(model: PreTrainedModel, tokens: Tensor, device: torch.device) -> nn.Linear:
+def copy_output_embedding_rows(
+    model: PreTrainedModel, tokens: Tensor, device: torch.device
+) -> nn.Linear:
     """A copy of the output embedding's rows for the tokens [N], a linear layer H -> N of floats.
 
     device: of the hidden states. Raises InputError for an output embedding that is offloaded,
@@ -60,7 +62,7 @@ def rows_of_output(model: PreTrainedModel, tokens: Tensor, device: torch.device)
     return rows
 
 
-def embedding_width(embedding: Any) -> int:
+def get_embedding_width(embedding: Any) -> int:
     """The width of an embedding's rows; an adapter around one does not say it."""
     width: int | None = getattr(embedding, "embedding_dim", None)
     if width:
@@ -68,7 +70,7 @@ def embedding_width(embedding: Any) -> int:
     return int(embedding.weight.shape[1])
 
 
-def table_of(embedding: Any) -> nn.Parameter:
+def get_embedding_table(embedding: Any) -> nn.Parameter:
     """[V, E] the rows of an embedding as it holds them, before any scale that the module applies."""
     if is_plain(embedding):
         weight: nn.Parameter = embedding.weight

@@ -7,15 +7,15 @@ import torch
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, TorchAoConfig
 
 from treespec.errors import InputError
-from treespec.model.placement import Placement, device_of
+from treespec.model.placement import Placement, find_device_of
 
 log = logging.getLogger(__name__)
 
 # the last part of a tensor's name -> the format that it tells
-FOREIGN = {"weight_scale_2": "NVFP4 of ModelOpt", "biases": "MLX"}
+FOREIGN_FORMATS = {"weight_scale_2": "NVFP4 of ModelOpt", "biases": "MLX"}
 
 
-def foreign(form: str) -> InputError:
+def build_foreign_format_error(form: str) -> InputError:
     """The error of a checkpoint in a format that transformers does not load."""
     return InputError(
         f"its weights are in the format {form}, which transformers does not load: take the model "
@@ -23,7 +23,7 @@ def foreign(form: str) -> InputError:
     )
 
 
-def own_fields(config: PreTrainedConfig) -> dict[str, Any]:
+def read_quantization_fields(config: PreTrainedConfig) -> dict[str, Any]:
     """What a checkpoint's config says of its quantisation; {} for plain weights."""
     for part in (config, config.get_text_config()):
         fields: Any = getattr(part, "quantization_config", None)
@@ -34,17 +34,17 @@ def own_fields(config: PreTrainedConfig) -> dict[str, Any]:
     return {}
 
 
-def quantizer_options(how: Placement, config: PreTrainedConfig) -> dict[str, Any]:
+def build_quantizer_options(how: Placement, config: PreTrainedConfig) -> dict[str, Any]:
     """The options of `from_pretrained` that quantise the weights; {} to load them as they are.
 
     Raises InputError where a package is missing, and for a checkpoint that
     is quantised already.
     """
     # 1. What the checkpoint brings.
-    fields = own_fields(config)
+    fields = read_quantization_fields(config)
     method = get_quantization_method(fields)
     if method == "MLX":
-        raise foreign(method)
+        raise build_foreign_format_error(method)
     if method and how.load_in:
         raise InputError(
             f"its weights are quantised by {method} already: leave out --load-in {how.load_in}"
@@ -53,14 +53,14 @@ def quantizer_options(how: Placement, config: PreTrainedConfig) -> dict[str, Any
     # 2. What the option asks for: weights alone are quantised, but for 8bit.
     how.check_package()
     if how.quantizer == "8bit" or fields.get("load_in_8bit"):
-        tell_of_8bit()
+        warn_of_8bit()
     if how.quantizer is None:
         return {}
     return {"quantization_config": build_quantizer(how.quantizer, how.dtype, config)}
 
 
 def get_quantization_method(fields: dict[str, Any]) -> str:
-    """The method that a checkpoint is quantised by, from its `own_fields`; "" for plain weights."""
+    """The method that a checkpoint is quantised by, from its `read_quantization_fields`; "" for plain weights."""
     if not fields:
         return ""
     method = fields.get("quant_method")
@@ -92,7 +92,7 @@ def build_quantizer(form: str, dtype: Any, config: PreTrainedConfig) -> Any:
     return TorchAoConfig(kind(set_inductor_config=False))
 
 
-def tell_of_8bit() -> None:
+def warn_of_8bit() -> None:
     """Warn that LLM.int8 is not exact, and silence bitsandbytes' own line for each layer and forward."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     log.warning(
@@ -118,7 +118,7 @@ def unpack_compressed(model: PreTrainedModel) -> None:
     # 1. The weights.
     if not hasattr(getattr(model, "hf_quantizer", None), "compressor"):
         return
-    model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device_of(model)))
+    model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=find_device_of(model)))
 
     # 2. The layers that only multiply.
     for module in model.modules():

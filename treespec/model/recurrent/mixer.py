@@ -1,7 +1,7 @@
 """Layers that carry a state from token to token, here called mixers: one over rows of tokens.
 
 The model's own code computes it, with the states of each row handed to it. What that code can do is
-found by trial (`tried`): nothing in a model says it.
+found by trial (`probe_mixer`): nothing in a model says it.
 """
 
 import inspect
@@ -18,13 +18,17 @@ from treespec.model.cache import State, TreeCache
 from treespec.model.cache_layer import TreeLayer
 from treespec.model.recurrent.rows import input_once
 
-TRIAL = 6  # tokens of the forward in which mixers are found
-LENGTH = 3  # tokens of a trial
-ALLOWED = 0.02  # of the spread of outputs: some models clamp steps in one of the two ways only
-EFFECT = 0.25  # of a state's effect on the outputs; code that does not read the state misses all
-CHUNK = 64  # tokens: the usual chunk of a delta rule
-DEEPEST = 32  # tokens of a row whose states are all kept: a tree's rows are shorter
-KINDS = ("conv", "recurrent")
+TRIAL_FORWARD_TOKENS = 6  # tokens of the forward in which mixers are found
+TRIAL_TOKENS = 3  # tokens of a trial
+TRIAL_TOLERANCE = (
+    0.02  # of the spread of outputs: some models clamp steps in one of the two ways only
+)
+MAX_EFFECT_SHARE = (
+    0.25  # of a state's effect on the outputs; code that does not read the state misses all
+)
+DELTA_RULE_CHUNK = 64  # tokens: the usual chunk of a delta rule
+MAX_ROW_TOKENS = 32  # tokens of a row whose states are all kept: a tree's rows are shorter
+STATE_KINDS = ("conv", "recurrent")
 Arguments = dict[str, Any]
 # States [R, ...] after each step: after the last, and after all where the code took them one by one.
 Trail = dict[int, State]
@@ -49,7 +53,7 @@ class StateLayer(TreeLayer, LinearAttentionLayer):
         else:
             LinearAttentionLayer.lazy_initialization(self, *args, **kwargs)
 
-    def lend(self, numbers: Iterable[int], states: State) -> None:
+    def load_states(self, numbers: Iterable[int], states: State) -> None:
         """Hold these states, and no others, of these numbers."""
         for number in numbers:
             conv = states.get(("conv", number))
@@ -79,7 +83,7 @@ class StateLayer(TreeLayer, LinearAttentionLayer):
 
 @final
 @dataclass(frozen=True)
-class Mixer:
+class RecurrentLayer:
     """A module that carries a state.
 
     code: its forward. layer: of the cache, where the code finds its states, under these `numbers`.
@@ -122,7 +126,7 @@ class Mixer:
                 returned, state = self._call(cache, constant | step, copies, begun[-1])
                 tokens.append(returned)
                 trail[i] = state
-                if length > DEEPEST:
+                if length > MAX_ROW_TOKENS:
                     trail.pop(i - 1, None)
 
         def join(*parts: Any) -> Any:
@@ -143,7 +147,7 @@ class Mixer:
         # A power of two, at least 16 where a GPU wants it.
         smallest = 2 if inputs.is_cpu else 16
         chunk = max(smallest, 1 << (length - 1).bit_length())
-        if self.chunks and 1 < length < CHUNK:
+        if self.chunks and 1 < length < DELTA_RULE_CHUNK:
             arguments = arguments | {"chunk_size": chunk}
         before = own.get("chunk_size")  # Mamba-2 holds its own
         if before:
@@ -158,7 +162,7 @@ class Mixer:
         return returned, after
 
 
-def arguments_of(module: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
+def bind_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
     """The arguments of a call of a module's forward, by name."""
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     return dict(zip(names, args, strict=False)) | kwargs
@@ -171,7 +175,9 @@ def is_by_token(value: object, sequences: int, tokens: int) -> bool:
     return value.shape[:2] == (sequences, tokens)
 
 
-def split(arguments: Arguments, sequences: int, tokens: int) -> tuple[Arguments, dict[str, Tensor]]:
+def split_arguments(
+    arguments: Arguments, sequences: int, tokens: int
+) -> tuple[Arguments, dict[str, Tensor]]:
     """Arguments that are the same for all tokens, and those that are [sequences, tokens, ...].
 
     The first argument is the layer's input. Masks are left out: paths need none.
@@ -189,16 +195,16 @@ def split(arguments: Arguments, sequences: int, tokens: int) -> tuple[Arguments,
 
 
 @torch.no_grad()
-def tried(mixer: Mixer, cache: TreeCache, arguments: Arguments) -> Mixer:
+def probe_mixer(mixer: RecurrentLayer, cache: TreeCache, arguments: Arguments) -> RecurrentLayer:
     """The mixer with what its code can do: three tokens of one sequence, at once and one by one.
 
     arguments: of a call with TRIAL tokens of one sequence.
     """
     # 1. A made-up state, larger than a real one; the same with one part of it left out.
-    constant, steps = split(arguments, 1, TRIAL)
+    constant, steps = split_arguments(arguments, 1, TRIAL_FORWARD_TOKENS)
     generator = torch.Generator().manual_seed(0)
-    state = mixer.run(cache, constant, steps, {})[1][TRIAL - 1]
-    steps = {name: values[:, :LENGTH] for name, values in steps.items()}
+    state = mixer.run(cache, constant, steps, {})[1][TRIAL_FORWARD_TOKENS - 1]
+    steps = {name: values[:, :TRIAL_TOKENS] for name, values in steps.items()}
     for key, part in state.items():
         if part.is_floating_point():
             noise = 0.5 + torch.rand(part.shape, generator=generator)
@@ -207,7 +213,7 @@ def tried(mixer: Mixer, cache: TreeCache, arguments: Arguments) -> Mixer:
     for key, part in state.items():
         cases.append(state | {key: torch.zeros_like(part)})
 
-    def run_cases(way: Mixer) -> Tensor:
+    def run_cases(way: RecurrentLayer) -> Tensor:
         """[cases, X] all outputs of each case."""
         rows = []
         for case in cases:
@@ -215,7 +221,7 @@ def tried(mixer: Mixer, cache: TreeCache, arguments: Arguments) -> Mixer:
             returned, _ = way.run(cache, constant, steps, copies)
             outputs = []
             for part in tree_leaves(returned):
-                if is_by_token(part, 1, LENGTH):
+                if is_by_token(part, 1, TRIAL_TOKENS):
                     outputs.append(part.float().flatten())
             rows.append(torch.cat(outputs))
         return torch.stack(rows)
@@ -224,16 +230,16 @@ def tried(mixer: Mixer, cache: TreeCache, arguments: Arguments) -> Mixer:
     expected = run_cases(replace(mixer, continues=False))
     effects = expected[1:] - expected[:1]
 
-    def is_equal(way: Mixer) -> bool:
+    def is_equal(way: RecurrentLayer) -> bool:
         try:
             outputs = run_cases(way)
         except Exception:  # a model's own code may raise anything
             return False
         error = (outputs[0] - expected[0]).abs().mean()
         missed = (outputs[1:] - outputs[:1] - effects).abs().mean(1)
-        if missed.gt(EFFECT * effects.abs().mean(1)).any():
+        if missed.gt(MAX_EFFECT_SHARE * effects.abs().mean(1)).any():
             return False
-        return bool(error <= ALLOWED * expected[0].std())
+        return bool(error <= TRIAL_TOLERANCE * expected[0].std())
 
     at_once = replace(mixer, continues=True)
     if not is_equal(at_once):

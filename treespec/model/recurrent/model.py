@@ -23,35 +23,35 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers import DynamicCache, PreTrainedModel
 
-from treespec.errors import InputError, first_line
+from treespec.errors import InputError, get_first_line
 from treespec.model.cache import State, States, TreeCache
 from treespec.model.cache_layer import TreeLayer
 from treespec.model.masks import Masks
-from treespec.model.placement import device_of
+from treespec.model.placement import find_device_of
 from treespec.model.recurrent.mixer import (
-    KINDS,
-    TRIAL,
+    STATE_KINDS,
+    TRIAL_FORWARD_TOKENS,
     Arguments,
-    Mixer,
+    RecurrentLayer,
     StateLayer,
     Trail,
-    arguments_of,
+    bind_arguments,
     is_by_token,
-    split,
-    tried,
+    probe_mixer,
+    split_arguments,
 )
 from treespec.model.recurrent.rows import (
     Outputs,
     PathRows,
-    entries,
+    build_path_rows,
+    gather_entries,
     once_a_node,
-    path_rows,
     read_back,
     replaced,
 )
-from treespec.model.support import INDEXED, get_layer_types
+from treespec.model.support import INDEXED_ATTENTION, get_layer_types
 
-HYBRID = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
+HYBRID_TYPES = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
 
 
 @final
@@ -118,13 +118,16 @@ class Recurrent:
         # 1. The layers of a cache, as transformers' own has them.
         config = model.config.get_text_config()
         known = DynamicCache(config=config).layers
-        self.indexed = INDEXED in get_layer_types(config)
+        self.indexed = INDEXED_ATTENTION in get_layer_types(config)
         self.state_counts = [getattr(layer, "number_of_states", 0) for layer in known]
         self.state_counts += [0] * (layers - len(self.state_counts))
 
         # 2. The modules, by a trial.
         cache = TreeCache(layers, 8, self)
-        tokens = torch.arange(TRIAL, device=device_of(model))[None] % config.vocab_size
+        tokens = (
+            torch.arange(TRIAL_FORWARD_TOKENS, device=find_device_of(model))[None]
+            % config.vocab_size
+        )
         unknown = (
             f"{type(model).__name__} cannot be a target: its recurrent layers keep their state in a "
             "place that treespec does not know"
@@ -132,7 +135,7 @@ class Recurrent:
         try:
             mixers = find_mixers(decoder, tokens, cache)
         except (AttributeError, TypeError, ValueError) as error:  # a cache class of its own
-            raise InputError(f"{unknown} ({first_line(error)})") from error
+            raise InputError(f"{unknown} ({get_first_line(error)})") from error
         self.has_attention = any(layer.storage for layer in cache.tree_layers)
         if not mixers and not self.has_attention:
             raise InputError(unknown)
@@ -141,7 +144,7 @@ class Recurrent:
         trials = {type(trial.mixer.module): trial for trial in mixers}
         kinds = {}
         for kind, trial in trials.items():
-            kinds[kind] = tried(trial.mixer, cache, trial.arguments)
+            kinds[kind] = probe_mixer(trial.mixer, cache, trial.arguments)
         self.mixers = []
         for trial in mixers:
             probed = kinds[type(trial.mixer.module)]
@@ -149,7 +152,7 @@ class Recurrent:
             self.mixers.append(able)
         self.continues = all(mixer.continues for mixer in self.mixers)
 
-    def layers(self, capacity: int) -> list[TreeLayer]:
+    def build_layers(self, capacity: int) -> list[TreeLayer]:
         """The layers of a cache."""
         layers: list[TreeLayer] = []
         for count in self.state_counts:
@@ -159,14 +162,14 @@ class Recurrent:
                 layers.append(TreeLayer(capacity))
         return layers
 
-    def all_masks(self, masks: Masks) -> Any:
+    def build_all_masks(self, masks: Masks) -> Any:
         """Masks by layer type also under the names that models of mixed layers look up."""
         by_type: Any = masks
         if self.indexed:
-            by_type = {INDEXED: masks}
+            by_type = {INDEXED_ATTENTION: masks}
         if not isinstance(by_type, dict):
             return by_type
-        names = {HYBRID[kind]: mask for kind, mask in by_type.items() if kind in HYBRID}
+        names = {HYBRID_TYPES[kind]: mask for kind, mask in by_type.items() if kind in HYBRID_TYPES}
         return {"linear_attention": None, "conv": None} | names | by_type
 
     @contextmanager
@@ -175,21 +178,21 @@ class Recurrent:
 
         places: [B, T] int64, positions of all columns. seen: [B, N, U] bool, of the uncommitted ones.
         """
-        rows = path_rows(seen, places[:, cache.end :])
+        rows = build_path_rows(seen, places[:, cache.end :])
         forwards = {}
         for number, mixer in enumerate(self.mixers):
             forwards[mixer.module] = partial(self._mixed, number, cache, rows)
         with replaced(forwards):
             yield
 
-    def _mixed(
+    def _run_mixer(
         self, number: int, cache: TreeCache, rows: PathRows, *args: Any, **kwargs: Any
     ) -> Any:
         """A mixer's forward over trees: its inputs are [B, N, ...], and its outputs."""
         # 1. Its inputs at all uncommitted columns.
         mixer = self.mixers[number]
         b, n = rows.outputs.shape
-        constant, steps = split(arguments_of(mixer.module, args, kwargs), b, n)
+        constant, steps = split_arguments(bind_arguments(mixer.module, args, kwargs), b, n)
         earlier = rows.width - n
         if earlier:
             held = cache.forwarded[number].steps
@@ -197,7 +200,7 @@ class Recurrent:
                 steps[name] = torch.cat([held[name][:, :earlier], steps[name]], 1)
 
         # 2. Its own code over the paths.
-        state = state_in(cache, number, rows.sequences.tolist())
+        state = copy_states(cache, number, rows.sequences.tolist())
         by_path = {name: rows.spread(values) for name, values in steps.items()}
         with once_a_node(mixer.module, rows) as known:
             returned, trail = mixer.run(cache, constant, by_path, state)
@@ -214,7 +217,9 @@ class Recurrent:
         return tree_map(gather, returned)
 
     @torch.no_grad()
-    def committed(self, cache: TreeCache, nodes: Sequence[Sequence[int]]) -> list[States]:
+    def compute_committed_states(
+        self, cache: TreeCache, nodes: Sequence[Sequence[int]]
+    ) -> list[States]:
         """The states of each sequence after its accepted nodes of the last forward."""
         last_steps = find_last_steps(cache.forwarded[0].rows, nodes)
         new = cache.states
@@ -240,7 +245,7 @@ class Recurrent:
         by_length: defaultdict[int, list[int]] = defaultdict(list)  # the other sequences
         for sequence, last in last_steps.items():
             if last.step in forwarded.trail:
-                states[sequence] = row_of(forwarded.trail[last.step], last.row)
+                states[sequence] = select_state_row(forwarded.trail[last.step], last.row)
             else:
                 by_length[len(nodes[sequence])].append(sequence)
 
@@ -250,16 +255,16 @@ class Recurrent:
             columns = torch.tensor([list(nodes[sequence]) for sequence in sequences])
             steps = {}
             for name, values in forwarded.steps.items():
-                steps[name] = entries(values, numbers, columns)
-            before = state_in(cache, number, sequences)
+                steps[name] = gather_entries(values, numbers, columns)
+            before = copy_states(cache, number, sequences)
             with read_back(mixer.module, forwarded.known, numbers, columns):
                 _, trail = mixer.run(cache, forwarded.constant, steps, before)
             for row, sequence in enumerate(sequences):
-                states[sequence] = row_of(trail[length - 1], row)
+                states[sequence] = select_state_row(trail[length - 1], row)
         return states
 
 
-def state_in(cache: TreeCache, number: int, sequences: Sequence[int]) -> State:
+def copy_states(cache: TreeCache, number: int, sequences: Sequence[int]) -> State:
     """Copies of a mixer's states of some sequences, [sequences, ...]; zeros before the first token."""
     states = cache.states
     held: list[State] = []
@@ -275,7 +280,7 @@ def state_in(cache: TreeCache, number: int, sequences: Sequence[int]) -> State:
     return joined
 
 
-def row_of(state: State, row: int) -> State:
+def select_state_row(state: State, row: int) -> State:
     """The states [1, ...] of a row, which do not keep those of the others."""
     own = {}
     for key, part in state.items():
@@ -288,7 +293,7 @@ def row_of(state: State, row: int) -> State:
 class MixerCall(NamedTuple):
     """A mixer, and the arguments of its module in a trial forward."""
 
-    mixer: Mixer
+    mixer: RecurrentLayer
     arguments: Arguments
 
 
@@ -304,7 +309,7 @@ def find_mixers(decoder: nn.Module, tokens: Tensor, cache: TreeCache) -> list[Mi
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> None:
         at_work.append(module)
-        calls[module] = arguments_of(module, args, kwargs)
+        calls[module] = bind_arguments(module, args, kwargs)
 
     def end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         at_work.pop()
@@ -320,7 +325,7 @@ def find_mixers(decoder: nn.Module, tokens: Tensor, cache: TreeCache) -> list[Mi
         for module in decoder.modules():
             listening.enter_context(module.register_forward_pre_hook(begin, with_kwargs=True))
             listening.enter_context(module.register_forward_hook(end, always_call=True))
-        for kind in KINDS:
+        for kind in STATE_KINDS:
             name = f"update_{kind}_state"
             setattr(cache, name, partial(note, getattr(cache, name)))
             listening.callback(delattr, cache, name)
@@ -333,7 +338,7 @@ def find_mixers(decoder: nn.Module, tokens: Tensor, cache: TreeCache) -> list[Mi
         numbers = sorted({number for _, number in places})
         if len(layers) > 1:
             raise InputError(f"{type(module).__name__} carries the states of several layers")
-        mixer = Mixer(module, module.forward, layers[0], tuple(numbers))
+        mixer = RecurrentLayer(module, module.forward, layers[0], tuple(numbers))
         mixers.append(MixerCall(mixer, calls[module]))
     return mixers
 

@@ -28,7 +28,9 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-MOST = 128  # nodes of a forward whose outputs are kept: more than a tree has, fewer than a prompt
+MAX_KEPT_NODES = (
+    128  # nodes of a forward whose outputs are kept: more than a tree has, fewer than a prompt
+)
 Linear = Callable[[Tensor], Tensor]
 Call = tuple[nn.Module, int]  # a linear layer, and the number of its call in a forward
 Outputs = dict[Call, Tensor]  # [B, N, out]
@@ -56,21 +58,21 @@ class PathRows:
         """[R, L, ...] from [B, U, ...]: the entry of each step's node."""
         if self.whole:
             return nodes
-        return entries(nodes, self.sequences, self.columns)
+        return gather_entries(nodes, self.sequences, self.columns)
 
-    def gathered(self, steps: Tensor) -> Tensor:
+    def gather_node_steps(self, steps: Tensor) -> Tensor:
         """[B, N, ...] from [R, L, ...]: each new node's own step."""
         if self.whole and self.outputs.shape[1] == steps.shape[1]:
             return steps
         return steps.flatten(0, 1)[self.outputs.to(steps.device)]
 
 
-def entries(values: Tensor, sequences: Tensor, columns: Tensor) -> Tensor:
+def gather_entries(values: Tensor, sequences: Tensor, columns: Tensor) -> Tensor:
     """[G, K, ...] from [B, U, ...]: some columns [G, K] of some sequences [G]."""
     return values[sequences[:, None].to(values.device), columns.to(values.device)]
 
 
-def path_rows(seen: Tensor, places: Tensor) -> PathRows:
+def build_path_rows(seen: Tensor, places: Tensor) -> PathRows:
     """The rows of a forward.
 
     seen: [B, N, U] bool, the uncommitted columns that each new node sees; the last N are their own.
@@ -114,7 +116,7 @@ def replaced(forwards: Mapping[nn.Module, Callable[..., object]]) -> Iterator[No
                 del own["forward"]
 
 
-def linear_layers(module: nn.Module) -> list[nn.Module]:
+def list_linear_layers(module: nn.Module) -> list[nn.Module]:
     """The linear layers of a module, plain, packed or quantised: they say their widths."""
     layers = []
     for part in module.modules():
@@ -124,16 +126,16 @@ def linear_layers(module: nn.Module) -> list[nn.Module]:
     return layers
 
 
-def computed(
+def replace_linear_forwards(
     module: nn.Module, compute: Callable[[nn.Module, Linear, Tensor], Tensor]
 ) -> AbstractContextManager[None]:
     """Inside, linear layers give `compute(layer, its own forward, input)`."""
     return replaced(
-        {layer: partial(compute, layer, layer.forward) for layer in linear_layers(module)}
+        {layer: partial(compute, layer, layer.forward) for layer in list_linear_layers(module)}
     )
 
 
-def by_call(
+def replace_linear_by_call(
     module: nn.Module, shape: torch.Size, output: Callable[[Call, Linear, Tensor], Tensor]
 ) -> AbstractContextManager[None]:
     """Inside, linear layers give `output(call, their own forward, input)` for inputs [*shape, in]."""
@@ -144,7 +146,7 @@ def by_call(
             return code(x)
         return output((layer, next(calls[layer])), code, x)
 
-    return computed(module, dense)
+    return replace_linear_forwards(module, dense)
 
 
 @contextmanager
@@ -152,7 +154,7 @@ def once_a_node(module: nn.Module, rows: PathRows) -> Iterator[Outputs]:
     """Inside, linear layers compute each node of the rows once. The dict gets their outputs."""
     known: Outputs = {}
     one_token = rows.whole and rows.width == 1  # `commit` needs no more than its states
-    if rows.width != rows.outputs.shape[1] or rows.width > MOST or one_token:
+    if rows.width != rows.outputs.shape[1] or rows.width > MAX_KEPT_NODES or one_token:
         yield known
         return
 
@@ -160,7 +162,7 @@ def once_a_node(module: nn.Module, rows: PathRows) -> Iterator[Outputs]:
         known[call] = code(rows.gathered(x))
         return rows.spread(known[call])
 
-    with by_call(module, rows.columns.shape, output):
+    with replace_linear_by_call(module, rows.columns.shape, output):
         yield known
 
 
@@ -175,9 +177,9 @@ def read_back(
     def output(call: Call, code: Linear, x: Tensor) -> Tensor:
         if call not in known:
             return code(x)
-        return entries(known[call], sequences, columns)
+        return gather_entries(known[call], sequences, columns)
 
-    return by_call(module, columns.shape, output)
+    return replace_linear_by_call(module, columns.shape, output)
 
 
 @contextmanager
@@ -197,5 +199,5 @@ def input_once(module: nn.Module, whole: Tensor) -> Iterator[list[Tensor]]:
             done[layer] = code(whole)
         return done[layer][:, len(tokens) - 1 : len(tokens)]
 
-    with computed(module, dense):
+    with replace_linear_forwards(module, dense):
         yield tokens

@@ -237,9 +237,9 @@ def explain_causes(
         yield f"{fault}: {share + gain:.1%} of the drafts agree with {change}, {share:.1%} as it is."
     if first.right_where_sure < MIN_CERTAIN_AGREEMENT and gain < WHOLE_FAULT_SHARE:
         yield (
-            f"Little trained: where the target is at least {CERTAIN_TARGET_PROBABILITY:.0%} sure, {first.right_where_sure:.1%} of the "
-            "first drafts agree, and no change helps much. Train on more of the target's own completions: "
-            "treespec regenerate, then treespec train --from-head."
+            f"Little trained: where the target is at least {CERTAIN_TARGET_PROBABILITY:.0%} sure, "
+            f"{first.right_where_sure:.1%} of the first drafts agree, and no change helps much. "
+            "Train on more of the target's own completions: treespec regenerate, then treespec train --from-head."
         )
 
 

@@ -141,8 +141,9 @@ def _read_turn_content(spec: str) -> bytes:
         return path.read_bytes()
     except OSError as error:
         choices = join_or([*QUESTION_SUITES, "a JSONL file"])
+        nearest = find_nearest_name(spec, QUESTION_SUITES)
         raise InputError(
-            f"cannot read questions from {spec}: {error.strerror}{find_nearest_name(spec, QUESTION_SUITES)}; give {choices}"
+            f"cannot read questions from {spec}: {error.strerror}{nearest}; give {choices}"
         ) from error
 
 

@@ -64,7 +64,7 @@ def write_sentences(pairs: Sequence[Row], questions: int, noise: float | None) -
 
 
 def decide_side(row: Row, noise: float) -> tuple[int, str]:
-    """Tell on which side of 1 a row's speedup is, as `compare_with_noise` does; and why nothing can be said if it is 0."""
+    """Tell on which side of 1 a row's speedup is, as `compare_with_noise` does; if it is 0, why nothing can be said."""
     speedup = row["overall"]["speedup"]
     tau = row["overall"]["acceptance_length"]["value"] or 1.0
     if tau < LEAST_TAU:

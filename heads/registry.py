@@ -114,7 +114,10 @@ HEAD_KINDS: dict[str, HeadKind] = {
         source="EAGLE-3, Li et al. 2025",
         write=f"{FORMATS_PACKAGE}.engines:write_eagle3",
         engines=("sglang", "vllm", "speculators", "tensorrt-llm", "mlx", "eagle", "gguf"),
-        marks=rf"draft_vocab_size=(?!None)|{SPECULATORS_KIND_FIELD}=eagle3$|architectures=.*eagle3|tensor {EAGLE3_NAMES}",
+        marks=(
+            rf"draft_vocab_size=(?!None)|{SPECULATORS_KIND_FIELD}=eagle3$"
+            rf"|architectures=.*eagle3|tensor {EAGLE3_NAMES}"
+        ),
         excludes="model_type=eagle$",
     ),
     "medusa": HeadKind(

@@ -56,7 +56,7 @@ def keep_top_tokens(masses: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def expect_the_lower_rank(p: torch.Tensor, q1: torch.Tensor, q2: torch.Tensor, s: int) -> PairRule:
-    """As `solve_pair_rule`: the selected token is expected to be the lower rank, while the program selects the other at times."""
+    """As `solve_pair_rule`, but it expects the lower rank to be selected; the program selects the other at times."""
     exact = solve_pair_rule(p, q1, q2, s)
     first = q1.gather(1, exact.order)
     second = q2.gather(1, exact.order)

@@ -1,7 +1,7 @@
 """`optimal` selects by the best distribution for its draws; and every scheme gives p at low temperature.
 
-At low temperature what is left of q may be tiny. Distributions come from logits by `compute_probs`, as in use. The output's
-distribution is exact over all draws, of which one on what is left of q is as likely as any other, however little that
+At low temperature what is left of q may be tiny. Distributions come from logits by `compute_probs`, as in use. The
+output's distribution is exact over all draws: one on what is left of q is as likely as any other, however little that
 is. Verifiers of whole trees: tests/test_tree_verifiers.py.
 """
 

@@ -66,7 +66,7 @@ def option(
         choices: the names that a str field may hold; () allows any.
         line: how the command line reads the option: (type, function from its words to the value).
             "" reads the field's own type; None leaves the option to Python and HTTP.
-        ends: `least`, `most`, `above`, `score_children`: the range of a number (`Range`); every int and float
+        ends: `least`, `most`, `above`, `below`: the range of a number (`Range`); every int and float
             has two ends. For a str field it is the range of each number in a list, and
             `whole=True` takes whole numbers only.
     """

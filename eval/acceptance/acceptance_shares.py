@@ -108,7 +108,7 @@ class Nodes:
 
 
 def share_rrs(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
-    """The shares [n, k] of `share_rrs`. A refused draw leaves norm (p - q)+ whichever token it was."""
+    """The shares [n, k] of `rrs`. A refused draw leaves norm (p - q)+ whichever token it was."""
     left = nodes.p
     q = nodes.q
     reach = torch.ones_like(nodes.p[:, 0])
@@ -172,7 +172,7 @@ def share_rrs_without_replacement(nodes: Nodes, k: int, scheme: Scheme) -> Tenso
 
 
 def share_gumbel(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
-    """The shares [n, k] of `share_gumbel`.
+    """The shares [n, k] of `gumbel`.
 
     Target and draft share exponential times E: the output has the least E / p, the draws the k least E / q.
     Given that the output is y, the least E / p is exponential of rate 1, y's E is its p times that, and
@@ -188,7 +188,10 @@ def share_gumbel(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
 
 
 def share_kseq(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
-    """The shares [n, k] of `share_kseq`. If a draw of y is refused, a later one of y, or the residual, may output it too."""
+    """The shares [n, k] of `kseq`.
+
+    If a draw of y is refused, a later draw of y, or the residual, may output it too.
+    """
     # 1. Of one draw, Pr(accepted), Pr(y, accepted), Pr(y, refused).
     p = nodes.p
     q = nodes.q
@@ -213,14 +216,17 @@ def share_kseq(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
 
 
 def share_topk(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
-    """The shares [n, k] of `share_topk`: tokens that are drawn for sure carry all of their p. q: any scores."""
+    """The shares [n, k] of `topk`: tokens that are drawn for sure carry all of their p. q: any scores."""
     return (select_most_likely(nodes.q, k) == nodes.y[:, None]) * nodes.gather_mass(nodes.p)[
         :, None
     ]
 
 
 def share_greedy(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
-    """The shares [n, k] of `share_greedy`: k - 1 sure tokens, and a draw from the rest of q, accepted with min(1, p/q')."""
+    """The shares [n, k] of `greedy`: k - 1 certain tokens, and a draw from the rest of q.
+
+    That draw is accepted with probability min(1, p/q').
+    """
     sure = share_topk(nodes, k - 1, scheme) * (nodes.gather_mass(nodes.q) > 0)[:, None]
     rest = mask_out(nodes.q, select_most_likely(nodes.q, k - 1))
     last = torch.minimum(nodes.p, rest * scale(rest, torch.ones_like(rest[:, :1])))
@@ -228,7 +234,7 @@ def share_greedy(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
 
 
 def share_spechub(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
-    """The shares [n, k] of `share_spechub`.
+    """The shares [n, k] of `spechub`.
 
     With a the most likely token, the draws are (y, a), (a, y), (i, a) or (a, j). i and j are sampled if y is a.
     """
@@ -273,7 +279,7 @@ class Selection(NamedTuple):
 
 
 class OptimalDraws(NamedTuple):
-    """Sampled draws of the `share_optimal` scheme at nodes, one of which is y.
+    """Sampled draws of the `optimal` scheme at nodes, one of which is y.
 
     samples: the `repeated` nodes. sure_tokens: [n, K] those that are draws for sure, -1 for none. chance: [n, 1] Pr(a
     random draw is y). selection: of one draw.
@@ -286,7 +292,7 @@ class OptimalDraws(NamedTuple):
 
 
 def draw_for_optimal(nodes: Nodes, k: int, scheme: Optimal) -> OptimalDraws:
-    """Sample the draws of `share_optimal` at `repeated` nodes, given that one of them is y."""
+    """Sample the draws of `optimal` at `repeated` nodes, given that one of them is y."""
     many = nodes.repeat_samples()
     tops, number, rest = scheme.split_certain_and_random(
         many.q, torch.full_like(many.y[:, None], k), k
@@ -298,7 +304,7 @@ def draw_for_optimal(nodes: Nodes, k: int, scheme: Optimal) -> OptimalDraws:
 
 
 def share_optimal(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
-    """The shares [n, k] of `share_optimal`: those of the selected draw, and of the sure tokens."""
+    """The shares [n, k] of `optimal`: those of the selected draw, and of the sure tokens."""
     draws = draw_for_optimal(nodes, k, cast(Optimal, scheme))
     many = draws.samples
     share = share_selected(nodes, many, draws.chance, draws.selection)

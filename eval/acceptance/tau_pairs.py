@@ -65,7 +65,7 @@ def list_shapes(drafter: DrafterSpec, config: TauConfig) -> list[str]:
 
 
 def parse_shape(shape: str) -> Policy | None:
-    """Parse the policy that `process_logits` names; None stands for the drafter's own tree."""
+    """Parse the policy that `shape` names; None stands for the drafter's own tree."""
     if shape == OWN_TREE_LABEL:
         return None
     return parse_policy(shape)

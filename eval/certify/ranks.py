@@ -148,7 +148,7 @@ def compute_sequence_ranks(
 def draft_probabilities(
     spec: Spec, tokens: Tensor, features: Tensor, first: int, params: SamplingParams
 ) -> Tensor:
-    """Probabilities [n, V] of each token after position `first`, by a head's first draft step, else `predict_repeats`.
+    """Probabilities [n, V] of each token after position `first`, by a head's first draft step, else `repeats`.
 
     Row t of a draft step is for token t + 2. For five tokens and first = 1:
 

@@ -191,7 +191,7 @@ def convert(gguf: Path, out: Path) -> None:
 
 
 def print_line(line: str) -> None:
-    """Print a line on standard error, in place of the notice that a command shows there."""
+    """Print a line on standard error, instead of the notice that a command shows there."""
     if sys.stderr.isatty():
         line = f"\r\x1b[2K{DEMO_NAME}: {line}"
     else:

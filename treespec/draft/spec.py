@@ -26,7 +26,7 @@ class DrafterSpec:
     """What `--drafter` names.
 
     own: as the user wrote it, without tree and cache. place: a directory, file or hub id; "" for
-    none. options: of `kind.to_options`. tree: as `--tree` takes it; None: the default. cache: the suffix
+    none. options: of `kind.options`. tree: as `--tree` takes it; None: the default. cache: the suffix
     cache that drafts next to it.
     """
 

@@ -93,7 +93,9 @@ class TreeDrafter(ForcedDrafter):
         self.distributions = distributions
         self.now = now
         self.paths: list[list[Path]] = [[] for _ in distributions]
-        self.heard: list[dict[Path, Tensor]] = [{} for _ in distributions]  # see `draft_logits`
+        self.kept_logits: list[dict[Path, Tensor]] = [
+            {} for _ in distributions
+        ]  # see `draft_logits`
         self.depths = dict[int, int]()  # of the nodes whose children a sequence's tree gets next
         self.noise: Tensor | None = None  # of all levels, where they have been made
 
@@ -297,11 +299,11 @@ class TreeDrafter(ForcedDrafter):
         vocabulary = self.proposer.vocabulary
         shaped = process_draft_logits(by, paths, logits, vocabulary, self.proposer.vocab_size)
         if by.wants_draft_logits:
-            self.heard[row].update(zip(paths, shaped.in_target, strict=True))
+            self.kept_logits[row].update(zip(paths, shaped.in_target, strict=True))
         return shaped.in_draft
 
     def draft_logits(self, row: int) -> dict[Path, Tensor]:
-        return self.heard[row]
+        return self.kept_logits[row]
 
     @property
     def aux_layers(self) -> tuple[int, ...]:

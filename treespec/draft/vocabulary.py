@@ -34,8 +34,8 @@ def restrict(head: Head, target: Target, tokens: Tensor) -> None:
     tokens = tokens.to(target.output_device)
     if head.vocabulary is not None and not torch.isin(tokens, head.vocabulary).any():
         raise InputError(
-            f"{DRAFT_VOCABULARY_FILE} and the head's own d2t have no token in common: delete {DRAFT_VOCABULARY_FILE} to draft all of "
-            "d2t"
+            f"{DRAFT_VOCABULARY_FILE} and the head's own d2t have no token in common: "
+            f"delete {DRAFT_VOCABULARY_FILE} to draft all of d2t"
         )
     head.restrict(tokens, target)
 

@@ -11,9 +11,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from treespec.kernels import ops as kernels
+from treespec.model.layer_types import INDEXED_ATTENTION, get_layer_types
 from treespec.model.masks import to_additive_mask
 from treespec.model.placement import find_device_of
-from treespec.model.support import INDEXED_ATTENTION, get_layer_types
 
 ATTENTION_NAME = "trees"  # without "sdpa": transformers refuses that to models with caps or sinks
 # torch's sdpa has neither; transformers computes them step by step.

@@ -11,16 +11,20 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from treespec.errors import InputError, get_first_line
+from treespec.model.layer_types import (
+    CARRIES_STATE,
+    HOLDS_TREE,
+    INDEXED_ATTENTION,
+    NO_ATTENTION,
+    OWN_STATE,
+    get_layer_types,
+    has_recurrent_state,
+)
 
 if TYPE_CHECKING:
     from treespec.model.recurrent.model import Recurrent
 
 TREE_COLUMNS = 1024  # cache columns behind the longest text that a tree may fill
-INDEXED_ATTENTION = "indexed_attention"  # sees the columns that an index chooses
-HOLDS_TREE = {"full_attention", "sliding_attention", "chunked_attention", INDEXED_ATTENTION}
-CARRIES_STATE = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
-OWN_STATE = {"recurrent_gemma", "rwkv"}  # keep a state outside of the cache, and nobody runs them
-NO_ATTENTION = {"linear_attention", "conv", "moe", "mlp"}
 
 
 def refuse_what_cannot_branch(model: PreTrainedModel) -> None:
@@ -69,19 +73,6 @@ def find_position_obstacle(model: PreTrainedModel) -> str:
     if "flash" in attention or "flex" in attention:
         return f"its attention ({attention}) takes no tree mask; load it with sdpa or eager"
     return ""
-
-
-def get_layer_types(config: PreTrainedConfig) -> list[str]:
-    """The type of each layer, as a text config of transformers names them; [] if it does not say."""
-    return list(getattr(config, "layer_types", None) or [])
-
-
-def has_recurrent_state(model: PreTrainedModel) -> bool:
-    """Whether any layer carries a state from token to token."""
-    kinds = set(get_layer_types(model.config.get_text_config()))
-    if kinds & CARRIES_STATE:
-        return True
-    return getattr(model, "_is_stateful", False)
 
 
 def find_recurrent_layers(

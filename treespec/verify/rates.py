@@ -169,7 +169,8 @@ def measure_rate(
     It is exact where the scheme states it, with error 0, else a mean over samples: the plan's mass on
     sampled draws; no output is sampled.
 
-    p, q: [B, V]. samples: samples of draws at each row, at least 2. Raises InputError as `check_width`.
+    p, q: [B, V]. samples: samples of draws at each row, at least 2. Raises InputError as
+    `treespec.verify.scheme.check_width`.
     """
     # 1. The exact rate, where it is known.
     check_width(scheme, k)

@@ -7,7 +7,7 @@ path. Block heads draft all levels of a cycle's trees in one forward.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor
@@ -263,8 +263,8 @@ class BlockProposer(AtOnceProposer):
 
 def count_written_columns(policy: Policy) -> int:
     """The columns that the levels of a tree write at most."""
-    if isinstance(policy, StaticTree):
-        return policy.size
+    if not policy.reranks:
+        return cast(StaticTree, policy).size
     assert policy.max_draws is not None  # nodes that each level expands
     return policy.max_depth * policy.max_draws
 

@@ -26,6 +26,7 @@ from transformers import DynamicCache, PreTrainedModel
 from treespec.errors import InputError, get_first_line
 from treespec.model.cache import State, States, TreeCache
 from treespec.model.cache_layer import TreeLayer
+from treespec.model.layer_types import INDEXED_ATTENTION, get_layer_types
 from treespec.model.masks import Masks
 from treespec.model.placement import find_device_of
 from treespec.model.recurrent.mixer import (
@@ -49,7 +50,6 @@ from treespec.model.recurrent.rows import (
     read_back,
     replaced,
 )
-from treespec.model.support import INDEXED_ATTENTION, get_layer_types
 
 HYBRID_TYPES = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
 

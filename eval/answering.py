@@ -207,17 +207,17 @@ def load_own(config: EvalConfig, dtype: str, device_map: str) -> tuple[Spec, Fre
     calibrations = {name: load_calibration_for(source, name) for name, source in sources.items()}
     plain = Spec(target, None, template=config.template)
 
-    def fresh(one: System) -> Spec:
-        if one.drafter is None:
+    def fresh(system: System) -> Spec:
+        if system.drafter is None:
             return plain.baseline()
         return Spec(
             target,
-            sources[one.drafter],
-            one.tree,
-            one.method,
+            sources[system.drafter],
+            system.tree,
+            system.method,
             template=config.template,
             allow_lossy=config.allow_lossy,
-            calibration=calibrations[one.drafter],
+            calibration=calibrations[system.drafter],
         )
 
     return plain, fresh

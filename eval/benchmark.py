@@ -53,7 +53,7 @@ def evaluate(config: EvalConfig, report: Report = ignore_report) -> Summary | No
     # 1. Who is asked what.
     rank = int(os.environ.get("RANK", 0))
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    chosen = list_systems(config)
+    systems = list_systems(config)
     reasons = list_drafter_pairs(config)[1]
     every, left_out = load_questions(config.questions, split_list("categories", config.categories))
     some = take_first_of_each(every, config.per_category)[: config.limit]
@@ -62,12 +62,14 @@ def evaluate(config: EvalConfig, report: Report = ignore_report) -> Summary | No
     if (
         len(questions) < MIN_QUESTIONS or processes > 1
     ):  # no verdict on times, so no noise of the clock
-        chosen = [system for system in chosen if not system.is_repeat]
+        systems = [system for system in systems if not system.is_repeat]
 
     # 2. Completions, in a folder that no other process writes into.
     out = Path(config.out)
     with locked(place_of(out, rank)):
-        EvalRun(config, Ledger(out, rank), head, questions[rank::processes], report).measure(chosen)
+        EvalRun(config, Ledger(out, rank), head, questions[rank::processes], report).measure(
+            systems
+        )
         if processes > 1:  # wait for the others
             if not torch.distributed.is_initialized():
                 torch.distributed.init_process_group("gloo", timeout=timedelta(days=30))
@@ -97,7 +99,7 @@ class EvalRun:
     def report(self, text: str) -> None:
         self.tell(ProgressStep(self.done, self.total, text))
 
-    def measure(self, chosen: list[System]) -> None:
+    def measure(self, systems: list[System]) -> None:
         """Ask what is left to ask. A finished evaluation needs no models."""
         # 1. What is left; the models must be those of the completions that are there.
         config = self.config
@@ -105,7 +107,7 @@ class EvalRun:
         completed = set()
         for entry in self.ledger.list_entries("completion"):
             completed.add((entry["contestant"], entry["question_id"]))
-        plan = plan_questions(self.questions, chosen, completed)
+        plan = plan_questions(self.questions, systems, completed)
         if plan or not self.has_same_paths():
             self.check(identify_models(config))
         if not plan:
@@ -115,7 +117,7 @@ class EvalRun:
         self.done = len(completed)
         self.total = self.done + count_questions(plan)
         self.report(f"loading {config.target} and {config.drafter or config.head}")
-        fitting = self.load(chosen)
+        fitting = self.load(systems)
         plan = [(group, system) for group, system in plan if system in fitting]
         self.total = self.done + count_questions(plan)
         self.ask_all(plan)
@@ -141,7 +143,7 @@ class EvalRun:
                 "or repeat its options to go on with it"
             )
 
-    def load(self, chosen: Sequence[System]) -> list[System]:
+    def load(self, systems: Sequence[System]) -> list[System]:
         """Load all models and complete the head. Returns the contestants whose trees they can draft.
 
         A resumed run keeps the dtype that `auto` chose; several processes share out the GPUs.
@@ -158,7 +160,7 @@ class EvalRun:
             device_map = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         self.plain, self.fresh = load_own(config, dtype, device_map)
         self.plain.encode([{"role": "user", "content": "Is there a chat template?"}])
-        fitting, reasons = self.find_fitting(chosen)
+        fitting, reasons = self.find_fitting(systems)
 
         # 2. The peers, then the head: times of several machines are not mixed.
         self.peers = build_peer_answerers(fitting, config, self.plain.target)
@@ -172,14 +174,14 @@ class EvalRun:
             self.ledger.append("head", self.head)
         return fitting
 
-    def find_fitting(self, chosen: Sequence[System]) -> tuple[list[System], list[str]]:
+    def find_fitting(self, systems: Sequence[System]) -> tuple[list[System], list[str]]:
         """The contestants whose trees the models can draft, and why the others are left out.
 
         Raises InputError if a single drafter does not fit all, or none fits.
         """
         fitting = []
         reasons = []
-        for system in chosen:
+        for system in systems:
             try:
                 self.fresh(system)
                 fitting.append(system)

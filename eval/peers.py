@@ -36,13 +36,13 @@ from treespec.model.weights import load_config, load_model
 
 
 def build_peer_answerers(
-    chosen: Sequence[System], config: EvalConfig, target: Target
+    systems: Sequence[System], config: EvalConfig, target: Target
 ) -> dict[System, Answerer]:
     """Make what answers for each peer. Raises InputError for models that do not load, and silent servers."""
     # 1. Servers.
     answerers = dict[System, Answerer]()
     stock = []
-    for system in chosen:
+    for system in systems:
         if system.peer == TRANSFORMERS_PEER:
             stock.append(system)
         elif system.peer:
@@ -179,18 +179,18 @@ class EndpointPeer:
     at its address.
     """
 
-    def __init__(self, one: System, config: EvalConfig) -> None:
-        assert one.peer
-        self.address = one.peer.rstrip("/")
-        self.batch = one.batch
-        self.body: dict[str, object] = {"temperature": one.temperature, "top_p": config.top_p}
+    def __init__(self, system: System, config: EvalConfig) -> None:
+        assert system.peer
+        self.address = system.peer.rstrip("/")
+        self.batch = system.batch
+        self.body: dict[str, object] = {"temperature": system.temperature, "top_p": config.top_p}
         if config.top_k:  # not OpenAI's, but vLLM's, SGLang's and llama.cpp's
             self.body["top_k"] = config.top_k
         try:
             name = find_served_model(self.address)
         except ENDPOINT_ERRORS as error:
-            raise InputError(f"--peers {one.peer}: {describe_error(error)}") from error
-        self.body["model"] = name if one.method == SERVED_MODEL else one.method
+            raise InputError(f"--peers {system.peer}: {describe_error(error)}") from error
+        self.body["model"] = name if system.method == SERVED_MODEL else system.method
 
     def answer(self, asks: Sequence[PromptRequest]) -> list[Output]:
         with ThreadPoolExecutor(self.batch) as pool:

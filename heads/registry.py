@@ -211,5 +211,5 @@ def count_folder_levels(folder: Path) -> int | None:
 def check_export(kind: str, to: str, path: str) -> None:
     """Raises InputError for a kind of head that a format does not hold."""
     if to not in HEAD_KINDS[kind].engines:
-        able = ", ".join(name for name, other in HEAD_KINDS.items() if to in other.engines)
+        able = ", ".join(name for name, head_kind in HEAD_KINDS.items() if to in head_kind.engines)
         raise InputError(f"{to} takes heads of these kinds: {able}; {path} is of kind {kind}")

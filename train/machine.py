@@ -75,13 +75,13 @@ def load_target(config: TrainConfig, accelerator: Accelerator, ends: bool = Fals
     device_map: Any = config.device_map
     if not device_map and accelerator.device.type != "cpu":
         device_map = {"": accelerator.device}
-    how = replace(config.placement, device_map=device_map)
+    placement = replace(config.placement, device_map=device_map)
     path = os.path.expanduser(config.target)
     if ends:
-        model = load_ends(path, how)
+        model = load_ends(path, placement)
         if model is not None:
-            return Target(model, load_tokenizer(path, how), ends=True)
-    return Target.load(path, how)
+            return Target(model, load_tokenizer(path, placement), ends=True)
+    return Target.load(path, placement)
 
 
 @contextmanager

@@ -106,7 +106,7 @@ def start_head(
 
 
 def choose_tokens(
-    config: TrainConfig, target: Target, data: Data, before: Head | None
+    config: TrainConfig, target: Target, data: Data, head: Head | None
 ) -> Tensor | None:
     """The tokens that a head is to draft, [N] int64 ascending: a trained head's, or the most frequent ones.
 
@@ -118,14 +118,14 @@ def choose_tokens(
 
     Returns None for all tokens.
     """
-    if before is None or config.draft_vocab is not None:
+    if head is None or config.draft_vocab is not None:
         number = choose_vocabulary_size(config, target)
         if not number:
             return None
         tokens, _ = find_most_frequent([data.answers], number, target)
         return tokens
     if config.training.restricted_first:
-        return before.vocabulary
+        return head.vocabulary
     return load_vocabulary(find_head_folder(str(config.from_head)), target.vocab_size)
 
 

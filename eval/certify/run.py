@@ -190,7 +190,7 @@ class Examination:
     def judge(
         self,
         outputs: Sequence[Mapping[str, Any]],
-        ours: Sequence[Sample],
+        samples: Sequence[Sample],
         plain: Sequence[Sample],
         asked: Iterable[str] = TESTS_BY_QUESTION,
         comparison: Comparison = RANK_COMPARISON,
@@ -208,7 +208,7 @@ class Examination:
             The fields of the certificate that say what was tested, and the tests.
         """
         # 1. The questions about our samples and the comparison with plain ones share the error.
-        sample_numbers = list(iterate_sequence_ranks(self.spec, ours, **self.changes))
+        sample_numbers = list(iterate_sequence_ranks(self.spec, samples, **self.changes))
         numbers = concat_numbers(sample_numbers, asked)
         error = self.config.error / (len(numbers) + 1)
         tests = [judge_greedy(outputs)]
@@ -218,7 +218,7 @@ class Examination:
             finds = statistic.least_fault(len(values), error)
             result = StatisticalResult(name, len(values), error, finds, p_value)
             if not result.passed:
-                worst_sample = self.find_worst_sample(name, sample_numbers, ours)
+                worst_sample = self.find_worst_sample(name, sample_numbers, samples)
                 result = replace(result, worst_sample=worst_sample)
             tests.append(result.to_json())
         if plain:
@@ -226,7 +226,7 @@ class Examination:
             our_side = [sample[comparison.numbers] for sample in sample_numbers]
             plain_side = [sample[comparison.numbers] for sample in plain_numbers]
             p_value, finds = statistics.compute_exchangeable_p_value([our_side, plain_side], error)
-            result = StatisticalResult(comparison.name, len(ours), error, finds, p_value)
+            result = StatisticalResult(comparison.name, len(samples), error, finds, p_value)
             tests.append(result.to_json())
 
         # 2. All together.
@@ -308,12 +308,12 @@ def examine_server(
         outputs.append({"question": question, **comparison})
 
     # 3. The tests.
-    ours = make_samples(examined, our_tokens[len(questions) :])
+    samples = make_samples(examined, our_tokens[len(questions) :])
     plain = make_samples(examined, plain_tokens[len(questions) :])
     asked: Sequence[str] = ()
     if exact:
         asked = (BY_RATIO, BY_P, TOKENS_QUESTION)
-    verdict = examined.judge(outputs, ours, plain, asked, Comparison(BY_P, ALIKE_QUESTION))
+    verdict = examined.judge(outputs, samples, plain, asked, Comparison(BY_P, ALIKE_QUESTION))
     return verdict | {"verifier": config.endpoint, "tree": None, "equal_bits": None}
 
 

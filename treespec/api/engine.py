@@ -205,8 +205,8 @@ class Engine:
             # 3. Requests that have ended, in the queue too.
             for answer in self._remove_ended():
                 answer.end()
-            rows = self.decoder.batch
-            if not self._running and (rows.requests or rows.prefilling):
+            batch = self.decoder.batch
+            if not self._running and (batch.requests or batch.prefilling):
                 self._run_cycle(
                     []
                 )  # frees the rows of requests that were cancelled since the cycle
@@ -228,9 +228,9 @@ class Engine:
 
     def _run_cycle(self, entering: list[Request]) -> list[tuple[Request, Piece]]:
         """A cycle of the decoder. An error of the models ends all requests that run."""
-        rows = self.decoder.batch
+        batch = self.decoder.batch
         self.decoder.stretch = IDLE_CHUNK_TOKENS
-        if rows.running:
+        if batch.running:
             self.decoder.stretch = self.stretch
         try:
             with alone_with(self.decoder.models):
@@ -238,7 +238,7 @@ class Engine:
         except Exception as error:
             end_requests(self._running, error)
             return []
-        if pieces and rows.prefilling:
+        if pieces and batch.prefilling:
             self._adapt_stretch()
         return pieces
 

@@ -140,11 +140,11 @@ class CycleBuilder:
             above = level
 
             # 2. The draws at all of these nodes.
-            q, drawn = self.draw(logits, level.draws)
+            q, draws = self.draw(logits, level.draws)
 
             # 3. The children's tokens, and what the verifier needs.
-            tokens.append(drawn.tokens[level.rows, level.columns])
-            levels.append(Drawn(level.nodes, q, drawn))
+            tokens.append(draws.tokens[level.rows, level.columns])
+            levels.append(Drawn(level.nodes, q, draws))
         drafts = None
         if not self.scheme.deterministic:
             drafts = concat_levels(levels)

@@ -190,7 +190,7 @@ class ShapedDrafts:
 
 
 def process_draft_logits(
-    by: Sampler, paths: Sequence[Path], logits: Tensor, vocabulary: Tensor | None, size: int
+    sampler: Sampler, paths: Sequence[Path], logits: Tensor, vocabulary: Tensor | None, size: int
 ) -> ShapedDrafts:
     """Draft logits as the target's are shaped, over a draft vocabulary of N tokens or all V = `size`.
 
@@ -204,10 +204,10 @@ def process_draft_logits(
     # 1. One row a path, over all V tokens.
     rows = to_float(logits)
     if vocabulary is None:
-        in_target = by.process_logits(paths, rows)
+        in_target = sampler.process_logits(paths, rows)
         in_draft = in_target
     else:
-        in_target = by.process_logits(paths, spread(rows, vocabulary, size, -torch.inf))
+        in_target = sampler.process_logits(paths, spread(rows, vocabulary, size, -torch.inf))
         in_draft = in_target[:, vocabulary]
 
     # 2. Rows without an allowed token stay.
@@ -235,11 +235,11 @@ def prepend_forced_chain(
 
     # 2. The draws at the chain's nodes.
     q = one_hot(to_device(chain, drafts.q.device), drafts.q.shape[-1]).to(drafts.q)  # [n, V]
-    drawn = scheme.draw(q, 1, generator)
+    draws = scheme.draw(q, 1, generator)
 
     # 3. They stand before the tree's.
     nodes = torch.arange(len(chain), device=drafts.nodes.device)
-    of_chain = Drawn(nodes, q, drawn)
+    of_chain = Drawn(nodes, q, draws)
     of_tree = Drawn(drafts.nodes, drafts.q, drafts.draws)
     return replace(hung, drafts=concat_levels([of_chain, of_tree]))
 

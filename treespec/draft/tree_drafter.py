@@ -104,8 +104,8 @@ class TreeDrafter(ForcedDrafter):
         device = generators[0].device
         self.offers = [self._offer_cache_tree(row, root, device) for row, root in enumerate(each)]
         pauses = [
-            offer is not None or builder.should_skip_cycle(by.params, len(each)) or forced.ends
-            for offer, builder, by, forced in zip(
+            offer is not None or builder.should_skip_cycle(sampler.params, len(each)) or forced.ends
+            for offer, builder, sampler, forced in zip(
                 self.offers, self.states, distributions, self.forced, strict=True
             )
         ]
@@ -120,13 +120,15 @@ class TreeDrafter(ForcedDrafter):
 
         # 3. A tree for each sequence, in draft tokens but for the root; alike ones grow as one.
         logits = [row for row in begun if row is not None]
-        noises = [by.noise for by in distributions if by.noise]
+        noises = [sampler.noise for sampler in distributions if sampler.noise]
         params = distributions[0].params
-        apart = any(by.processors or by.wants_draft_logits for by in distributions)
+        apart = any(sampler.processors or sampler.wants_draft_logits for sampler in distributions)
         apart = apart or any(forced.ids for forced in self.forced)
         apart = apart or self.proposer.at_once or len(logits) < len(each)
         if noises:  # a CPU makes the noise of a level when the tree gets there
-            same = len(noises) == len(each) and all(by.params == params for by in distributions)
+            same = len(noises) == len(each) and all(
+                sampler.params == params for sampler in distributions
+            )
             apart = apart or not same or device.type == "cpu"
         self.alike = alike = self.policy.reranks and not apart and len(each) > 1
 
@@ -151,7 +153,9 @@ class TreeDrafter(ForcedDrafter):
 
         # 4. By a graph, where nothing else decides them.
         noise = None if apart or not noises else self._get_noise(noises)
-        greedy = self.scheme.deterministic or all(by.params.greedy for by in distributions)
+        greedy = self.scheme.deterministic or all(
+            sampler.params.greedy for sampler in distributions
+        )
         settled = (
             [builder.build_graph_key() for builder in self.states] if greedy and not apart else []
         )
@@ -200,7 +204,7 @@ class TreeDrafter(ForcedDrafter):
         builder = self.states[row]
         proposer = self.proposer
         chain = self.forced[row].ids
-        by = self.distributions[row]
+        sampler = self.distributions[row]
         root = root.to(logits.device)
 
         # 1. The draft model steps along the forced tokens; where it cannot, there are no drafts.
@@ -215,14 +219,14 @@ class TreeDrafter(ForcedDrafter):
                 logits = yield Frontier(token, torch.zeros_like(token))
 
         # 2. The tree below them, from logits that the sequence's processors change and listeners hear.
-        if by.processors or by.wants_draft_logits:
+        if sampler.processors or sampler.wants_draft_logits:
             self.paths[row] = [tuple(chain)]
             logits = self._process_logits(row, logits)
         ahead = None
         if proposer.at_once:
             ahead = partial(self._score_all_levels, row)
-        params = by.params
-        if by.noise:
+        params = sampler.params
+        if sampler.noise:
             params = SamplingParams(1.0)  # what `_scored` gives is sampled already
         self.depths[row] = len(chain) - 1
         scores = self._score_logits(row, logits)
@@ -247,17 +251,17 @@ class TreeDrafter(ForcedDrafter):
 
     def _score_logits(self, row: int, logits: Tensor) -> Tensor:
         """[F, N], of sequences that grow as one [B, 1, N] and then [B F, N]: draft logits, or scores by noise."""
-        by = self.distributions[row]
+        sampler = self.distributions[row]
         self.depths[row] = depth = self.depths[row] + 1
         logits = self._sharpen_logits(row, logits, depth)
-        if not by.noise:
+        if not sampler.noise:
             return logits
         if self.noise is None:
-            return by.score_tokens(logits, depth, self.proposer.vocabulary)
+            return sampler.score_tokens(logits, depth, self.proposer.vocabulary)
         texts = slice(None) if self.alike else slice(row, row + 1)
         noise = self.noise[texts, depth, None]  # [texts, 1, N]
         by_text = logits.reshape(len(noise), -1, logits.shape[-1])
-        return by.add_noise(by_text, noise).reshape(logits.shape)
+        return sampler.add_noise(by_text, noise).reshape(logits.shape)
 
     def _sharpen_logits(self, row: int, logits: Tensor, depth: int) -> Tensor:
         """Draft logits below nodes of a depth, times the calibration's factor above temperature 0."""
@@ -281,24 +285,24 @@ class TreeDrafter(ForcedDrafter):
     def _score_all_levels(self, row: int) -> Tensor:
         """[D, N] draft logits or scores of all levels of a sequence's tree."""
         above = len(self.forced[row].ids)
-        by = self.distributions[row]
+        sampler = self.distributions[row]
         levels = []
         for depth, logits in enumerate(
             self.proposer.compute_all_levels(row)[above:].split(1), above
         ):
             scores = self._sharpen_logits(row, logits, depth)
-            if by.noise:
-                scores = by.score_tokens(scores, depth, self.proposer.vocabulary)
+            if sampler.noise:
+                scores = sampler.score_tokens(scores, depth, self.proposer.vocabulary)
             levels.append(scores)
         return torch.cat(levels)
 
     def _process_logits(self, row: int, logits: Tensor) -> Tensor:
         """[F, N] a sequence's draft logits below the nodes of `paths`, as its processors change them."""
-        by = self.distributions[row]
+        sampler = self.distributions[row]
         paths = self.paths[row]
         vocabulary = self.proposer.vocabulary
-        shaped = process_draft_logits(by, paths, logits, vocabulary, self.proposer.vocab_size)
-        if by.wants_draft_logits:
+        shaped = process_draft_logits(sampler, paths, logits, vocabulary, self.proposer.vocab_size)
+        if sampler.wants_draft_logits:
             self.kept_logits[row].update(zip(paths, shaped.in_target, strict=True))
         return shaped.in_draft
 
@@ -349,10 +353,10 @@ class TreeDrafter(ForcedDrafter):
         return TreeDrafter(proposer, self.policy, self.scheme, self.calibration, self.times, cache)
 
     def join(self, others: Sequence["TreeDrafter"], row: int | None = None) -> None:
-        self.states = join_states(self.states, [other.states for other in others], row)
-        self.proposer.join([other.proposer for other in others], row)
+        self.states = join_states(self.states, [drafter.states for drafter in others], row)
+        self.proposer.join([drafter.proposer for drafter in others], row)
         if self.cache:
-            self.cache.join([other.cache for other in others if other.cache], row)
+            self.cache.join([drafter.cache for drafter in others if drafter.cache], row)
 
     def select(self, rows: Sequence[int]) -> None:
         super().select(rows)

@@ -113,11 +113,11 @@ class Completion:
     on every `next`, so a cut answer never looks complete.
     """
 
-    def __init__(self, text: Request, on_piece: OnPiece | None = None) -> None:
+    def __init__(self, request: Request, on_piece: OnPiece | None = None) -> None:
         """on_piece: is called on the engine's thread for each piece, and with None at the end."""
-        self._text = text
+        self._text = request
         self._on_piece = on_piece
-        self.stats = text.stats  # counts and seconds of the answer so far
+        self.stats = request.stats  # counts and seconds of the answer so far
         self._pieces: list[Piece] = []
         self._read = 0  # pieces that the consumer has got
         self._changed = Condition()

@@ -189,8 +189,8 @@ class Request:
         that, tell of these draws: drafts from them would make the second answer another one, and not
         of the target's distribution.
         """
-        by = self.sampler
-        return None if by.seeded and not (by.greedy or by.noise) else self.memory
+        sampler = self.sampler
+        return None if sampler.seeded and not (sampler.greedy or sampler.noise) else self.memory
 
     @property
     def completion_with_context(self) -> list[int]:
@@ -209,18 +209,18 @@ class Request:
             self.error = error
 
 
-def take(text: Request, verdict: Verdict, logits: Tensor) -> list[Piece]:
+def take(request: Request, verdict: Verdict, logits: Tensor) -> list[Piece]:
     """Pieces of a verdict up to the answer's end: accepted drafts, then the target's own token.
 
     logits: [N, V], the target's.
     """
     # 1. Where the answer ends, and counts.
-    drafted, drafted_words = text.ending.take(verdict.tokens[:-1])
-    own, own_words = text.ending.take(verdict.tokens[-1:])
-    text.stats.accepted.append(len(drafted) + len(own) - 1)
-    text.stats.new_tokens += len(drafted) + len(own)
-    text.stats.truncated = text.ending.truncated
-    text.stats.count_drafted(verdict.drafted)
+    drafted, drafted_words = request.ending.take(verdict.tokens[:-1])
+    own, own_words = request.ending.take(verdict.tokens[-1:])
+    request.stats.accepted.append(len(drafted) + len(own) - 1)
+    request.stats.new_tokens += len(drafted) + len(own)
+    request.stats.truncated = request.ending.truncated
+    request.stats.count_drafted(verdict.drafted)
 
     if verdict.forbidden_at is not None and len(drafted) + len(own) > verdict.forbidden_at:
         raise InputError(FORBIDDEN_MESSAGE)
@@ -228,10 +228,10 @@ def take(text: Request, verdict: Verdict, logits: Tensor) -> list[Piece]:
     # 2. Log-probabilities of the tokens that it keeps.
     drafted_logprobs = None
     own_logprobs = None
-    if text.top_logprobs is not None:
+    if request.top_logprobs is not None:
         kept = drafted + own
         nodes = [0, *verdict.path][: len(kept)]
-        all_logprobs = compute_logprobs(logits, nodes, kept, text.top_logprobs)
+        all_logprobs = compute_logprobs(logits, nodes, kept, request.top_logprobs)
         drafted_logprobs = all_logprobs[: len(drafted)]
         own_logprobs = all_logprobs[len(drafted) :]
 

@@ -66,12 +66,12 @@ class Stats:
         """The clock that times stages, in seconds."""
         return time.perf_counter()
 
-    def add(self, other: "Stats") -> None:
+    def add(self, stats: "Stats") -> None:
         """Add another generation's counts and seconds."""
         for name in ("prompt_tokens", "cached_tokens", "new_tokens", "accepted", "undrafted"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.drafted = _add_counts(self.drafted, other.drafted)
-        for stage, seconds in other.seconds.items():
+            setattr(self, name, getattr(self, name) + getattr(stats, name))
+        self.drafted = _add_counts(self.drafted, stats.drafted)
+        for stage, seconds in stats.seconds.items():
             self.seconds[stage] += seconds
 
     def count_drafted(self, per_depth: list[int]) -> None:

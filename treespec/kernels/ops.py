@@ -72,8 +72,8 @@ def load_kernels() -> Any:
     file = cache_folder() / f"kernels-{hashlib.sha256(repr(about).encode()).hexdigest()[:16]}.so"
     try:
         if not file.exists():
-            with writing(file) as made:
-                compiling = [*command, str(SOURCE_FILES[0]), "-o", str(made)]
+            with writing(file) as path:
+                compiling = [*command, str(SOURCE_FILES[0]), "-o", str(path)]
                 subprocess.run(compiling, check=True, capture_output=True, text=True)
         compiled = ctypes.CDLL(str(file))
         compiled.pack.argtypes = [C_POINTER, C_POINTER, C_LONG, C_LONG, C_INT]

@@ -357,10 +357,10 @@ class TreeCache(Cache):
             layer.gather([(layer, rows)], layer.capacity)
         self._hold(kept)
 
-    def put(self, row: int, other: "TreeCache") -> None:
+    def put(self, row: int, cache: "TreeCache") -> None:
         """Replace a row's sequence by the only one of another cache. No other row is copied."""
-        rows, self.rows = replace_at(self.rows, row, other.rows[0]), []
-        for layer, new in zip(self.tree_layers, other.tree_layers, strict=True):
+        rows, self.rows = replace_at(self.rows, row, cache.rows[0]), []
+        for layer, new in zip(self.tree_layers, cache.tree_layers, strict=True):
             layer.put(row, new)
         self._hold(rows)
 
@@ -368,17 +368,17 @@ class TreeCache(Cache):
         """Append the sequences of other caches of the same model. row: only that one of each."""
         joined = []
         taken: list[Sequence[int]] = []
-        for other in others:
-            numbers: Sequence[int] = range(len(other.rows))
+        for cache in others:
+            numbers: Sequence[int] = range(len(cache.rows))
             if row is not None:
                 numbers = [row]
             taken.append(numbers)
-            joined += [other.rows[number] for number in numbers]
+            joined += [cache.rows[number] for number in numbers]
         own, self.rows = self.rows, []
         for number, layer in enumerate(self.tree_layers):
             parts: list[tuple[TreeLayer, Sequence[int]]] = [(layer, range(len(own)))]
-            for other, numbers in zip(others, taken, strict=True):
-                parts.append((other.tree_layers[number], numbers))
+            for cache, numbers in zip(others, taken, strict=True):
+                parts.append((cache.tree_layers[number], numbers))
             layer.gather(parts, max(part.capacity for part, _ in parts))
         self._hold(own + joined)
 

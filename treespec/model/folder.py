@@ -62,40 +62,40 @@ def explain_load_error(error: Exception) -> str:
     return f"{kind}: {line}"  # a KeyError's line is its key alone
 
 
-def resolve_model(path: str, how: Placement = AS_IT_IS) -> dict[str, Any]:
+def resolve_model(path: str, placement: Placement = AS_IT_IS) -> dict[str, Any]:
     """The options that every `from_pretrained` of `path` takes.
 
     Raises InputError for a path that is neither a directory nor a hub id, and for the revision of a
     directory.
     """
-    options: dict[str, Any] = {"trust_remote_code": how.trust_remote_code}
+    options: dict[str, Any] = {"trust_remote_code": placement.trust_remote_code}
     with loading(path):
         if Path(path).is_dir():
-            if how.revision:
+            if placement.revision:
                 raise InputError(
-                    f"--revision {how.revision} names a state of a hub repository, and this is a "
+                    f"--revision {placement.revision} names a state of a hub repository, and this is a "
                     "directory: leave it out"
                 )
             return options
         problem = explain_missing(path, "model directory")
         if problem:
             raise InputError(problem)
-        if is_hub_unreachable(path, how.revision):
+        if is_hub_unreachable(path, placement.revision):
             options["local_files_only"] = True
-    if how.revision:
-        options["revision"] = how.revision
+    if placement.revision:
+        options["revision"] = placement.revision
     return options
 
 
 def check_model_files(
-    path: str, how: Placement = AS_IT_IS, words: bool = False, chats: bool = False
+    path: str, placement: Placement = AS_IT_IS, words: bool = False, chats: bool = False
 ) -> None:
     """Raises InputError for a directory whose files are missing or damaged. A hub id passes.
 
     words: whether it must have a tokenizer; chats: and a file that can hold a chat template.
     """
     folder = Path(path)
-    if not folder.is_dir() or find_gguf_file(path, how) or find_adapter_base(path):
+    if not folder.is_dir() or find_gguf_file(path, placement) or find_adapter_base(path):
         return
     with loading(path):
         check_fields(folder)
@@ -193,17 +193,17 @@ def find_adapter_base(path: str | Path) -> str | None:
     return base
 
 
-def find_gguf_file(path: str, how: Placement) -> Path | None:
+def find_gguf_file(path: str, placement: Placement) -> Path | None:
     """The file of `gguf:FILE`; None for any other form.
 
     path: the target's directory or hub id, which FILE may lie in. Raises InputError for a file that
     is not there, or does not begin as GGUF does.
     """
-    if how.gguf is None:
+    if placement.gguf is None:
         return None
     folder = Path(path).expanduser()
-    missing = f"--load-in {how.load_in}: no such file"
-    named = Path(how.gguf).expanduser()
+    missing = f"--load-in {placement.load_in}: no such file"
+    named = Path(placement.gguf).expanduser()
     if named.is_file():
         file = named.resolve()
     elif (folder / named).is_file():
@@ -211,7 +211,7 @@ def find_gguf_file(path: str, how: Placement) -> Path | None:
     elif folder.is_dir():
         raise InputError(f"{missing}, neither here nor in {path}")
     else:
-        file = fetch_model_file(path, how.gguf, how.revision, f"{missing} here")
+        file = fetch_model_file(path, placement.gguf, placement.revision, f"{missing} here")
     with file.open("rb") as data:
         if data.read(4) != b"GGUF":
             raise InputError(f"{file} is no GGUF file: it does not begin with GGUF")

@@ -29,22 +29,22 @@ SAMPLE_BLOCK_BYTES = 1 << 16  # bytes
 SAMPLE_BLOCKS = 256  # read of a file: all of up to 16 MiB, or 16 MiB of a larger one
 
 
-def identify_target(name: str, how: Placement = AS_IT_IS) -> str:
+def identify_target(name: str, placement: Placement = AS_IT_IS) -> str:
     """`identify_model` a target, and of the form that its weights are held in.
 
     Raises InputError as `identify_model` does, and where a GGUF file is not there.
     """
     path = find_model_path(name)
-    file = find_gguf_file(path, how)
+    file = find_gguf_file(path, placement)
     if file is None:
-        own = identify_model(path, how.revision)
-        if how.load_in is None:
+        own = identify_model(path, placement.revision)
+        if placement.load_in is None:
             return own
-        return f"{own} as {how.load_in}"
+        return f"{own} as {placement.load_in}"
 
     # The weights are the GGUF file's; the others may give config and tokenizer.
     try:
-        own = identify_model(path, how.revision)
+        own = identify_model(path, placement.revision)
     except InputError:  # repositories of GGUF often lack other files
         own = ""
     return f"{own} as gguf {hash_parts({'': hash_file_samples(file)})}".strip()

@@ -18,7 +18,7 @@ TOKENIZER_PACKAGES = {
 }
 
 
-def load_tokenizer(path: str, how: Placement = AS_IT_IS) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(path: str, placement: Placement = AS_IT_IS) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a directory or a hub id; None for a directory without one.
 
     A GGUF file gives its tokenizer where the model has no other.
@@ -26,15 +26,17 @@ def load_tokenizer(path: str, how: Placement = AS_IT_IS) -> PreTrainedTokenizerB
     """
     path = find_model_path(path)
     folder = Path(path)
-    file = find_gguf_file(path, how)
+    file = find_gguf_file(path, placement)
     if file is None and folder.is_dir() and not has_tokenizer_files(folder):
         base = find_adapter_base(path)
         if base is None:
             return None
-        return load_tokenizer(base, how)
+        return load_tokenizer(base, placement)
     with loading(path, "tokenizer of"):
         try:
-            tokenizer: PreTrainedTokenizerBase = load_own_or_gguf(AutoTokenizer, path, file, how)
+            tokenizer: PreTrainedTokenizerBase = load_own_or_gguf(
+                AutoTokenizer, path, file, placement
+            )
         except Exception as error:  # the loaders raise whatever the file or hub gave them
             package = find_missing_package(folder, str(error))
             if package:

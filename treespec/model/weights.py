@@ -84,7 +84,7 @@ def load_model(path: str, how: Placement = AS_IT_IS) -> PreTrainedModel:
     return cast(PreTrainedModel, model.eval())
 
 
-def load_config(path: str, how: Placement = AS_IT_IS) -> PreTrainedConfig:
+def load_config(path: str, placement: Placement = AS_IT_IS) -> PreTrainedConfig:
     """The config of the model in `path`, or in its GGUF file where there is no other.
 
     Raises InputError for a config that is missing or damaged, or that describes no model.
@@ -92,12 +92,12 @@ def load_config(path: str, how: Placement = AS_IT_IS) -> PreTrainedConfig:
     path = find_model_path(path)
     base = find_adapter_base(path)
     if base:
-        return load_config(base, how)
-    file = find_gguf_file(path, how)
+        return load_config(base, placement)
+    file = find_gguf_file(path, placement)
     with loading(path):
         if file is None and Path(path).is_dir():
             check_fields(Path(path))  # transformers would pass over some errors
-        config: PreTrainedConfig = load_own_or_gguf(AutoConfig, path, file, how)
+        config: PreTrainedConfig = load_own_or_gguf(AutoConfig, path, file, placement)
         text = config.get_text_config()
         check_sizes({name: getattr(text, name, None) for name in MODEL_SIZE_FIELDS})
     return config
@@ -163,7 +163,7 @@ def list_names_briefly(tensors: Iterable[str]) -> str:
     return text
 
 
-def load_ends(path: str, how: Placement = AS_IT_IS) -> PreTrainedModel | None:
+def load_ends(path: str, placement: Placement = AS_IT_IS) -> PreTrainedModel | None:
     """The two ends of a model, embedding and output; None where it cannot be loaded like that.
 
     A head that trains on stored features asks no more of its target: of an 8 B model 2 GB in 16 bits
@@ -171,11 +171,11 @@ def load_ends(path: str, how: Placement = AS_IT_IS) -> PreTrainedModel | None:
     a model that is quantised at loading are plain in any case. A GGUF file is loaded whole, as is an
     adapter.
     """
-    if how.gguf or find_adapter_base(path):
+    if placement.gguf or find_adapter_base(path):
         return None
     # 1. A config without layers, and the weights: those of the layers have no place to go.
     path = find_model_path(path)
-    config = load_config(path, how)
+    config = load_config(path, placement)
     text = config.get_text_config()
     sizes: dict[str, Any] = {}
     for name in ("layer_types", "num_hidden_layers"):
@@ -185,7 +185,7 @@ def load_ends(path: str, how: Placement = AS_IT_IS) -> PreTrainedModel | None:
     try:
         for name, size in sizes.items():
             setattr(text, name, type(size)())  # [] and 0
-        options = how.options | resolve_model(path, how) | {"output_loading_info": True}
+        options = placement.options | resolve_model(path, placement) | {"output_loading_info": True}
         with quiet(), switch_gguf_bar():
             model, report = choose_auto_class(config).from_pretrained(
                 path, config=config, **options

@@ -126,13 +126,13 @@ class TargetDistributions:
     that the distributions of nodes that no text reaches are numbers.
     """
 
-    def __init__(self, logits: Tensor, by: Sampler, tree: TokenTree | None = None) -> None:
+    def __init__(self, logits: Tensor, sampler: Sampler, tree: TokenTree | None = None) -> None:
         """logits: [N, V]. tree: needed where there are processors."""
         self.raw = logits
-        self.sampler = by
+        self.sampler = sampler
         self.paths: list[Path] = []
         self.forbidden: set[int] = set()
-        if tree and by.processors:
+        if tree and sampler.processors:
             self.paths = list_node_paths(tree)
 
     def __getitem__(self, rows: int | slice | Tensor) -> Tensor:

@@ -249,7 +249,7 @@ def judge_all(
     counts = list[Any]()
     counting = [*map(count_by_depth, trees)]
     if targets[0].device.type != "cpu":
-        settled = [at for at, by in enumerate(distributions) if by.settled]
+        settled = [at for at, sampler in enumerate(distributions) if sampler.settled]
         if any(distributions[at].noise and len(logits[at]) > 1 for at in settled):
             counts = run_all(counting)
             counting = []

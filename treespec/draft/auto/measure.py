@@ -242,11 +242,11 @@ class Bench:
     def end(self, tree: TokenTree, kept: list[int]) -> Step:
         """A tree is verified and the path `kept` committed."""
         logits = self.forward(tree)
-        by = Sampler(SamplingParams())
+        sampler = Sampler(SamplingParams())
         generator = torch.Generator(device=self.ids.device)
 
         def finish() -> None:
-            judge_all(AUTO_VERIFIER, [tree], [logits], [by], [generator])
+            judge_all(AUTO_VERIFIER, [tree], [logits], [sampler], [generator])
             self.cache.commit([kept])
             self.cache.rewind([len(self.tokens)])
 

@@ -17,9 +17,9 @@ from treespec.model.support import list_rotary_settings
 log = logging.getLogger(__name__)
 
 
-def load_own_or_gguf(loader: Any, path: str, file: Path | None, how: Placement) -> Any:
+def load_own_or_gguf(loader: Any, path: str, file: Path | None, placement: Placement) -> Any:
     """Load a config or tokenizer from a model's own files, else from its GGUF file."""
-    options = resolve_model(path, how)
+    options = resolve_model(path, placement)
     with quiet():
         try:
             return loader.from_pretrained(path, **options)

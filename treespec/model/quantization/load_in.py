@@ -34,7 +34,7 @@ def read_quantization_fields(config: PreTrainedConfig) -> dict[str, Any]:
     return {}
 
 
-def build_quantizer_options(how: Placement, config: PreTrainedConfig) -> dict[str, Any]:
+def build_quantizer_options(placement: Placement, config: PreTrainedConfig) -> dict[str, Any]:
     """The options of `from_pretrained` that quantise the weights; {} to load them as they are.
 
     Raises InputError where a package is missing, and for a checkpoint that
@@ -45,18 +45,18 @@ def build_quantizer_options(how: Placement, config: PreTrainedConfig) -> dict[st
     method = get_quantization_method(fields)
     if method == "MLX":
         raise build_foreign_format_error(method)
-    if method and how.load_in:
+    if method and placement.load_in:
         raise InputError(
-            f"its weights are quantised by {method} already: leave out --load-in {how.load_in}"
+            f"its weights are quantised by {method} already: leave out --load-in {placement.load_in}"
         )
 
     # 2. What the option asks for: weights alone are quantised, but for 8bit.
-    how.check_package()
-    if how.quantizer == "8bit" or fields.get("load_in_8bit"):
+    placement.check_package()
+    if placement.quantizer == "8bit" or fields.get("load_in_8bit"):
         warn_of_8bit()
-    if how.quantizer is None:
+    if placement.quantizer is None:
         return {}
-    return {"quantization_config": build_quantizer(how.quantizer, how.dtype, config)}
+    return {"quantization_config": build_quantizer(placement.quantizer, placement.dtype, config)}
 
 
 def get_quantization_method(fields: dict[str, Any]) -> str:

@@ -164,20 +164,20 @@ def find_ends(head: Head) -> Ends:
     return Ends(embedding, output)
 
 
-def compare_exported(head: Head, head: Head, ends: Ends | None = None, reading: str = "") -> int:
+def compare_exported(one: Head, other: Head, ends: Ends | None = None, reading: str = "") -> int:
     """The number of logits of two heads on the same random sequence, all of them equal.
 
     ends: the target's embedding and output, which either head may take; default: `ends_of(one)`.
     reading: " as … reads it", for the message. Raises ValueError where one differs.
     """
     if ends is None:
-        ends = find_ends(head)
-    if head.aux_layers != head.aux_layers:
+        ends = find_ends(one)
+    if one.aux_layers != other.aux_layers:
         raise ValueError(
-            f"read back{reading} it reads layers {head.aux_layers}, the head {head.aux_layers}"
+            f"read back{reading} it reads layers {other.aux_layers}, the head {one.aux_layers}"
         )
-    logits = compute_outputs(head.float(), ends)
-    again = compute_outputs(head.float(), ends)
+    logits = compute_outputs(one.float(), ends)
+    again = compute_outputs(other.float(), ends)
     if logits.shape != again.shape:
         raise ValueError(f"read back{reading} it drafts {len(again)} rows, the head {len(logits)}")
     difference = float((logits - again).abs().max())

@@ -48,8 +48,8 @@ class Prefilling:
     @property
     def is_new(self) -> bool:
         """Whether all of its prompt is left, and it shares none."""
-        request = self.request
-        if request.samples or request.pictures or request.committed:
+        text = self.request
+        if text.samples or text.pictures or text.committed:
             return False
         return self.begun and self.remaining > 0
 
@@ -84,7 +84,7 @@ class Batch:
     @property
     def running(self) -> list[Request]:
         """The texts that go on."""
-        return [request for request in self.requests if not request.ended]
+        return [text for text in self.requests if not text.ended]
 
     def admit_and_release(self, entering: Iterable[Request] = (), most: int | None = None) -> None:
         """Ended texts leave; entering ones get a row each once their prompts are prefilled.
@@ -92,10 +92,8 @@ class Batch:
         most: prompt tokens that are prefilled now; None: all.
         """
         # 1. What ended texts leave.
-        stay = [row for row, request in enumerate(self.requests) if not request.ended]
-        ended = [
-            row for row, request in enumerate(self.requests) if request.ended and not request.error
-        ]
+        stay = [row for row, text in enumerate(self.requests) if not text.ended]
+        ended = [row for row, text in enumerate(self.requests) if text.ended and not text.error]
         for row in ended[-self.keep :] if self.keep > 1 or not stay else []:
             alone = self.cache, self.drafter
             if len(self.requests) > 1:
@@ -103,9 +101,9 @@ class Batch:
             self._keep(Prefilling(self.requests[row], *alone))
 
         # 2. Prompts, in turns. New ones come first, as most are short.
-        for request in reversed(list(entering)):
+        for text in reversed(list(entering)):
             drafter = self.drafter.new() if self.drafter else None
-            self.prefilling.appendleft(Prefilling(request, self.target.build_cache(), drafter))
+            self.prefilling.appendleft(Prefilling(text, self.target.build_cache(), drafter))
         self._make_room()
         complete = self._prefill_chunks(most)
 
@@ -118,7 +116,7 @@ class Batch:
             stay = [0]
             ended = []
         placed = dict(zip(ended, complete, strict=False)) if stay else {}
-        prefilling = complete[len(placed) :]
+        rest = complete[len(placed) :]
         left = {*stay, *placed}
         last = sorted(row for row in left if row >= len(left))  # each fills a row that is free now
         rows = [row if row in left else last.pop() for row in range(len(left))]
@@ -126,46 +124,37 @@ class Batch:
             return
 
         # 4. The other ended texts leave, and the other complete ones get new rows.
-        stats = [
-            request.stats
-            for request in (*self.requests, *(prefilling.request for prefilling in complete))
-        ]
+        stats = [text.stats for text in (*self.requests, *(own.request for own in complete))]
         with shared(stats, "total"), shared(stats, "commit"):
-            for row, prefilling in placed.items():
-                self.cache.put(row, prefilling.cache)
+            for row, own in placed.items():
+                self.cache.put(row, own.cache)
             if rows and len(rows) < len(self.requests):
                 self.cache.select(rows)
-            if prefilling:
-                self.cache.join([prefilling.cache for prefilling in prefilling])
+            if rest:
+                self.cache.join([own.cache for own in rest])
             if rows and self.drafter:
-                joined = {
-                    prefilling: len(self.requests) + i for i, prefilling in enumerate(complete)
-                }
+                joined = {own: len(self.requests) + i for i, own in enumerate(complete)}
                 order = [joined[placed[row]] if row in placed else row for row in rows]
-                order += [joined[prefilling] for prefilling in prefilling]
+                order += [joined[own] for own in rest]
                 if joined:
-                    self.drafter.join(
-                        [prefilling.drafter for prefilling in joined if prefilling.drafter]
-                    )
+                    self.drafter.join([own.drafter for own in joined if own.drafter])
                 if order != list(range(len(self.requests) + len(joined))):
                     self.drafter.select(order)
-            requests = [
-                placed[row].request if row in placed else self.requests[row] for row in rows
-            ]
-            self.requests = requests + [prefilling.request for prefilling in prefilling]
+            texts = [placed[row].request if row in placed else self.requests[row] for row in rows]
+            self.requests = texts + [own.request for own in rest]
 
-    def _keep(self, prefilling: Prefilling) -> None:
-        if not prefilling.request.pictures:  # the tokens do not say what is on them
-            self.prefix_cache = [*self.prefix_cache, prefilling][-self.keep :]
+    def _keep(self, own: Prefilling) -> None:
+        if not own.request.pictures:  # the tokens do not say what is on them
+            self.prefix_cache = [*self.prefix_cache, own][-self.keep :]
 
     def _make_room(self) -> None:
         """Forget the oldest of what is kept, where the texts may need its memory."""
         if self.columns is None:
             return
-        requests = self.running + [prefilling.request for prefilling in self.prefilling]
-        longest = max((request.columns for request in requests), default=0)
-        room = self.columns - len(requests) * longest
-        kept_columns = sum(len(prefilling.request.committed) for prefilling in self.prefix_cache)
+        texts = self.running + [own.request for own in self.prefilling]
+        longest = max((text.columns for text in texts), default=0)
+        room = self.columns - len(texts) * longest
+        kept_columns = sum(len(kept.request.committed) for kept in self.prefix_cache)
         while self.prefix_cache and kept_columns > room:
             kept_columns -= len(self.prefix_cache[0].request.committed)
             del self.prefix_cache[0]
@@ -176,57 +165,52 @@ class Batch:
         spent = 0
         while self.prefilling and (most is None or spent < most):
             # 1. The next text. Samples wait for the first one, whose prefill they share.
-            prefilling = self.prefilling.popleft()
-            request = prefilling.request
-            if self._is_waiting_for_sample(prefilling):
-                self.prefilling.append(prefilling)
+            own = self.prefilling.popleft()
+            text = own.request
+            if self._is_waiting_for_sample(own):
+                self.prefilling.append(own)
                 continue
 
             # 2. A stretch of its prompt.
-            if not request.ended:
-                spent = self._prefill_stretch(prefilling, most, spent)
+            if not text.ended:
+                spent = self._prefill_stretch(own, most, spent)
 
             # 3. It has ended, goes on, or is complete.
-            if request.ended:
-                if prefilling.begun and not request.error:
-                    self._keep(prefilling)
-            elif prefilling.remaining:
-                self.prefilling.append(prefilling)
+            if text.ended:
+                if own.begun and not text.error:
+                    self._keep(own)
+            elif own.remaining:
+                self.prefilling.append(own)
             else:
-                complete.append(prefilling)
+                complete.append(own)
         return complete
 
-    def _prefill_stretch(self, prefilling: Prefilling, most: int | None, spent: int) -> int:
+    def _prefill_stretch(self, own: Prefilling, most: int | None, spent: int) -> int:
         """A stretch of a prompt; where it is new, with it other new prompts. Returns all tokens spent so far.
 
         An error, such as memory that ran out, ends this text alone. most: tokens that may be spent; None:
         any number.
         """
-        sharing = [prefilling.request.stats]  # grows with the texts that are prefilled with it
-        with shared(sharing, "total"), shared(sharing, "prefill"), prefilling.request.failing():
-            if not prefilling.begun:
-                self._begin(prefilling)
-            if self.target.graphs and prefilling.is_new:
-                group = self._group_prompts(
-                    prefilling, limit_tokens(most, spent, GROUP_PREFILL_TOKENS)
-                )
-                sharing += [prefilling.request.stats for prefilling in group[1:]]
+        sharing = [own.request.stats]  # grows with the texts that are prefilled with it
+        with shared(sharing, "total"), shared(sharing, "prefill"), own.request.failing():
+            if not own.begun:
+                self._begin(own)
+            if self.target.graphs and own.is_new:
+                group = self._group_prompts(own, limit_tokens(most, spent, GROUP_PREFILL_TOKENS))
+                sharing += [other.request.stats for other in group[1:]]
                 if len(group) > 1:
                     spent += self._prefill_group(group)
-            spent += self._advance(prefilling, limit_tokens(most, spent, PREFILL_CHUNK_TOKENS))
+            spent += self._advance(own, limit_tokens(most, spent, PREFILL_CHUNK_TOKENS))
         return spent
 
-    def _is_waiting_for_sample(self, prefilling: Prefilling) -> bool:
+    def _is_waiting_for_sample(self, own: Prefilling) -> bool:
         """Whether a text waits until another sample of its prompt is prefilled, whose cache it takes."""
-        samples = prefilling.request.samples
-        if samples is None or samples.cache or prefilling.begun or prefilling.request.ended:
+        samples = own.request.samples
+        if samples is None or samples.cache or own.begun or own.request.ended:
             return False
-        return any(
-            prefilling.begun and prefilling.request.samples is samples
-            for prefilling in self.prefilling
-        )
+        return any(other.begun and other.request.samples is samples for other in self.prefilling)
 
-    def _begin(self, prefilling: Prefilling) -> None:
+    def _begin(self, own: Prefilling) -> None:
         """Begin a prompt behind the longest prefix that is kept of it, or behind that of its samples.
 
         The last common position is computed again: drafters pair its feature with the token that
@@ -234,115 +218,106 @@ class Batch:
         """
         # 1. Kept tokens that it begins with. Of several samples of a prompt the first one computes all
         # features, and the others take them.
-        request = prefilling.request
-        samples = prefilling.request.samples
-        if not samples and not request.pictures:
-            self._reuse_kept(prefilling)
-        if prefilling.drafter:
-            prefilling.drafter.enter(request.readable_memory)
+        text = own.request
+        samples = own.request.samples
+        if not samples and not text.pictures:
+            self._reuse_kept(own)
+        if own.drafter:
+            own.drafter.enter(text.readable_memory)
         if samples and samples.cache:
-            prefilling.cache, prefilling.drafter = copy_row(samples.cache, samples.drafter)
-            request.committed = request.prompt[:-1]
+            own.cache, own.drafter = copy_row(samples.cache, samples.drafter)
+            text.committed = text.prompt[:-1]
 
         # 2. Its pictures, and its counts.
-        if request.pictures and prefilling.remaining:
-            prefilling.shown = prepare_pictures(self.target, request.pictures)
-        request.root = request.prompt[-1]
-        prefilling.begun = True
-        request.stats.prompt_tokens = len(request.prompt)
-        request.stats.cached_tokens = len(request.committed)
-        prefilling.cache.reserve(len(request.prompt))
+        if text.pictures and own.remaining:
+            own.shown = prepare_pictures(self.target, text.pictures)
+        text.root = text.prompt[-1]
+        own.begun = True
+        text.stats.prompt_tokens = len(text.prompt)
+        text.stats.cached_tokens = len(text.committed)
+        own.cache.reserve(len(text.prompt))
 
-    def _reuse_kept(self, prefilling: Prefilling) -> None:
+    def _reuse_kept(self, own: Prefilling) -> None:
         """Take the kept cache and drafter that share most with a prompt, cut to the shared prefix."""
         # 1. The longest prefix that is worth taking.
-        request = prefilling.request
+        text = own.request
         best = None
         best_reused = 0
-        for prefilling in self.prefix_cache:
-            if prefilling.request.memory != request.memory:
+        for kept in self.prefix_cache:
+            if kept.request.memory != text.memory:
                 continue
-            reused = count_common_prefix(request.prompt[:-1], prefilling.request.committed) - 1
+            reused = count_common_prefix(text.prompt[:-1], kept.request.committed) - 1
             fits = False
             if self.keep == 1:
                 # Without a common prefix a text takes the storage, which graphs are recorded over.
-                fits = prefilling.cache.tree_layers[0].capacity <= max(512, 2 * request.columns)
-            elif 2 * reused < len(prefilling.request.prompt):
+                fits = kept.cache.tree_layers[0].capacity <= max(512, 2 * text.columns)
+            elif 2 * reused < len(kept.request.prompt):
                 continue  # a shorter prefix may be worth more to another text
             if reused > best_reused or fits:
-                best = prefilling
+                best = kept
                 best_reused = max(0, reused)
         if best is None:
             return
 
         # 2. Cut them to it: recurrent layers may have to go back further.
         self.prefix_cache.remove(best)
-        prefilling.cache = best.cache
-        prefilling.drafter = best.drafter
-        prefilling.cache.rewind([best_reused])
-        request.committed = best.request.committed[: prefilling.cache.lengths[0]]
-        if prefilling.drafter:
-            prefilling.drafter.rewind(prefilling.cache.lengths)
+        own.cache = best.cache
+        own.drafter = best.drafter
+        own.cache.rewind([best_reused])
+        text.committed = best.request.committed[: own.cache.lengths[0]]
+        if own.drafter:
+            own.drafter.rewind(own.cache.lengths)
 
-    def _group_prompts(self, prefilling: Prefilling, room: int) -> list[Prefilling]:
+    def _group_prompts(self, own: Prefilling, room: int) -> list[Prefilling]:
         """A new prompt and the next new ones that fit in: a GPU takes as long for one as for many.
 
         room: the most of their tokens, with padding.
         """
-        group = [prefilling]
-        longest = prefilling.remaining
-        for prefilling in list(self.prefilling):
-            with prefilling.request.failing():
-                if (
-                    not prefilling.begun
-                    and not prefilling.request.samples
-                    and not prefilling.request.ended
-                ):
-                    self._begin(prefilling)
-            longest_with_it = max(longest, prefilling.remaining)
-            if prefilling.is_new and longest_with_it * (1 + len(group)) <= room:
-                group.append(prefilling)
+        group = [own]
+        longest = own.remaining
+        for other in list(self.prefilling):
+            with other.request.failing():
+                if not other.begun and not other.request.samples and not other.request.ended:
+                    self._begin(other)
+            longest_with_it = max(longest, other.remaining)
+            if other.is_new and longest_with_it * (1 + len(group)) <= room:
+                group.append(other)
                 longest = longest_with_it
         return group
 
     def _prefill_group(self, group: Sequence[Prefilling]) -> int:
         """Prefill new prompts as one. Returns their tokens, with padding."""
-        counts = [prefilling.remaining for prefilling in group]
+        counts = [each.remaining for each in group]
         drafter = group[0].drafter
         cache = self.target.build_cache(max(counts))
         cache.rewind([0] * len(group))
-        prompts = [torch.tensor(prefilling.request.prompt) for prefilling in group]
+        prompts = [torch.tensor(each.request.prompt) for each in group]
         tokens = pad_sequence(prompts, batch_first=True)[:, :-1]
         features = self.target.prefill(cache, tokens, get_aux_layers(drafter), counts)
-        for row, prefilling in enumerate(group):
-            prefilling.cache = cache.copy_sequence(row, prefilling.cache.tree_layers[0].capacity)
-            prefilling.request.committed = prefilling.request.prompt[:-1]
-            if prefilling.drafter:
-                prefilling.drafter.observe([features[row, : counts[row]]], [prompts[row]])
+        for row, each in enumerate(group):
+            each.cache = cache.copy_sequence(row, each.cache.tree_layers[0].capacity)
+            each.request.committed = each.request.prompt[:-1]
+            if each.drafter:
+                each.drafter.observe([features[row, : counts[row]]], [prompts[row]])
         return tokens.numel()
 
-    def _advance(self, prefilling: Prefilling, most: int) -> int:
+    def _advance(self, own: Prefilling, most: int) -> int:
         """The next stretch of a prompt, of at most `most` tokens. Returns its tokens."""
-        request = prefilling.request
-        drafter = prefilling.drafter
-        start = len(prefilling.request.committed)
-        count = min(most, PREFILL_CHUNK_TOKENS, prefilling.remaining)
+        text = own.request
+        drafter = own.drafter
+        start = len(own.request.committed)
+        count = min(most, PREFILL_CHUNK_TOKENS, own.remaining)
         if count:
-            tokens = torch.tensor(request.prompt[start : start + count + 1])
-            ahead = prefilling.remaining - count
+            tokens = torch.tensor(text.prompt[start : start + count + 1])
+            ahead = own.remaining - count
             features = self.target.prefill(
-                prefilling.cache,
-                tokens[None, :-1],
-                get_aux_layers(drafter),
-                None,
-                prefilling.shown,
-                ahead,
+                own.cache, tokens[None, :-1], get_aux_layers(drafter), None, own.shown, ahead
             )
             if drafter:
                 drafter.observe([features[0]], [tokens])
-            request.committed = request.prompt[: start + count]
-        if request.samples and not prefilling.remaining:
-            request.samples.begin(prefilling.cache, drafter)
+            text.committed = text.prompt[: start + count]
+        if text.samples and not own.remaining:
+            text.samples.begin(own.cache, drafter)
         return count
 
 
@@ -369,7 +344,7 @@ def pop_admissible(
     number. Every row is as long as the longest text may become. A text alone always enters.
     """
     entering: list[Request] = []
-    longest = max((request.columns for request in running), default=0)
+    longest = max((text.columns for text in running), default=0)
     while waiting and len(running) + len(entering) < batch:
         others = len(running) + len(entering)
         longest = max(longest, waiting[0].columns)

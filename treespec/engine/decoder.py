@@ -68,7 +68,7 @@ class Decoder:
         return self.batch.drafter
 
     @torch.inference_mode()
-    def run(self, requests: Sequence[Request], batch: int = 1) -> Iterator[tuple[Request, Piece]]:
+    def run(self, texts: Sequence[Request], batch: int = 1) -> Iterator[tuple[Request, Piece]]:
         """Yields pieces as they are accepted, fills the texts' stats. Raises a text's error.
 
         batch: texts at a time; the next text takes the place of a finished one. A text's draws come
@@ -78,26 +78,24 @@ class Decoder:
         """
         with self.lock:  # waits while another thread holds the lock for its whole answer
             iteration = self.active_run = object()
-            for request in self.batch.requests:
-                request.cancelled = True
-            for prefilling in self.batch.prefilling:
-                prefilling.request.cancelled = True
-        waiting = deque(requests)
+            for text in self.batch.requests:
+                text.cancelled = True
+            for own in self.batch.prefilling:
+                own.request.cancelled = True
+        waiting = deque(texts)
         running = False
         while waiting or running:
             with self.lock, alone_with(self.models):
                 if self.active_run is not iteration:
                     raise SupersededError
                 entering = pop_admissible(waiting, self.batch.running, batch)
-                requests = [
-                    prefilling.request for prefilling in self.batch.prefilling
-                ] + self.batch.requests
+                begun = [own.request for own in self.batch.prefilling] + self.batch.requests
                 pieces = self.run_step(entering)
                 running = bool(self.batch.running or self.batch.prefilling)
             yield from pieces
-            for request in entering + requests:
-                if request.error:
-                    raise request.error
+            for text in entering + begun:
+                if text.error:
+                    raise text.error
 
     def run_step(self, entering: Sequence[Request]) -> list[tuple[Request, Piece]]:
         """Ended texts leave, texts enter, and all go through a cycle. Returns the pieces.
@@ -106,11 +104,11 @@ class Decoder:
         The caller holds the models, in inference mode. What concerns one text ends that text:
         it gets the error, and the others go on. An error that this raises ends all of them.
         """
-        batch = self.batch
+        rows = self.batch
         if (
             not self.is_consistent
         ):  # an interrupt may have left cache, texts and drafter inconsistent
-            batch.clear()
+            rows.clear()
         self.is_consistent = False
         began = time.perf_counter()
         size = self.target.vocab_size
@@ -118,18 +116,18 @@ class Decoder:
         kernel = None
         if device.type == "cpu" and kernels.load_kernels():
             kernel = kernels.fill_noise
-        for request in entering:
-            if self.verifier.coupled and not request.sampler.greedy:
-                seed = request.generator.initial_seed()
-                request.sampler.noise = Noise(seed, size, device, kernel)
-        batch.admit_and_release(entering, self.stretch)
+        for text in entering:
+            if self.verifier.coupled and not text.sampler.greedy:
+                seed = text.generator.initial_seed()
+                text.sampler.noise = Noise(seed, size, device, kernel)
+        rows.admit_and_release(entering, self.stretch)
         entered = time.perf_counter()
         pieces: list[tuple[Request, Piece]] = []
-        if batch.running:
+        if rows.running:
             pieces = self._run_cycle()
         self.seconds = entered - began, time.perf_counter() - entered
-        if not batch.running:
-            batch.admit_and_release(most=0)  # frees the rows
+        if not rows.running:
+            rows.admit_and_release(most=0)  # frees the rows
         self.is_consistent = True
         return pieces
 
@@ -137,22 +135,22 @@ class Decoder:
         """One forward over a tree for each text."""
         device = self.target.output_device
         drafter = self.drafter
-        requests = self.batch.requests
-        stats = [request.stats for request in requests]
-        distributions = [request.sampler for request in requests]
-        generators = [request.generator for request in requests]
+        texts = self.batch.requests
+        stats = [text.stats for text in texts]
+        distributions = [text.sampler for text in texts]
+        generators = [text.generator for text in texts]
         with shared(stats, "total"):
             # 1. Draft a tree for each text.
             with shared(stats, "draft"):
-                roots = torch.tensor([request.root for request in requests])
+                roots = torch.tensor([text.root for text in texts])
                 if drafter:
-                    for request in requests:
-                        request.sampler.wants_draft_logits = request.listener is not None
+                    for text in texts:
+                        text.sampler.wants_draft_logits = text.listener is not None
                     before = drafter.forward_seconds
                     now = stats[0].read_clock
                     trees = drafter.draft_trees(roots, distributions, generators, self.cache, now)
                     for each in stats:
-                        each.seconds["head"] += (drafter.forward_seconds - before) / len(requests)
+                        each.seconds["head"] += (drafter.forward_seconds - before) / len(texts)
                 else:
                     trees = [build_root_tree(root) for root in to_device(roots, device).split(1)]
                 trees, numbers = self._list_exact_parts(trees)
@@ -168,11 +166,11 @@ class Decoder:
             with shared(stats, "verify"):
                 logits = [out.logits for out in outs]
                 judged = judge_all(self.verifier, trees, logits, distributions, generators)
-                verdicts = list(map(self._check_verdict, requests, judged))
+                verdicts = list(map(self._check_verdict, texts, judged))
                 shaped = {
-                    row: request.sampler.process_logits(list_node_paths(trees[row]), logits[row])
-                    for row, request in enumerate(requests)
-                    if request.listener
+                    row: text.sampler.process_logits(list_node_paths(trees[row]), logits[row])
+                    for row, text in enumerate(texts)
+                    if text.listener
                 }
 
             # 4. Cache, texts and drafter keep the paths.
@@ -180,12 +178,12 @@ class Decoder:
                 nodes = [[0, *verdict.path] for verdict in verdicts]
                 self.cache.commit(nodes)
                 kept_tokens = [
-                    [request.root, *v.tokens] for request, v in zip(requests, verdicts, strict=True)
+                    [text.root, *v.tokens] for text, v in zip(texts, verdicts, strict=True)
                 ]
-                for request, tokens in zip(requests, kept_tokens, strict=True):
-                    request.committed += tokens[:-1]
-                    request.root = tokens[-1]
-                    request.sampler.append(tokens[1:])
+                for text, tokens in zip(texts, kept_tokens, strict=True):
+                    text.committed += tokens[:-1]
+                    text.root = tokens[-1]
+                    text.sampler.append(tokens[1:])
                 if drafter:
                     paths = [verdict.path for verdict in verdicts]
                     for row, whole in numbers.items():
@@ -199,26 +197,26 @@ class Decoder:
                     drafter.observe(features, list(map(torch.tensor, kept_tokens)))
 
             # 5. Pieces of the answers.
-            answers: list[list[Piece]] = [[] for _ in requests]
-            for row, request in enumerate(requests):
-                if not request.ended:
-                    with request.failing():
-                        answers[row] = take(request, verdicts[row], logits[row])
+            answers: list[list[Piece]] = [[] for _ in texts]
+            for row, text in enumerate(texts):
+                if not text.ended:
+                    with text.failing():
+                        answers[row] = take(text, verdicts[row], logits[row])
 
         # 6. Listeners get the cycle. A drafter may draft from answers that have ended.
-        for row, request in enumerate(requests):
-            if request.listener and answers[row]:
+        for row, text in enumerate(texts):
+            if text.listener and answers[row]:
                 drafts: dict[Path, Tensor] = {}
                 if drafter:
                     drafts = drafter.draft_logits(row)
-                with request.failing():
+                with text.failing():
                     cycle = CycleRecord(
                         trees[row], shaped[row], drafts, verdicts[row], answers[row]
                     )
-                    request.listener(cycle)
-            if drafter and request.memory is not None and request.remember and request.complete:
-                drafter.remember(request.memory, request.completion_with_context)
-        return [(request, piece) for row, request in enumerate(requests) for piece in answers[row]]
+                    text.listener(cycle)
+            if drafter and text.memory is not None and text.remember and text.complete:
+                drafter.remember(text.memory, text.completion_with_context)
+        return [(text, piece) for row, text in enumerate(texts) for piece in answers[row]]
 
     def _list_exact_parts(
         self, trees: list[TokenTree]
@@ -233,14 +231,14 @@ class Decoder:
                 trees[row], numbers[row] = cut_below(trees[row], deepest)
         return trees, numbers
 
-    def _check_verdict(self, request: Request, verdict: Verdict | Exception) -> Verdict:
+    def _check_verdict(self, text: Request, verdict: Verdict | Exception) -> Verdict:
         """A text that cannot be judged gets the error, and a verdict that nobody reads."""
         if isinstance(verdict, Exception):
-            request.error = verdict
-        elif request.sampler.error:
-            request.error = request.sampler.error
+            text.error = verdict
+        elif text.sampler.error:
+            text.error = text.sampler.error
         elif max(verdict.tokens) >= self.target.vocab_size:
-            request.error = InputError(NOT_NUMBERS)
+            text.error = InputError(NOT_NUMBERS)
         else:
             return verdict
         return NO_VERDICT

@@ -120,7 +120,7 @@ class TreeCache(Cache):
         that layers with a window hold whole.
         """
         if recurrent:
-            self.tree_layers = recurrent.layers(capacity)
+            self.tree_layers = recurrent.build_layers(capacity)
         else:
             self.tree_layers = [TreeLayer(capacity) for _ in range(layers)]
         self.recurrent, self.windows, self.rewind_room = recurrent, windows, slack
@@ -228,7 +228,7 @@ class TreeCache(Cache):
         # 3. Bring the recurrent states to the accepted nodes, and set the new lengths.
         states_after = self.states
         if self.recurrent and any(nodes):
-            states_after = self.recurrent.committed(self, nodes)
+            states_after = self.recurrent.compute_committed_states(self, nodes)
         rows = []
         for number, kept in enumerate(nodes):
             earlier, before = self.rows[number]

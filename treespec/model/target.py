@@ -394,7 +394,7 @@ class Target:
         """`_forward` of inputs [B, N] by name, and of masks [B, 1, N, T] by layer type among them."""
         masks: Any = as_taken({kind: inputs[kind] for kind in layer_types})
         if self.recurrent:
-            masks = self.recurrent.all_masks(masks)
+            masks = self.recurrent.build_all_masks(masks)
         offered: dict[str, Any] = {"past_key_values": cache, "cache_params": cache}
         offered |= {"attention_mask": masks, "position_ids": inputs["places"]}
         arguments = {

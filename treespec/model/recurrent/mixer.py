@@ -77,7 +77,7 @@ class StateLayer(TreeLayer, LinearAttentionLayer):
                 state = held[number]
                 if state is not None:
                     states[kind, number] = state
-        self.lend(numbers, {})
+        self.load_states(numbers, {})
         return states
 
 
@@ -152,7 +152,7 @@ class RecurrentLayer:
         before = own.get("chunk_size")  # Mamba-2 holds its own
         if before:
             own["chunk_size"] = min(before, chunk)
-        layer.lend(self.numbers, state)
+        layer.load_states(self.numbers, state)
         try:
             returned = self.code(**arguments)
         finally:

@@ -181,7 +181,7 @@ class Recurrent:
         rows = build_path_rows(seen, places[:, cache.end :])
         forwards = {}
         for number, mixer in enumerate(self.mixers):
-            forwards[mixer.module] = partial(self._mixed, number, cache, rows)
+            forwards[mixer.module] = partial(self._run_mixer, number, cache, rows)
         with replaced(forwards):
             yield
 
@@ -211,7 +211,7 @@ class Recurrent:
 
         def gather(part: Any) -> Any:
             if is_by_token(part, row_count, step_count):
-                return rows.gathered(part)
+                return rows.gather_node_steps(part)
             return part
 
         return tree_map(gather, returned)

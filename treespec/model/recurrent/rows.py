@@ -159,7 +159,7 @@ def once_a_node(module: nn.Module, rows: PathRows) -> Iterator[Outputs]:
         return
 
     def output(call: Call, code: Linear, x: Tensor) -> Tensor:
-        known[call] = code(rows.gathered(x))
+        known[call] = code(rows.gather_node_steps(x))
         return rows.spread(known[call])
 
     with replace_linear_by_call(module, rows.columns.shape, output):

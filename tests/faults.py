@@ -293,7 +293,7 @@ def drafts_one_position_ahead(proposer):
     def run_ahead(pairs, roots, caches, embed):
         places = pairs.positions.clone()
         places[:, places.shape[1] - (0 if roots is None else head.block) :] += 1
-        return run(pairs._replace(places=places), roots, caches, embed)
+        return run(pairs._replace(positions=places), roots, caches, embed)
 
     head.run = run_ahead
 

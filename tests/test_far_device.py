@@ -317,7 +317,7 @@ def measure():
     graphs.RECORD_AFTER_CALLS = 2
     count_outside(TreeDrafter, "draft_trees", 1)
     count_outside(EagleProposer, "extend", -1)
-    count_outside(EagleProposer, "pairs", -1)
+    count_outside(EagleProposer, "run_layers", -1)
     target = Target(move_to_far(random_model(CONFIGS["llama"](), spread=0)))
     target.eos = plain_model.eos = frozenset()
     assert not has_equal_bits(target)

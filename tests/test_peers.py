@@ -133,7 +133,7 @@ def test_transformers_samples_from_the_whole_distribution_whatever_the_models_ow
     assert len(set(stock[100.0].generate_tokens(ask, ()))) > 100  # 139 are expected of 259
     assert model.generation_config is own
     greedy = spec.generate([3, 4, 5], max_new_tokens=20)
-    (output,) = stock[0.0].answer([ask._replace(most=20)])
+    (output,) = stock[0.0].answer([ask._replace(max_new_tokens=20)])
     assert (output.token_ids, output.text) == (greedy.token_ids, greedy.text)
     assert output.stats.truncated == greedy.stats.truncated
 

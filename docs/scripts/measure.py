@@ -176,7 +176,7 @@ def drafted(
     """A tree of draws whose draft logits are the target's with noise. logits: [N, V]."""
     draft_logits = logits + torch.randn(logits.shape, generator=generator)
     root, params = torch.zeros(1, dtype=torch.int64), SamplingParams(1.0)
-    growth = TreeBuilder(shape, scheme).append(root, draft_logits[:1], params, generator)
+    growth = TreeBuilder(shape, scheme).grow(root, draft_logits[:1], params, generator)
     below = iter(get_layout(shape, CPU).levels[1:])
     try:
         next(growth)

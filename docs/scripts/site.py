@@ -25,7 +25,7 @@ def on_files(files: Any, config: Any) -> Any:
     """Add the pages that lie outside docs/."""
     for source, page in OUTSIDE_PAGES.items():
         text = (ROOT / source).read_text("utf-8")
-        files.append(File.generate_tokens(config, page, content=text))
+        files.append(File.generated(config, page, content=text))
     return files
 
 

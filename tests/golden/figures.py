@@ -18,7 +18,7 @@ from commands import treespec
 from safetensors.torch import load_file
 
 from treespec import load
-from treespec.draft.auto.cost import cost_in
+from treespec.draft.auto.cost import read_cost
 
 Figures = dict[str, Any]
 
@@ -189,9 +189,9 @@ def begin_training(data: str) -> Figures:
 
 def read_costs() -> Figures:
     """The seconds of a kept cost, and what they say of trees of 1, 5 and 20 nodes."""
-    cost = cost_in(Path("caches/times.json"))
+    cost = read_cost(Path("caches/times.json"))
     assert cost is not None
-    return {"plain": cost.plain, "seconds": [float(cost.seconds(nodes, 2)) for nodes in (1, 5, 20)]}
+    return {"plain": cost.baseline_speed, "seconds": [float(cost.predict_cycle(nodes, 2)) for nodes in (1, 5, 20)]}
 
 
 EXPORTS = (

@@ -32,7 +32,7 @@ from training import CHAT_TEMPLATE, Killed, kill_at
 from golden.figures import EXPORTS, FIGURES, HEAD, OF_HEAD, PROMPTS, RUNS, capture, choose_training, find_differences
 from golden.names import LISTS, find_lost
 from treespec import load
-from treespec.draft.auto.measure import cost_for
+from treespec.draft.auto.measure import load_or_measure_cost
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.train.config import TrainConfig
 from treespec.train.run import train
@@ -179,7 +179,7 @@ def make_saved(place: Path) -> None:
 def make_cost(place: Path) -> None:
     """Measured seconds of a cycle's parts, as the cache folder keeps them."""
     spec = load("target", "heads/eagle", dtype="float32")
-    cost_for(spec.target, spec.proposer, Path("costs"))
+    load_or_measure_cost(spec.target, spec.proposer, Path("costs"))
     place.parent.mkdir(exist_ok=True)
     (file,) = Path("costs").iterdir()
     shutil.move(file, place)

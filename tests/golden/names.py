@@ -26,7 +26,7 @@ from golden.http_names import list_metrics, list_reply_fields, list_request_fiel
 from treespec import load
 from treespec.cli import app
 from treespec.errors import InputError
-from treespec.trees.policy import policy
+from treespec.trees.policy import parse_policy
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = re.compile(r"^```python\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
@@ -150,7 +150,7 @@ def list_trees(known: Known) -> Known:
 
 def is_tree(name: str) -> bool:
     with suppress(InputError):
-        return bool(policy(name))
+        return bool(parse_policy(name))
     return False
 
 
@@ -280,9 +280,9 @@ def recorded(**chosen):
 metadata.entry_points = recorded
 from treespec.cli import app, run
 run(app, ["generate", "--target", ".", "--head", "none", "--tree", "none"])
-from treespec.trees.policy import policy
+from treespec.trees.policy import parse_policy
 try:
-    policy("none")
+    parse_policy("none")
 except Exception:
     pass
 print(json.dumps(sorted({name for name in asked if name and name.startswith("treespec")})))
@@ -299,9 +299,9 @@ def list_entry_points(known: Known) -> Known:
 
 def list_chat_commands(known: Known) -> Known:
     """What a conversation takes beside messages, such as /save."""
-    from treespec.cli.chat import COMMANDS
+    from treespec.cli.chat import CHAT_COMMANDS
 
-    return sorted(COMMANDS)
+    return sorted(CHAT_COMMANDS)
 
 
 LISTS: dict[str, Callable[[Known], Known]] = {

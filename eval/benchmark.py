@@ -62,7 +62,7 @@ def evaluate(config: EvalConfig, report: Report = ignore_report) -> Summary | No
     if (
         len(questions) < MIN_QUESTIONS or processes > 1
     ):  # no verdict on times, so no noise of the clock
-        systems = [system for system in systems if not system.is_repeat]
+        systems = [system for system in systems if not system.again]
 
     # 2. Completions, in a folder that no other process writes into.
     out = Path(config.out)

@@ -70,7 +70,7 @@ class Evaluation:
         # 1. Those of all systems.
         counted_systems = []
         for system in self.systems:
-            if not system.is_repeat and system.name not in self.failed:
+            if not system.again and system.name not in self.failed:
                 counted_systems.append(self.completions[system.name])
         first_system = counted_systems[0]
         questions = []
@@ -97,7 +97,7 @@ class Evaluation:
         plain = None
         for other in self.systems:
             is_like_it = (other.temperature, other.batch) == (system.temperature, system.batch)
-            if other.method == method and is_like_it and not other.is_repeat:
+            if other.method == method and is_like_it and not other.again:
                 plain = other
         if plain is None or plain == system:
             return None
@@ -146,7 +146,7 @@ def summarize_ledger(ledger: Ledger) -> Summary:
     for system in evaluation.systems:
         if system.name in failed:
             continue
-        if not system.is_repeat:
+        if not system.again:
             rows.append(compare_system(system, evaluation, groups))
         else:
             repeated = compare_repeat(system, evaluation)

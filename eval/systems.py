@@ -70,7 +70,7 @@ class System:
     temperature: float = 0.0
     batch: int = 1
     peer: str | None = None
-    is_repeat: bool = False
+    again: bool = False
     labels: tuple[str, ...] = ()
     name: str = ""
 
@@ -92,7 +92,7 @@ def list_systems(config: EvalConfig) -> list[System]:
     # 1. Who answers at each temperature and batch size.
     rows = list[System]()
     if config.baseline:
-        rows += [System(BASELINE_NAME), System(BASELINE_NAME, is_repeat=True)]
+        rows += [System(BASELINE_NAME), System(BASELINE_NAME, again=True)]
     rows += list_drafter_pairs(config)[0]
     for peer in parse_peers(config):
         rows += list_peer_methods(peer, config)
@@ -149,7 +149,7 @@ def name_system(system: System, config: EvalConfig) -> System:
     if len(parse_whole_numbers("batch", config.batch)) > 1:
         batch = str(system.batch)
     tree = PurePath(system.tree or "").name
-    again = " again" if system.is_repeat else ""
+    again = " again" if system.again else ""
     method = system.method + again
     if not system.lossless:
         method += " (lossy)"
@@ -274,5 +274,5 @@ def take_turns(systems: Sequence[System], groups: int) -> Iterator[list[System]]
     """Yield whom to ask each group of questions, in a random order. Few groups have the baseline a second time."""
     repeated = Random(0).sample(range(groups), min(groups, max(MIN_QUESTIONS, groups // 4)))
     for number in range(groups):
-        asked = [system for system in systems if number in repeated or not system.is_repeat]
+        asked = [system for system in systems if number in repeated or not system.again]
         yield Random(number).sample(asked, len(asked))

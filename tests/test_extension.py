@@ -63,9 +63,9 @@ ROW = Training(objective=LOSS, recipe=Recipe(epochs=1, learning_rate=1e-3, weigh
 """,
     "bush": """
 from treespec.trees.policy import TreeSyntax
-from treespec.trees.static import balanced
+from treespec.trees.static import build_balanced_tree
 
-ROW = TreeSyntax("bush", lambda text: None if text else balanced(2, 2))
+ROW = TreeSyntax("bush", lambda text: None if text else build_balanced_tree(2, 2))
 """,
 }
 
@@ -113,7 +113,7 @@ ONE_ROW = """
 from treespec.heads import registry
 from treespec.heads.registry import HeadKind, Recipe, Training
 
-registry.HEADS["mine"] = HeadKind(
+registry.HEAD_KINDS["mine"] = HeadKind(
     head="treespec.heads.medusa:MedusaHead",
     proposer="treespec.draft.trained.proposers:MedusaProposer",
     read="treespec.heads.formats.depths:read_medusa",

@@ -139,7 +139,7 @@ def measured(questions, rng, speedup=1.0):
     """The verdict on plain decoding, plain decoding again, and a pair that is `speedup` times as fast."""
     clock = BusyClock(rng)
     answers = {name: {} for name in ("plain", "again", "pair")}
-    chosen = [System("topk", name=name, is_repeat=name == "again") for name in answers]
+    chosen = [System("topk", name=name, again=name == "again") for name in answers]
     tokens = rng.integers(5, 100, questions)
     for [one], who in plan_questions([Question(i, "c", ("?",)) for i in range(questions)], chosen, set()):
         count = int(tokens[one.question_id])

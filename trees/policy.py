@@ -127,3 +127,5 @@ def parse_tree_options(kind: type[Policy], text: str) -> dict[str, float]:
                 f"tree '{kind.name}:{text}': {part!r} is not understood; its options are {choice}"
             ) from None
     return values
+
+Form = TreeSyntax  # its name in earlier pages, which rows of other packages import

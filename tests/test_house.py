@@ -12,6 +12,9 @@ import pytest
 from reading_counts import PACKAGE_FOLDERS, ROOT, SOURCE_MODULES, imported_names, list_sources
 
 from treespec.old_paths import NEW_PATHS
+from treespec.trees import policy
+from treespec.trees.static import StaticTree
+from treespec.verify import facts
 
 FLOORS = (  # from the ground up: a room imports those of floors below its own; train and eval are one floor
     "errors",
@@ -103,6 +106,11 @@ def test_an_old_path_imports_the_module_of_the_new_one(path):
 
 def test_a_module_of_an_old_package_keeps_its_name_in_the_new_one():
     assert import_module("treespec.requests.output") is import_module("treespec.engine.output")
+
+
+def test_rows_of_other_packages_find_the_names_of_earlier_pages():
+    assert facts.Known("own", facts.SCHEMES["topk"]).scheme is facts.SCHEME_INFOS["topk"]
+    assert policy.Form("bush", StaticTree).example == "bush"
 
 
 ASKING = "import treespec.heads.mtp_layouts as file\nprint(file.__file__)"

@@ -128,4 +128,5 @@ def parse_tree_options(kind: type[Policy], text: str) -> dict[str, float]:
             ) from None
     return values
 
+
 Form = TreeSyntax  # its name in earlier pages, which rows of other packages import

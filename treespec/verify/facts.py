@@ -186,6 +186,7 @@ def check_scheme_options(name: str, values: Mapping[str, object]) -> None:
         if value is not None and value not in allowed:
             raise InputError(f"verifier {name}: {option} is {value}, must be {allowed}")
 
+
 # Names in earlier pages, which rows of other packages import.
 Known = VerifierInfo
 SCHEMES = SCHEME_INFOS

@@ -109,7 +109,7 @@ def test_a_module_of_an_old_package_keeps_its_name_in_the_new_one():
 
 
 def test_rows_of_other_packages_find_the_names_of_earlier_pages():
-    assert facts.Known("own", facts.SCHEMES["topk"]).scheme is facts.SCHEME_INFOS["topk"]
+    assert facts.Known("own", facts.SCHEMES["topk"], loads="own:OWN").scheme is facts.SCHEME_INFOS["topk"]
     assert policy.Form("bush", StaticTree).example == "bush"
 
 

@@ -1,8 +1,8 @@
 """The architectures of draft heads that other projects write, and whether treespec reads them. No torch.
 
 Projects name an architecture in `architectures`, in `speculators_model_type`, or in the
-`projector_type` of `dflash_config`. Tensors decide which kind of head a directory holds
-(`heads.registry`); this table says by name which ones would be read wrongly.
+`projector_type` of `dflash_config`. `heads.registry` detects the kind of a head mostly by its tensors. Some
+architectures that treespec cannot compute have the same tensors: this table refuses them by name.
 """
 
 import re
@@ -19,9 +19,12 @@ SPECULATORS_KINDS = ("dflash", "eagle", "eagle3", "peagle")
 class Architecture:
     """A row of the table.
 
-    name: as people call it. projects: that write or serve it. marks: a pattern of the names that a
-    config.json has for it, compared whole and without case. kind: of the head that treespec reads,
-    "" where it is known and not read yet. reason: why it is not read, and what to use instead.
+    Attributes:
+        name: the common name.
+        projects: the projects that write or serve it.
+        marks: a pattern of its names in config.json, matched in full and without case.
+        kind: treespec's kind of head that reads it; "": treespec does not read it yet.
+        reason: why treespec does not read it, and what to use instead.
     """
 
     name: str
@@ -32,7 +35,7 @@ class Architecture:
 
 
 IS_LANGUAGE_MODEL = "it is a language model of its own, no head"
-# The first row whose marks fit a name counts, so the special names come before the general ones.
+# The first row that matches a name counts, so special names come before general ones.
 KNOWN_ARCHITECTURES = (
     Architecture(
         "DFlash 2",
@@ -183,7 +186,7 @@ KNOWN_ARCHITECTURES = (
 
 
 def find_names(config: Config) -> Iterator[str]:
-    """The names that a config.json has for its architecture."""
+    """Yield the names that a config.json has for its architecture."""
     architectures = config.get("architectures")
     names: list[object] = []
     if isinstance(architectures, list):
@@ -199,7 +202,7 @@ def find_names(config: Config) -> Iterator[str]:
 
 
 def find_architecture(name: str) -> Architecture | None:
-    """The row of a name; None for one that is not in the table, such as a target's."""
+    """Find the row of an architecture's name; None if it is in no row, such as a target's."""
     for row in KNOWN_ARCHITECTURES:
         if re.fullmatch(row.marks, name, re.IGNORECASE):
             return row
@@ -207,7 +210,7 @@ def find_architecture(name: str) -> Architecture | None:
 
 
 def check_architecture(config: Config) -> None:
-    """Raises ValueError for an architecture that is known and not read, by its name."""
+    """Raises ValueError for an architecture that the table knows and treespec does not read."""
     for name in find_names(config):
         row = find_architecture(name)
         if row is not None and not row.kind:

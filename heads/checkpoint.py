@@ -1,8 +1,8 @@
-"""Head directories: `config.json` with a file of tensors, by the names of `treespec.heads.folder`.
+"""Load and save head directories: `config.json` and a file of tensors (`treespec.heads.folder` has the names).
 
 Each file carries a checksum, which `load_head` verifies. `save_head` writes each file under a
-temporary name and renames it, so a kill leaves the old file or the new one. From a pickle nothing
-but tensors is loaded.
+temporary name and renames it, so a kill leaves the old file or the new one. Pickles are loaded with
+`weights_only`.
 """
 
 import json
@@ -40,13 +40,18 @@ def load_head(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> Head:
-    """The head in a directory or hub repository. dtype: of its weights; default: the file's own.
+    """Load the head in a directory or hub repository, in treespec's format or another project's.
 
-    It also reads the formats of other projects (`treespec.heads.formats`).
-    Raises InputError for a missing or corrupt file, and for missing, unknown or misshapen tensors,
-    by name.
+    Args:
+        path: the directory or hub id.
+        dtype: the dtype of the head's weights; default: the file's.
+        device: where the weights go.
+
+    Raises:
+        InputError: for a missing or damaged file, and for tensors that are missing, unknown or of another
+            shape than config.json says. It names them.
     """
-    # 1. The directory's content, as treespec's head of that kind has it.
+    # 1. Convert config.json and the tensors to treespec's format.
     folder = find_head_folder(path)
     config = read_head_config(folder)
     tensors = read_head_tensors(folder)
@@ -56,7 +61,7 @@ def load_head(
     except ValueError as error:
         raise InputError(f"{folder}: {error}") from error
     build = kind.build()
-    named = ", ".join(find_names(config))
+    architecture_names = ", ".join(find_names(config))
     try:
         config, tensors = resolve_name(kind.read)(config, tensors)
         with torch.device("meta"):
@@ -66,16 +71,16 @@ def load_head(
     except Exception as error:  # a file may say anything
         raise build_config_error(folder, build.known_as, str(error)) from error
 
-    # 2. Compare the tensors with those that the config describes, and build the head itself: some of
-    #    its buffers follow from the config.
+    # 2. Check the tensors against the config's shapes on the meta device. Then build the head on the CPU, because
+    #    some of its buffers are computed from the config.
     try:
         check_shapes(described, tensors, described.optional)
         head: Head = build(config)
         head.fill(tensors)
     except ValueError as error:
         reading = f"it was read as {build.known_as}"
-        if named:
-            reading += f" ({named})"
+        if architecture_names:
+            reading += f" ({architecture_names})"
         raise InputError(f"{folder}: {error}; {reading}: {UNREADABLE_ADVICE}") from error
     broken = [name for name, value in tensors.items() if not value.isfinite().all()]
     if broken:
@@ -86,15 +91,16 @@ def load_head(
 
 
 def build_config_error(folder: Path, known_as: str, reason: str) -> InputError:
-    """The error of a config.json that a head's class or its reader does not take, in one line."""
+    """Build the one-line error for a config.json that a head's reader or class refuses."""
     words = " ".join(reason.split())
     return InputError(f"{folder / 'config.json'} does not describe {known_as}: {words}")
 
 
 def strip_all_wrappers(tensors: Tensors) -> Tensors:
-    """The tensors without the names of wrappers before theirs. Raises ValueError where two get one name.
+    """Remove the prefixes that training's wrappers put before tensors' names.
 
-    Of a whole model around Medusa's heads the names stay, since they tell the heads from the model.
+    The names stay if the file is a whole model with Medusa's heads: the prefix marks the heads there.
+    Raises ValueError if two tensors get the same name.
     """
     if any(name.startswith(WHOLE_MODEL_PREFIX) for name in tensors):
         return tensors
@@ -113,11 +119,16 @@ def save_head(
     dtype: torch.dtype | None = None,
     leave_out: Collection[str] = (),
 ) -> None:
-    """Write the directory that `load_head` reads: tensors and config, each with its checksum.
+    """Write a head directory that `load_head` reads: tensors and config, each with its checksum.
 
-    dtype: of the weights in the file. Default: the head's own.
-    leave_out: names of tensors that the target has, from `head.optional`.
-    Raises InputError where it cannot be written.
+    Args:
+        head: the head.
+        path: the directory.
+        dtype: the dtype of the weights in the file; default: the head's.
+        leave_out: names of tensors that the target has, from `head.optional`.
+
+    Raises:
+        InputError: if the directory cannot be written.
     """
     tensors: Tensors = {}
     for name, value in head.state_dict().items():
@@ -131,13 +142,13 @@ def save_head(
 
 
 def write_head(folder: Path, config: Config, tensors: Tensors) -> None:
-    """Write config.json and the tensors with their checksum. Raises InputError as `save_head`."""
+    """Write config.json, and the tensors with their checksum. Raises InputError as `save_head`."""
     write_tensors(folder / "model.safetensors", tensors, {"format": "pt"})
     write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
 
 def list_names(names: Iterable[str]) -> str:
-    """The first five names in order, and the number of the others."""
+    """List the first five names in alphabetical order, and the number of further ones."""
     ordered = sorted(names)
     words = ", ".join(ordered[:5])
     if len(ordered) > 5:
@@ -151,9 +162,13 @@ def check_shapes(
     optional: Collection[str] = (),
     in_file: Callable[[str], str] = str,
 ) -> None:
-    """Raises ValueError for tensors that are missing, unknown or misshapen, by name.
+    """Raises ValueError for tensors that are missing, unknown or of another shape than the module's.
 
-    optional: names that may be missing. in_file: a tensor's name in its file, by the module's.
+    Args:
+        module: the module that shall load the tensors.
+        tensors: the tensors by the module's names.
+        optional: names that may be missing.
+        in_file: turns the module's name of a tensor into the file's, for the message.
     """
     shapes = {name: value.shape for name, value in module.state_dict().items()}
     missing = shapes.keys() - tensors.keys() - set(optional)
@@ -170,9 +185,9 @@ def check_shapes(
 
 
 def read_head_tensors(folder: Path) -> Tensors:
-    """The tensors of a head directory, by name.
+    """Read the tensors of a head directory, by name.
 
-    Raises InputError where there is none, or it holds something else.
+    Raises InputError if there is no file of tensors, or it is damaged.
     """
     first = find_tensor_file(folder)
     if first.name == GGUF_FILE:
@@ -183,17 +198,17 @@ def read_head_tensors(folder: Path) -> Tensors:
     tensors = Tensors()
     for file in files:
         if file.suffix == ".safetensors":
-            stored, _ = read_tensors(file, FETCH_AGAIN_ADVICE)
+            file_tensors, _ = read_tensors(file, FETCH_AGAIN_ADVICE)
         else:
-            stored = read_pickle(file)
-        tensors |= stored
+            file_tensors = read_pickle(file)
+        tensors |= file_tensors
     return tensors
 
 
 def read_index(index: Path) -> list[str]:
-    """The names of the files that an index lists. A whole model's other files than those of Medusa's heads are skipped.
+    """List the files that an index names: of a whole model only those with Medusa's heads.
 
-    Raises InputError for a damaged index, and for one that leads out of the head's folder.
+    Raises InputError for a damaged index, and for a file outside the head's folder.
     """
     try:
         files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -214,7 +229,7 @@ def read_index(index: Path) -> list[str]:
 
 
 def read_gguf_tensors(file: Path) -> Tensors:
-    """The tensors of llama.cpp's file. Raises InputError for a damaged one, and one of other fields."""
+    """Read the tensors of llama.cpp's file. Raises InputError for a damaged file and for an unknown field."""
     try:
         tensors: Tensors = resolve_name("treespec.heads.formats.gguf:read_gguf")(file)
     except InputError:
@@ -227,10 +242,10 @@ def read_gguf_tensors(file: Path) -> Tensors:
 
 
 def read_pickle(file: Path) -> Tensors:
-    """The tensors of a pickle. Raises InputError for one that holds anything else."""
+    """Read the tensors of a pickle. Raises InputError for a pickle that holds anything else."""
     try:
-        held = torch.load(file, map_location="cpu", weights_only=True)
-        return {name: value.detach() for name, value in held.items()}
+        stored = torch.load(file, map_location="cpu", weights_only=True)
+        return {name: value.detach() for name, value in stored.items()}
     except Exception as error:
         raise InputError(
             f"{file} is damaged, or holds more than tensors by name and is not loaded: "

@@ -1,13 +1,13 @@
-"""DFlash (Chen et al. 2026, 2602.06036): a block of mask tokens, filled in by one forward.
+"""DFlash (Chen et al. 2026, 2602.06036): one forward fills in a block of mask tokens.
 
-The target's features at aux layers, fused by `fc`, become keys and values of every layer of the
-head; they have no rows of their own. The block is the sequence's last token and mask tokens after it,
-which all see each other. Five tokens, a block of four:
+The target's features at aux layers, fused by `fc`, become keys and values in every layer of the
+head; they have no queries. The block is the sequence's last token and mask tokens m after it; its rows
+see each other. Five tokens, a block of four:
 
     position      0    1    2    3    4    5    6    7
     token         a    b    c    d    e    m    m    m
     keys from     g0   g1   g2   g3   the block's own rows
-    head gives                             1    2    3       distributions of the tokens after e
+    drafts level                           1    2    3       distributions of the tokens after e
 
 With `sample_from_anchor` each row drafts the token after its own position, so the block of four
 drafts four levels.
@@ -30,24 +30,28 @@ from treespec.heads.unrolled import AttentionColumns, attend
 
 @final
 class DFlashHead(BlockHead):
-    """Parameter names are the published checkpoint's.
+    """DFlash's head, with the published parameter names.
 
     config: Llama's fields for Qwen3's layers, and
     - `aux_hidden_state_layer_ids`, `mask_token_id`, `block_size`.
     - `sample_from_anchor` (false if absent): whether the last token's row drafts too.
-    - `layer_types` and `sliding_window`, as for `Eagle3Head`. `causal`: for each layer, whether a
-      block row sees no later one; if absent, the layers with a window.
-    - `own_output`: whether it has an output layer of its own, of `draft_vocab_size` tokens, with
-      d2t and t2d as in EAGLE-3; otherwise the target's output path serves.
+    - `layer_types` and `sliding_window`, as for `Eagle3Head`.
+    - `causal`: for each layer, whether a block row sees no later block rows. If absent, layers with a
+      window are causal.
+    - `own_output` (false if absent): whether the head has its own output layer for `draft_vocab_size`
+      tokens, with d2t and t2d as in EAGLE-3. Otherwise it uses the target's.
 
-    embed_tokens: None where the checkpoint has none; then the target's embedding serves.
+    Attributes:
+        embed_tokens: None if the checkpoint has none: the head uses the target's embedding then.
+        from_anchor: `sample_from_anchor`.
+        windows: the window of each layer.
     """
 
     kind: str = "dflash"
     known_as: ClassVar[str] = "a DFlash head"
 
     def __init__(self, config: Config) -> None:
-        # 1. What the config says.
+        # 1. Read the config.
         super().__init__(config)
         width = self.hidden_size
         eps = self.llama.rms_norm_eps
@@ -63,7 +67,7 @@ class DFlashHead(BlockHead):
             self.causal = config["causal"]
         self.cached_layers = len(self.windows)
 
-        # 2. The modules, by their published names.
+        # 2. Build the modules, by their published names.
         self.feature_size = len(self.aux_layers) * (config.get("target_hidden_size") or width)
         self.fc = nn.Linear(self.feature_size, width, bias=False)
         self.hidden_norm = RMSNorm(width, eps=eps)
@@ -74,7 +78,7 @@ class DFlashHead(BlockHead):
 
     @classmethod
     def build_config(cls, target: TargetFacts, levels: int = 7, **fields: Any) -> Config:
-        own = {
+        defaults = {
             "model_type": cls.kind,
             "aux_hidden_state_layer_ids": list(list_default_aux_layers(target.layers)),
             "block_size": levels + 1,
@@ -82,17 +86,17 @@ class DFlashHead(BlockHead):
             "target_hidden_size": target.config.hidden_size,
             "own_output": True,
         }
-        return super().build_config(target, **own | fields)
+        return super().build_config(target, **defaults | fields)
 
     @property
     def first_slot(self) -> int:
-        """The first row of a block that drafts: the last token's own, 0, or the first mask token's."""
+        """The first row of a block that drafts: 0, the last token's, or 1, the first mask token's."""
         if self.from_anchor:
             return 0
         return 1
 
     def embed_block(self, tokens: Tensor, embed: Embed) -> Tensor:
-        """[...] tokens of blocks -> [..., H], by the head's own embedding or else the target's."""
+        """Embed the tokens [...] of blocks, by the head's embedding or else the target's -> [..., H]."""
         if self.embed_tokens is None:
             return embed(tokens)
         embedded: Tensor = self.embed_tokens(tokens)
@@ -101,7 +105,8 @@ class DFlashHead(BlockHead):
     def run(
         self, pairs: Pairs, roots: Tensor | None, caches: Sequence[KeyValues], embed: Embed
     ) -> tuple[Tensor, Tensor]:
-        # 1. The features as every layer takes them, and the rows of the block.
+        """As `BlockHead.run`; the first result is the context itself, because pairs have no rows."""
+        # 1. The context (fused features) that every layer reads, and the rows of the block.
         context = self.hidden_norm(self.fc(pairs.features))
         x = context[:, :0]
         rows = pairs.seen.shape[1]
@@ -110,7 +115,7 @@ class DFlashHead(BlockHead):
             x = self.embed_block(block, embed).to(context.dtype)
         angles = self.rotary(pairs.positions[:, -rows:], context.dtype)
 
-        # 2. The layers. Without a block they only store the keys and values of the features.
+        # 2. The layers. Without a block they only store the keys and values of the context.
         for number, (module, cache) in enumerate(zip(self.layers, caches, strict=True)):
             layer = cast(Layer, module)
             mask = self._mask(number, pairs, x.shape[1])
@@ -125,13 +130,14 @@ class DFlashHead(BlockHead):
     ) -> list[Tensor]:
         """As `Head.forward`; a step is a level of the block.
 
-        A layer sees each slot of the blocks as one sequence of R rows: row t attends to the context up to t,
-        and to the own column of each slot. Five tokens, a block of three:
+        A block starts at each of R rows. A slot is the same place in all blocks, and a layer computes it as
+        one sequence of R rows: row t attends to the context up to t, and to column t of each slot. Five
+        tokens, a block of three:
 
             row t             0  1  2
             slot 0            b  c  d        at positions 1 2 3
-            slot 1            m  m  m        at positions 2 3 4, gives level 1: c d e
-            slot 2            m  m  m        at positions 3 4 5, gives level 2: d e
+            slot 1            m  m  m        at positions 2 3 4, drafts level 1: c d e
+            slot 2            m  m  m        at positions 3 4 5, drafts level 2: d e
         """
         # 1. Positions and rows of all slots, [S B, R, …].
         context = self.hidden_norm(self.fc(features))
@@ -141,26 +147,26 @@ class DFlashHead(BlockHead):
         roots = tokens[:, 1 : n + 1]
         x = torch.cat([roots, torch.full_like(roots, self.mask_token).repeat(size - 1, 1)])
         x = self.embed_block(x, embed).to(dtype)
-        at = torch.arange(n, device=tokens.device)
+        context_positions = torch.arange(n, device=tokens.device)
         slots = torch.arange(1, size + 1, device=tokens.device).repeat_interleave(texts)
-        angles = self.rotary(at + slots[:, None], dtype)
-        before = self.rotary(at, dtype)
+        angles = self.rotary(context_positions + slots[:, None], dtype)
+        context_angles = self.rotary(context_positions, dtype)
 
         # 2. The layers.
         for module, causal, window in zip(self.layers, self.causal, self.windows, strict=True):
             layer = cast(Layer, module)
-            known = layer.self_attn.project(context, before)
+            context_parts = layer.self_attn.project(context, context_angles)
             attention = partial(
                 attend_blocks,
                 layer.self_attn,
-                AttentionColumns(known.keys, known.values),
+                AttentionColumns(context_parts.keys, context_parts.values),
                 angles=angles,
                 causal=causal,
                 window=window,
             )
             x = layer(x, attention)
 
-        # 3. The states of each level, where its token counts.
+        # 3. For each level, the states of the wanted rows.
         levels = self.norm(x).chunk(size)[self.first_slot :]
         states = []
         for step, level in enumerate(levels[: min(steps, n)]):
@@ -168,18 +174,21 @@ class DFlashHead(BlockHead):
         return states
 
     def _mask(self, number: int, pairs: Pairs, size: int) -> Tensor:
-        """[B, 1, S, T] the columns that the block's rows see in a layer: causality and its window."""
+        """Build the mask [B, 1, S, T] of the block's rows in a layer, by its causality and window."""
         columns = pairs.seen.shape[2]
         window = self.windows[number]
         first = columns - size
-        seen = pairs.seen[:, pairs.seen.shape[1] - size :]
+        visible = pairs.seen[:, pairs.seen.shape[1] - size :]
         if self.causal[number]:
-            seen = seen.tril(first)
+            visible = visible.tril(first)
         if window is not None:
-            seen = seen & (pairs.positions[:, None] > pairs.positions[:, first:, None] - window)
-        return seen[:, None]
+            visible = visible & (
+                pairs.positions[:, None] > pairs.positions[:, first:, None] - window
+            )
+        return visible[:, None]
 
     def select_drafted_states(self, last: Tensor, block: Tensor) -> Tensor:
+        """As `BlockHead.select_drafted_states`: all drafts are states of the block."""
         return block[:, self.first_slot :]
 
 
@@ -191,17 +200,18 @@ def attend_blocks(
     causal: bool,
     window: int | None,
 ) -> Tensor:
-    """One layer's attention for `DFlashHead.forward`, slot by slot.
+    """Compute a layer's attention for `DFlashHead.forward`, slot by slot.
 
     Args:
-        attention: the layer's own.
+        attention: the layer's attention.
         context: keys and values [B, kv heads, R, D] of the fused features.
-        x: [S B, R, H] the rows of all slots, one slot after the other.
+        x: [S B, R, H] the rows of all slots, slot after slot.
         angles: cos and sin of the rows.
-        causal: whether a slot sees no later one.
-        window: positions that a row sees, its own included; None: all.
+        causal: whether a slot sees no later slots.
+        window: the number of positions that a row sees, its own included; None: all.
 
-    Returns [S B, R, H].
+    Returns:
+        [S B, R, H].
     """
     # 1. Queries, keys and values of each slot.
     size = len(x) // len(context.keys)
@@ -212,14 +222,15 @@ def attend_blocks(
         for keys, values in zip(parts.keys.chunk(size), parts.values.chunk(size), strict=True)
     ]
 
-    # 2. A row sees the context, and its own column in each slot.
+    # 2. Row t sees the context up to t, and column t of each slot.
     out = []
     for number, rows in enumerate(queries, start=1):
-        seen = slots
+        seen_slots = slots
         if causal:
-            seen = slots[:number]
-        wide = window
-        if wide is not None:
-            wide += len(seen) - number  # later slots take no place of an earlier one
-        out.append(attend(rows, [context] + seen, wide))
+            seen_slots = slots[:number]
+        slot_window = window
+        if slot_window is not None:
+            # Later slots do not use up the window of an earlier one.
+            slot_window += len(seen_slots) - number
+        out.append(attend(rows, [context] + seen_slots, slot_window))
     return attention.extend(torch.cat(out))

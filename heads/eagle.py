@@ -1,17 +1,17 @@
 """The head of EAGLE-1 and EAGLE-2 (Li et al. 2024, 2401.15077, 2406.16858).
 
-A feature is the target's last hidden state after its final norm. The head sees the feature at
-position t with the embedding of token t + 1, and extrapolates the feature at t + 1. The target's
-output path turns that into the logits of token t + 2. Five tokens:
+A feature is the target's last hidden state after its final norm. The head reads the feature at
+position t and the embedding of token t + 1, and extrapolates the feature at t + 1. The target's
+output path turns that feature into the logits of token t + 2. Five tokens:
 
     position      0    1    2    3    4
     token         a    b    c    d    e
     feature       f0   f1   f2   f3   .        from the target
     head sees     f0,b f1,c f2,d f3,e          rotary positions 0 1 2 3
-    head gives    f1'  f2'  f3'  f4'           compared with f1 f2 f3; f4' drafts the token after e
+    head returns  f1'  f2'  f3'  f4'           compared with f1 f2 f3; f4' drafts the token after e
 
-EAGLE-3's heads are of this family: a step takes the feature at position t and the embedding of
-token t + 1, and returns the feature at t + 1. To draft deeper, the head takes the feature that it returned.
+EAGLE-3's heads belong to this family: one step turns the feature at position t and the embedding of
+token t + 1 into the feature at t + 1. The input of the next step is the feature that the head returned.
 """
 
 from abc import abstractmethod
@@ -29,10 +29,10 @@ from treespec.heads.unrolled import UnrolledAttention
 
 
 class FeatureHead(LlamaHead):
-    """A head that drafts by features. Its subclass has one decoder layer or more after `fc`.
+    """A head that extrapolates features step by step. Subclasses have decoder layers after `fc`.
 
-    config: as for `LlamaHead`, and `embed_scale` (1 if absent; for targets that scale their
-    embeddings).
+    config: `LlamaHead`'s fields, and `embed_scale` (1 if absent), the factor of targets that scale their
+    embeddings.
     """
 
     @classmethod
@@ -44,6 +44,7 @@ class FeatureHead(LlamaHead):
 
     @property
     def embed_scale(self) -> float:
+        """The factor on embeddings."""
         return float(self.config.get("embed_scale", 1.0))
 
     @property
@@ -64,13 +65,13 @@ class FeatureHead(LlamaHead):
     def extrapolate(
         self, embeddings: Tensor, features: Tensor, attends: Sequence[Attend]
     ) -> Tensor:
-        """[B, T, H] embeddings and features -> [B, T, H] the features that follow.
+        """Run the layers: [B, T, H] embeddings and features -> [B, T, H] the next features.
 
-        attends: one for each decoder layer.
+        attends: for each decoder layer its attention, with angles, mask and cache bound.
         """
 
     def fuse(self, features: Tensor) -> Tensor:
-        """[..., F] the target's features -> [..., H] the features that `step` takes: the same."""
+        """Turn the target's features [..., F] into the input features [..., H] of a step; unchanged by default."""
         return features
 
     def forward(
@@ -81,22 +82,22 @@ class FeatureHead(LlamaHead):
         steps: int,
         embed: Embed | None = None,
     ) -> list[Tensor]:
-        """As `Head.forward`, on its own features (training-time test, section 3.2). embed: not used."""
+        """As `Head.forward`; from step 1 on it reads its own features (EAGLE-3, section 3.2). embed: not used."""
         steps_of = self.unroll_steps(tokens, self.fuse(features), steps)
         return [
             self.normalize_hidden(hidden[counts[:, step:]]) for step, hidden in enumerate(steps_of)
         ]
 
     def unroll_steps(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
-        """Draft from every position at once, from step 1 on over the head's own features.
+        """Draft from every position at once; from step 1 on the input features are the head's own.
 
         Args:
             tokens: [B, T] int64.
-            features: [B, R, H] fused, of the first R = T - 2 positions.
-            steps: draft steps; at most R are computed.
+            features: [B, R, H] fused features of the first R = T - 2 positions.
+            steps: the number of draft steps; at most R are computed.
 
-        Yields for each step s, from 0, the features [B, R - s, H] that follow: row t stands for
-        position t + s + 1.
+        Yields:
+            For each step s, from 0, the next features [B, R - s, H]. Row t is at position t + s + 1.
         """
         attentions = [UnrolledAttention(attention) for attention in self.attentions]
         for step in range(min(steps, features.shape[1])):
@@ -113,14 +114,15 @@ class FeatureHead(LlamaHead):
     def build_step_inputs(
         self, tokens: Tensor, features: Tensor, step: int
     ) -> tuple[Tensor, Tensor]:
-        """Choose what the rows of a draft step see: the text's tokens, and the features of the step before.
+        """Choose the inputs of a draft step: by default the sequence's tokens and the last step's features.
 
         Args:
-            tokens: [B, R] int64 of the text, each the one after its feature.
-            features: [B, R, H] the target's at step 0, and then what the head returned.
+            tokens: [B, R] int64, for each feature the token after it.
+            features: [B, R, H] the target's features at step 0, later those that the head returned.
             step: the number of the draft step, from 0.
 
-        Returns both as the step takes them; a subclass may replace them.
+        Returns:
+            The tokens and features that the step reads. A subclass may replace them.
         """
         return tokens, features
 
@@ -135,13 +137,14 @@ class FeatureHead(LlamaHead):
         """Extrapolate one step: from each feature and the token after it to the next feature.
 
         Args:
-            tokens: [B, T] int64, each the one after its feature.
+            tokens: [B, T] int64, for each feature the token after it.
             features: [B, T, H].
-            positions: [T] or [B, T] of the features, or their rotary angles (cos and sin).
+            positions: [T] or [B, T] positions of the features, or their rotary angles (cos and sin).
             mask: [T, P + T] or [B, 1, T, P + T] bool, the columns that each row sees; None is causal.
-            caches: keys and values of P earlier columns, for each decoder layer; None: there are none.
+            caches: for each decoder layer the keys and values of P earlier columns; None: P = 0.
 
-        Returns [B, T, H] the features that follow.
+        Returns:
+            [B, T, H] the next features.
         """
         angles = positions
         if isinstance(positions, Tensor):
@@ -157,7 +160,7 @@ class FeatureHead(LlamaHead):
         return self.extrapolate(self.embed_tokens_scaled(tokens, features.dtype), features, attends)
 
     def embed_tokens_scaled(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-        """[B, T] int64 -> [B, T, H] embeddings, scaled as the target's are."""
+        """Embed tokens, with the target's scale: [B, T] int64 -> [B, T, H]."""
         assert self.embed_tokens is not None, "a head without an embedding takes its target's first"
         embedded: Tensor = self.embed_tokens(tokens)
         if self.embed_scale != 1:
@@ -169,8 +172,11 @@ class FeatureHead(LlamaHead):
 class EagleHead(FeatureHead):
     """One decoder layer over fc(cat(embedding, feature)), with the published parameter names.
 
-    config: as for `FeatureHead`, with `bias` (of fc, true if absent), `qkv_bias` (false if absent),
-    and `own_output`: whether it has an output layer of its own, of `draft_vocab_size` tokens.
+    config: `FeatureHead`'s fields, and
+    - `bias` (true if absent): whether `fc` has a bias.
+    - `qkv_bias` (false if absent): whether queries, keys and values have biases.
+    - `own_output` (false if absent): whether the head has its own output layer, for
+      `draft_vocab_size` tokens. Otherwise it uses the target's.
     """
 
     kind: str = "eagle"

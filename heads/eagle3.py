@@ -1,8 +1,8 @@
-"""The head of EAGLE-3 (Li et al. 2025, 2503.01840): aux hidden states in, logits of its own out.
+"""The head of EAGLE-3 (Li et al. 2025, 2503.01840): it reads aux hidden states, and has its own output layer.
 
-`fc` fuses the target's hidden states at position t, of three aux layers, into one. The head sees it
-with the embedding of token t + 1, and its logits are for token t + 2. To draft deeper, it takes its
-last layer's output as the feature at t + 1: before the last norm, or, in EAGLE-3.1, after it.
+`fc` fuses the target's hidden states at position t, from three aux layers, into one feature. The head
+reads this feature and the embedding of token t + 1; its logits are for token t + 2. In the next draft step
+the feature at t + 1 is the output of its last layer: before the last norm, or, in EAGLE-3.1, after it.
 Training does not compare that feature with the target's.
 Five tokens:
 
@@ -10,9 +10,9 @@ Five tokens:
     token         a    b    c    d    e
     fused         g0   g1   g2   g3   .        from the target
     head sees     g0,b g1,c g2,d g3,e          rotary positions 0 1 2 3
-    head gives    a1   a2   a3   a4            for c, d, e and the token after e
+    head returns  a1   a2   a3   a4            for c, d, e and the token after e
     then sees     a1,c a2,d a3,e               rotary positions 1 2 3
-    and gives     b2   b3   b4                 for d, e and the token after e
+    and returns   b2   b3   b4                 for d, e and the token after e
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,22 +29,23 @@ AUX_LAYERS = 3
 
 
 class Eagle3Head(FeatureHead):
-    """Parameter names are the published checkpoint's.
+    """EAGLE-3's head, with the published parameter names.
 
     config: the content of config.json, Llama's fields plus
-    - `draft_vocab_size` Vd (V if absent). Where Vd is not V, d2t [Vd] int64 says that draft token i
-      is the target's i + d2t[i], and t2d [V] bool marks these.
-    - `target_hidden_size` Ht (H if absent), `eagle_aux_hidden_state_layer_ids` (the aux layers; if
-      absent they follow from the target's depth), and `embed_scale` (1 if absent).
-    - `own_output` (true if absent): whether it has an output layer of its own, or the target's.
-    - `num_hidden_layers` (1 if absent). The first layer is `midlayer`, the next ones are Llama's.
-    - `layer_types`, one for each layer: "full_attention", which all are if it is absent, or
-      "sliding_attention", which sees `sliding_window` positions, its own included.
-    - `qkv_bias` and `norm_before_residual`, of the first layer, and `qk_norm`, which makes all
-      layers Qwen3's (false if absent).
-    - EAGLE-3.1's norms (false if absent). `norm_before_fc`: one over all aux hidden states together,
-      before `fc`. `fc_norm`: one for each of them. `norm_output`: the normed state is the next feature, and
-      the plain one otherwise; the logits come from the normed state in any case.
+    - `draft_vocab_size` Vd (V if absent). If Vd is less than V, the tensors d2t and t2d are the draft vocabulary
+      (see `Head`).
+    - `target_hidden_size` Ht (H if absent): width of an aux hidden state.
+    - `eagle_aux_hidden_state_layer_ids`: the aux layers (if absent, `list_default_aux_layers`).
+    - `embed_scale` (1 if absent).
+    - `own_output` (true if absent): whether the head has its own output layer, or uses the target's.
+    - `num_hidden_layers` (1 if absent). The first layer is `midlayer`, later ones are Llama's.
+    - `layer_types`: for each layer "full_attention" (if absent) or "sliding_attention", in which a row sees
+      `sliding_window` positions, its own included.
+    - `qkv_bias`, `norm_before_residual` (false if absent): options of the first layer.
+    - `qk_norm` (false if absent): all layers are Qwen3's.
+    - EAGLE-3.1's norms (false if absent). `norm_before_fc`: one norm over all aux hidden states together, before
+      `fc`. `fc_norm`: a norm for each aux hidden state. `norm_output`: the next step's feature is the state
+      after the last norm, not the one before it. The logits come from the normed state in both cases.
 
     Raises ValueError for `norm_before_fc` together with `fc_norm`, and for layers of other types.
     """
@@ -53,7 +54,7 @@ class Eagle3Head(FeatureHead):
     known_as: ClassVar[str] = "an EAGLE-3 head"
 
     def __init__(self, config: Config) -> None:
-        # 1. What the config says.
+        # 1. Read the config.
         super().__init__(config)
         width = self.hidden_size
         drafted = config.get("draft_vocab_size") or self.vocab_size
@@ -66,7 +67,7 @@ class Eagle3Head(FeatureHead):
         windows = list_layer_windows(config)
         self.cached_layers = len(windows)
 
-        # 2. The modules, by their published names.
+        # 2. Build the modules, by their published names.
         count = len(self.aux_layers) or AUX_LAYERS
         aux_width = config.get("target_hidden_size") or width
         self.feature_size = count * aux_width
@@ -88,14 +89,14 @@ class Eagle3Head(FeatureHead):
             self.draft_first(drafted)
 
     def add_fusion_norms(self, count: int, width: int) -> None:
-        """Add the norms before `fc`: over all aux hidden states together, over each of them, or none.
+        """Add the norms before `fc`: one over all aux hidden states together, one for each, or none.
 
         Args:
-            count: aux hidden states of a position.
-            width: of one of them, Ht.
+            count: the number of aux hidden states of a position.
+            width: Ht, the width of one aux hidden state.
 
         Raises:
-            ValueError: for a config that asks for both.
+            ValueError: if the config asks for both.
         """
         norm_together = bool(self.config.get("norm_before_fc"))
         norm_each = bool(self.config.get("fc_norm"))
@@ -114,14 +115,14 @@ class Eagle3Head(FeatureHead):
 
     @classmethod
     def build_config(cls, target: TargetFacts, **fields: Any) -> Config:
-        own = {
+        defaults = {
             "architectures": ["LlamaForCausalLMEagle3"],
             "draft_vocab_size": target.vocab_size,
             "target_hidden_size": target.config.hidden_size,
             "tie_word_embeddings": False,
             "eagle_aux_hidden_state_layer_ids": list(list_default_aux_layers(target.layers)),
         }
-        return super().build_config(target, **own | fields)
+        return super().build_config(target, **defaults | fields)
 
     @property
     def decoder(self) -> list[Layer]:
@@ -129,6 +130,7 @@ class Eagle3Head(FeatureHead):
         return [self.midlayer] + later
 
     def fuse(self, features: Tensor) -> Tensor:
+        """As `FeatureHead.fuse`: norm the aux hidden states if the config says so, then `fc`."""
         aux = self.input_norm(features).chunk(len(self.fc_norm), dim=-1)
         normed = [norm(state) for norm, state in zip(self.fc_norm, aux, strict=True)]
         return self.fc(torch.cat(normed, dim=-1))
@@ -136,7 +138,7 @@ class Eagle3Head(FeatureHead):
     def extrapolate(
         self, embeddings: Tensor, features: Tensor, attends: Sequence[Attend]
     ) -> Tensor:
-        """As for `FeatureHead`; they are normed if `norm_output` says so."""
+        """As `FeatureHead.extrapolate`. With `norm_output` the returned features are normed."""
         hidden = torch.cat([embeddings, features], dim=-1)
         for layer, attend in zip(self.decoder, attends, strict=True):
             hidden = layer(hidden, attend)
@@ -145,20 +147,21 @@ class Eagle3Head(FeatureHead):
         return hidden
 
     def normalize_hidden(self, hidden: Tensor) -> Tensor:
+        """As `LlamaHead.normalize_hidden`: the last norm, unless `extrapolate` applied it."""
         if self.norm_output:
             return hidden
         return self.norm(hidden)
 
     def set_default_aux_layers(self, layers: int) -> None:
-        """If the config names no aux layers, take those published for `layers` layers."""
+        """If the config names no aux layers, take the published defaults for a target of `layers` layers."""
         if not self.aux_layers:
             self.aux_layers = list_default_aux_layers(layers)
 
 
 def check_distinct_layers(ids: Iterable[Any]) -> tuple[int, ...]:
-    """The aux layers of a config. Raises ValueError for one that stands twice.
+    """Turn a config's layer ids into aux layers. Raises ValueError for an id that stands twice.
 
-    Layer 0 may: the published layers of a target of one or two layers repeat it.
+    Id 0 may repeat: the default aux layers of a target of one or two layers repeat it.
     """
     layers = tuple(int(k) for k in ids)
     repeated = [k for k in layers if k and layers.count(k) > 1]
@@ -171,10 +174,10 @@ def check_distinct_layers(ids: Iterable[Any]) -> tuple[int, ...]:
 
 
 def list_default_aux_layers(layers: int) -> tuple[int, int, int]:
-    """The published ones for `layers` target layers: the inputs of a low, middle and high layer.
+    """The published aux layers for a target of `layers` layers: the inputs of a low, middle and high layer.
 
-    In a target of fewer than 7 layers these are not distinct and ascending; there, take the inputs
-    of the last three layers.
+    For fewer than 7 layers these ids are not distinct and ascending: take the inputs of the last three
+    layers then.
     """
     if layers >= 7:
         return 2, layers // 2, layers - 3

@@ -1,4 +1,4 @@
-"""The folder of a head: its files, config.json, names of tensors and its depth, without torch."""
+"""The files in a head's folder, and what they say without torch: config.json, tensors' names, number of levels."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from treespec.files.hub import explain_missing, is_hub_unreachable
 PRETRAINED_HEADS = Path(__file__).with_name("pretrained")  # heads that come with treespec
 GGUF_FILE = "model.gguf"  # llama.cpp's, beside a config.json
 FETCH_AGAIN_ADVICE = "fetch or train the head again"
-TENSOR_FILES = (  # of tensors: the first that exists
+TENSOR_FILES = (  # names of files of tensors; the first that exists is read
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
@@ -25,17 +25,17 @@ TENSOR_FILES = (  # of tensors: the first that exists
     "hydra_lm_head.pt",
     GGUF_FILE,
 )
-P_EAGLE_LEVELS = 8  # with which both projects train P-EAGLE heads
-WHOLE_MODEL_PREFIX = "medusa_head."  # before the names in a whole model
-HYDRA_PATTERN = r"hydra_mlp\.(\d+)\."  # the number of a head
-VLLM_BLOCK_PATTERN = re.compile(r"(?:medusa_heads\.)?blocks\.")  # vLLM's
+P_EAGLE_LEVELS = 8  # levels that SpecForge and speculators train P-EAGLE heads with
+WHOLE_MODEL_PREFIX = "medusa_head."  # prefix of the heads' tensors in a whole model
+HYDRA_PATTERN = r"hydra_mlp\.(\d+)\."  # group 1 is the number of the head
+VLLM_BLOCK_PATTERN = re.compile(r"(?:medusa_heads\.)?blocks\.")  # vLLM's names of Medusa's blocks
 
 
 def find_head_folder(path: str | Path) -> Path:
-    """The directory itself, or a local copy of the hub repository.
+    """Find a head's directory, or download the hub repository.
 
-    A training run that goes on has no head yet: its latest checkpoint stands for it. Raises
-    InputError where there is neither.
+    For the directory of a training run that has not ended yet, it is the latest checkpoint. Raises
+    InputError if there is neither a directory nor a repository.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -48,16 +48,16 @@ def find_head_folder(path: str | Path) -> Path:
 
     try:
         return Path(snapshot_download(str(path), local_files_only=local))
-    except Exception as error:  # of many kinds; its first line gives the reason
+    except Exception as error:  # of many types; the first line says the reason
         raise InputError(
             f"no directory {path}, and the hub did not give it: {get_first_line(error)}"
         ) from error
 
 
 def is_cached_only(path: str | Path) -> bool:
-    """Whether a hub repository is to be read from the cache, without asking the hub.
+    """Whether to read a hub repository from the cache, because the hub cannot be reached.
 
-    Raises InputError where there is none.
+    Raises InputError if the path is no hub id, or the repository is not in the cache then.
     """
     problem = explain_missing(path, "head directory")
     if problem:
@@ -71,7 +71,7 @@ def is_cached_only(path: str | Path) -> bool:
 
 
 def read_head_config(folder: Path) -> Config:
-    """The fields of config.json without its checksum. Raises InputError for a damaged file."""
+    """Read the fields of config.json, without its checksum. Raises InputError for a damaged file."""
     file = folder / "config.json"
     if not file.is_file():
         raise InputError(f"{folder} is not a head directory: it has no config.json")
@@ -80,7 +80,7 @@ def read_head_config(folder: Path) -> Config:
 
 
 def find_tensor_file(folder: Path) -> Path:
-    """The first of FILES that exists. Raises InputError where there is none."""
+    """Find the first file of `TENSOR_FILES` that exists. Raises InputError if there is none."""
     for name in TENSOR_FILES:
         if (folder / name).exists():
             return folder / name
@@ -89,15 +89,15 @@ def find_tensor_file(folder: Path) -> Path:
 
 
 def is_inside_folder(name: str) -> bool:
-    """Whether a name in an index stays in its folder; links may leave it, as in the hub's cache."""
+    """Whether a name in an index stays in its folder. Links may lead out, as in the hub's cache."""
     paths = (PurePosixPath(name), PureWindowsPath(name))
     return not any(path.anchor or ".." in path.parts for path in paths)
 
 
 def check_head_files(path: str) -> None:
-    """Raises InputError for a head whose config.json or file of tensors is missing or damaged.
+    """Raises InputError for a head without a readable config.json or file of tensors.
 
-    It reads only the header of a file of tensors, and checks only the name of a hub id.
+    This reads only the header of the tensors' file. Of a hub id it checks only the name.
     """
     if not Path(path).expanduser().is_dir():
         is_cached_only(path)
@@ -110,40 +110,43 @@ def check_head_files(path: str) -> None:
 
 
 def read_config_and_names(folder: Path) -> tuple[Config, set[str] | None]:
-    """A head's config.json and its tensors' names; ({}, None) where the files do not tell."""
+    """Read a head's config.json and its tensors' names; ({}, None) for missing files, damaged ones and pickles."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         file = find_tensor_file(folder)
         if file.suffix != ".safetensors" or not isinstance(config, dict):
             return {}, None
-        with safe_open(file, framework="numpy") as stored:
-            names = set(stored.keys())
+        with safe_open(file, framework="numpy") as tensor_file:
+            names = set(tensor_file.keys())
             return config, {strip_wrappers(name) for name in names}
-    except Exception:  # missing or damaged: loading says how
+    except Exception:  # missing or damaged: loading raises the error for the user
         return {}, None
 
 
 def strip_wrappers(name: str) -> str:
-    """A tensor's name without what training's wrappers put before it: `model.`, `module.`, `_orig_mod.`"""
+    """Remove the prefixes that training's wrappers put before a tensor's name: `model.`, `module.`, `_orig_mod.`"""
     return re.sub(r"^((model|module)\.)+", "", name.replace("_orig_mod.", ""))
 
 
 def check_new(out: Path) -> None:
-    """Raises InputError for a folder that holds anything, and for a file."""
+    """Raises InputError unless `out` does not exist or is an empty folder."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists already: name a new folder")
 
 
 def count_medusa_levels(config: Config, names: Iterable[str]) -> int:
-    """The number of heads that `read` finds. Raises TypeError where the config says no number."""
-    stored = count_numbered_heads(
+    """Count Medusa's heads: the largest of the tensors' and the config's numbers.
+
+    Raises TypeError if a field of the config holds no number.
+    """
+    stored_heads = count_numbered_heads(
         VLLM_BLOCK_PATTERN.sub("", name.removeprefix(WHOLE_MODEL_PREFIX)) for name in names
     )
-    return max(stored, config.get("num_heads", 0), config.get("medusa_num_heads", 0))
+    return max(stored_heads, config.get("num_heads", 0), config.get("medusa_num_heads", 0))
 
 
 def count_numbered_heads(names: Iterable[str], pattern: str = r"(\d+)\.") -> int:
-    """The number of heads, one more than the largest number that begins a name."""
+    """Count heads by their tensors' names: one more than the largest number that `pattern` finds."""
     count = 0
     for name in names:
         numbered = re.match(pattern, name)
@@ -153,12 +156,12 @@ def count_numbered_heads(names: Iterable[str], pattern: str = r"(\d+)\.") -> int
 
 
 def count_hydra_levels(config: Config, names: Iterable[str]) -> int:
-    """The number of heads, by the config or the names of the tensors."""
+    """Count Hydra's heads by the config, or else by the tensors' names."""
     return int(config.get("hydra_num_heads", count_numbered_heads(names, HYDRA_PATTERN)))
 
 
 def count_p_eagle_levels(config: Config, names: Collection[str] = ()) -> int:
-    """Levels of a P-EAGLE head: its own field, what speculators says, or else `P_EAGLE_LEVELS`."""
+    """Count a P-EAGLE head's levels: treespec's field, else speculators', else `P_EAGLE_LEVELS`."""
     levels = config.get("levels")
     nested = config.get("speculators_config") or {}
     methods = nested.get("proposal_methods")
@@ -168,6 +171,8 @@ def count_p_eagle_levels(config: Config, names: Collection[str] = ()) -> int:
 
 
 def count_dflash_levels(config: Config, names: Collection[str]) -> int:
-    """Levels that a DFlash head drafts. Raises KeyError where its config does not tell."""
-    size = config.get("block_size") or config["dflash_config"]["block_size"]
+    """Count the levels that a DFlash head drafts. Raises KeyError if its config has no block size."""
+    size = config.get("block_size")
+    if not size:
+        size = config["dflash_config"]["block_size"]
     return int(size) - (not config.get("sample_from_anchor"))

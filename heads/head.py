@@ -1,4 +1,4 @@
-"""The seam of draft heads: what training and drafting may ask of a head of any kind."""
+"""The interface of draft heads: what training and drafting may call on a head of any kind."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -11,11 +11,11 @@ from transformers import PretrainedConfig
 from treespec.files.atomic import Fields as Config
 
 Tensors = dict[str, Tensor]  # by name, as a checkpoint holds them
-Stored = tuple[Config, Tensors]  # what a head's directory holds
+Stored = tuple[Config, Tensors]  # config.json and the tensors of a head's directory
 Embed = Callable[[Tensor], Tensor]  # [...] tokens -> [..., H] embeddings
 
 EMBEDDING_NAME = "embed_tokens.weight"
-PADDING_TOKENS = 1024  # more rows than that are another vocabulary
+PADDING_TOKENS = 1024  # vocabulary sizes that differ by more belong to different vocabularies
 
 
 class TargetOutputPath(Protocol):
@@ -26,15 +26,20 @@ class TargetOutputPath(Protocol):
         ...
 
     def copy_output_rows(self, tokens: Tensor) -> nn.Linear:
-        """Copy the rows of the output embedding for the tokens [N] only: a layer H -> N."""
+        """Copy only the rows of the output embedding for the tokens [N]: a layer H -> N."""
         ...
 
 
 class TargetFacts(Protocol):
-    """What a new head is built from: the target's (text) config, sizes, layers, embedding's factor.
+    """The facts about a target that a new head is built from.
 
-    feature_width: of the hidden states that enter the target's output embedding. In some models
-    (OPT) it differs from `hidden_size`.
+    Attributes:
+        config: the target's text config.
+        feature_width: width of the hidden states that enter the target's output embedding. In some models
+            (OPT) it differs from `hidden_size`.
+        vocab_size: V.
+        layers: the number of decoder layers.
+        embed_scale: the factor on the target's embeddings; 1 for most models.
     """
 
     config: PretrainedConfig
@@ -47,27 +52,27 @@ class TargetFacts(Protocol):
 
 
 class Head(nn.Module, ABC):
-    """A draft head for one target, whose shapes follow from its config.
+    """A draft head for one target. Its shapes follow from its config.
 
     Attributes:
-        kind: its name in `heads.registry`, and as `--drafter` and `--head` take it.
+        kind: its name in `heads.registry`, and the value of `--drafter` and `--head`.
         known_as: its name in messages, such as "an EAGLE-3 head".
         optional: names of tensors that a checkpoint may lack, because the target has them.
         config: the content of its config.json.
-        aux_layers: the target layers whose inputs it takes as features; (): the hidden state after
-            the final norm.
-        max_depth: levels that it can draft; None: any number.
-        cached_layers: layers with keys and values.
+        aux_layers: the target layers whose inputs are the head's features; (): the feature is the hidden
+            state after the final norm.
+        max_depth: the number of levels that it can draft; None: any number.
+        cached_layers: the number of its layers with keys and values.
         vocab_size: V of its target.
         hidden_size: H, the width of the states that it computes.
         feature_size: F, the width of the target's features, all aux layers together.
-        lm_head: an output layer of its own, if it has one.
-        output: a copy of some rows of the target's output embedding, for a head without an output
-            layer that drafts few tokens.
+        lm_head: the head's output layer; None: it uses the target's.
+        output: pruned copy of the target's lm_head, for a head without an output layer that drafts
+            few tokens.
         d2t, t2d: the draft vocabulary, saved with `lm_head` by their published names. d2t [Vd] int64:
             draft token i is the target's i + d2t[i]. t2d [V] bool marks these tokens. None: it
             drafts all tokens.
-        embed_tokens: its embedding; None if the checkpoint has none and no target has given its own yet.
+        embed_tokens: its embedding; None if the checkpoint has none and the target's is not shared yet.
     """
 
     kind: str
@@ -100,21 +105,21 @@ class Head(nn.Module, ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the features that it takes; its embedding may have the target's dtype."""
+        """The dtype of its input features. Its embedding may have the target's dtype instead."""
         for name, part in self.named_modules():
-            weight = getattr(part, "weight", None)  # a packed layer's is an attribute: as it was
+            weight = getattr(part, "weight", None)  # a packed layer keeps its original weight there
             if isinstance(weight, Tensor) and f"{name}.weight" != EMBEDDING_NAME:
                 return weight.dtype
         raise AssertionError("a head has weights")
 
     @property
     def lacks_embedding(self) -> bool:
-        """Whether it needs an embedding, and no target has given it one yet."""
+        """Whether it needs an embedding and has none yet: `share_embedding` sets the target's."""
         return False
 
     @property
     def output_layers(self) -> list[nn.Linear]:
-        """Its own output layers, H -> N."""
+        """The output layers that the head has itself, H -> N; [] if it uses the target's."""
         if self.lm_head is None:
             return []
         return [self.lm_head]
@@ -122,17 +127,17 @@ class Head(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def build_config(cls, target: TargetFacts, **fields: Any) -> Config:
-        """The config.json of a new head for a target. fields: that it has otherwise."""
+        """Build the config.json of a new head for a target. fields: values that replace the defaults."""
 
     @abstractmethod
     def forward(
         self, tokens: Tensor, features: Tensor, counts: Tensor, steps: int, embed: Embed
     ) -> list[Tensor]:
-        """Draft from every position of texts at once; training learns on it, and measures draft by it.
+        """Draft from every position of the sequences at once, for training and for measuring agreement.
 
-        Row t reads the feature of position t beside the token after it. It drafts the token two
-        positions on, because the token after t is known: the target drew it from that same feature.
-        Five tokens, of which d and e are wanted:
+        Row t reads the feature of position t and the token after it. It drafts the token two positions
+        on, because the token after t is known: the target drew it from that same feature.
+        Five tokens; drafts of d and e are wanted:
 
             position  0  1  2  3  4
             token     a  b  c  d  e
@@ -144,7 +149,7 @@ class Head(nn.Module, ABC):
             step 1    d  e                  and is wanted where counts[t + s]
             step 2    e
 
-        While it drafts, a head takes the same pairs as they become known. Here a to e are the prompt: e
+        During decoding, a head reads the same pairs as they become known. Here a to e are the prompt: e
         is the root of the first tree, and r is the token that the target draws after it, from f4.
 
             first     f0,b  f1,c  f2,d  f3,e    the last one drafts the token after e
@@ -152,43 +157,45 @@ class Head(nn.Module, ABC):
 
         Args:
             tokens: [B, T] int64.
-            features: [B, R, F] the target's at the first R = T - 2 positions.
-            counts: [B, R] bool: whether token t + 2 is to be drafted.
-            steps: draft steps; at most `max_depth` are computed. Those from R on have no rows.
-            embed: the target's own embedding.
+            features: [B, R, F] the target's features at the first R = T - 2 positions.
+            counts: [B, R] bool: whether a draft of token t + 2 is wanted.
+            steps: the number of draft steps; at most `max_depth` are computed. Steps from R on have no rows.
+            embed: the target's embedding.
 
-        Returns for each step the states [M, H] of its wanted rows, which `project` takes.
+        Returns:
+            For each step the states [M, H] of its wanted rows, the input of `project`.
         """
 
     @abstractmethod
     def project(self, states: Tensor, step: int, target: TargetOutputPath) -> Tensor:
         """Turn states of `forward` into draft logits, by the output layer of a draft step.
 
-        The row t of step s is for token t + s + 2, so `project(states, s)[t]` is to be compared with
-        the target's own logits at position t + s + 1:
+        Row t of step s is for token t + s + 2. So compare `project(states, s)[t]` with the target's
+        logits at position t + s + 1. With the five tokens of `forward`:
 
-            states of step 1     row 0   row 1          counts as above: row 0 for d, row 1 for e
-            target's logits at   c       d              that is, those from which d and e were drawn
+            states of step 1     row 0   row 1          drafts of d and e
+            target's logits at   c       d              the logits from which d and e were drawn
 
         Args:
-            states: [..., H] of one draft step.
-            step: its number, from 0; the heads of one depth each have an output layer of their own.
-            target: the output path of a target, for a head without an output layer.
+            states: [..., H] the states of one draft step.
+            step: the number of the step, from 0. Medusa's and Hydra's heads have an output layer for each step.
+            target: the output path of the target, for a head without an output layer.
 
-        Returns [..., N] logits over the draft vocabulary.
+        Returns:
+            [..., N] logits over the draft vocabulary.
         """
 
     def check_target(self, layers: int, vocab_size: int, hidden_size: int, last: int) -> None:
-        """Refuse the head of another target; settle the aux layers and the padding for this one.
+        """Check that the head fits a target; set default aux layers and adapt the vocabulary's padding.
 
         Args:
-            layers: L, the target's. Aux layer L is the output of the last layer.
-            vocab_size: the target's.
-            hidden_size: the target's.
+            layers: L, the target's number of layers. Aux layer L is the output of the last layer.
+            vocab_size: the target's V.
+            hidden_size: the target's H.
             last: width of the target's last hidden state, after the final norm.
 
         Raises:
-            ValueError: for another number of layers, width or vocabulary.
+            ValueError: if the head is for another number of layers, width or vocabulary.
         """
         self.set_default_aux_layers(layers)
         beyond = [k for k in self.aux_layers if not 0 <= k <= layers]
@@ -211,44 +218,44 @@ class Head(nn.Module, ABC):
             )
 
     def fit_vocabulary(self, size: int) -> None:
-        """Count `size` tokens, as the target does, where one of both vocabularies is padded.
+        """Set the vocabulary size to the target's `size`, if the two sizes differ by padding.
 
-        A head that cannot stays as it is, and `check_target` refuses it.
+        A head that cannot change its size stays as it is, and `check_target` refuses it.
         """
 
     def set_default_aux_layers(self, layers: int) -> None:
         """If the config names no aux layers, take those published for `layers` layers."""
 
     def share_embedding(self, weight: nn.Parameter | nn.Module) -> None:
-        """Take the target's embedding [V, E] instead of an equal copy of it, or of none.
+        """Use the target's embedding [V, E], if the head has none or an equal copy of it.
 
-        weight: its weight, or the module itself where that holds no plain matrix.
+        weight: the embedding's weight, or its module if the weight is no plain matrix (quantised).
         """
 
     def restrict(self, tokens: Tensor, target: TargetOutputPath | None = None) -> None:
-        """Draft only these of the target's tokens from now on, [N] int64 ascending.
+        """Restrict drafts to the target's `tokens`, [N] int64 ascending.
 
-        It cuts the output layers, d2t and t2d.
+        It keeps only their rows of the output layers, and sets d2t and t2d.
         """
         drafted = self.vocabulary
-        rows = kept = tokens
+        rows = kept_tokens = tokens
         if drafted is not None:
             rows = torch.isin(drafted, tokens).nonzero().squeeze(1)
-            kept = drafted[rows]
+            kept_tokens = drafted[rows]
         for layer in self.output_layers:
             layer.out_features = len(rows)
             for name, value in list(layer.named_parameters()):
                 part = value.detach()[rows.to(value.device)]
                 setattr(layer, name, nn.Parameter(part, value.requires_grad))
         if self.lm_head is not None:
-            self.config = self.config | {"draft_vocab_size": len(kept)}
+            self.config = self.config | {"draft_vocab_size": len(kept_tokens)}
         elif not self.output_layers:
             assert target is not None
-            self.output = target.copy_output_rows(kept)
-        self.draft(kept)
+            self.output = target.copy_output_rows(kept_tokens)
+        self.draft(kept_tokens)
 
     def draft(self, tokens: Tensor | None) -> None:
-        """Set d2t and t2d for these tokens of the target, [N]; None: all, without either."""
+        """Set d2t and t2d for these tokens of the target, [N]. None drafts all tokens: both are None."""
         d2t: Tensor | None = None
         t2d: Tensor | None = None
         if tokens is not None and len(tokens) < self.vocab_size:
@@ -260,9 +267,9 @@ class Head(nn.Module, ABC):
         self.register_buffer("t2d", t2d, persistent=saved)
 
     def fill(self, tensors: Tensors) -> None:
-        """Take a checkpoint's tensors, whose names and shapes are right.
+        """Load a checkpoint's tensors, whose names and shapes were checked before.
 
-        Raises ValueError where they contradict each other.
+        Raises ValueError if d2t and t2d contradict each other.
         """
         if EMBEDDING_NAME in self.optional - tensors.keys():
             self.embed_tokens = None
@@ -272,9 +279,9 @@ class Head(nn.Module, ABC):
 
 
 def is_padding(size: int, other: int) -> bool:
-    """Whether two sizes of a vocabulary differ by padding: by 1024 tokens or a 32nd at most.
+    """Whether two vocabulary sizes differ by padding: at most by 1024 tokens and by a 32nd.
 
-    Projects pad the embedding to a multiple of 64 to 512; of Qwen 3's 151,936 rows 267 are padding.
+    Projects pad the embedding to a multiple of 64 to 512. Qwen 3's has 151,936 rows, 267 of them padding.
     """
     larger = max(size, other)
     return larger - min(size, other) <= min(PADDING_TOKENS, larger // 32)
@@ -294,7 +301,7 @@ def check_marks(tokens: Tensor, t2d: Tensor) -> None:
     """Raises ValueError unless t2d [V] marks these tokens [Vd], ascending, and no other."""
     marked = t2d.nonzero().flatten()
     if not torch.equal(tokens, marked):
-        other = sorted(set(tokens.tolist()) ^ set(marked.tolist()))
+        differing = sorted(set(tokens.tolist()) ^ set(marked.tolist()))
         raise ValueError(
-            f"d2t does not lead once to each token that t2d marks: they differ at {other[:5]}"
+            f"d2t does not lead once to each token that t2d marks: they differ at {differing[:5]}"
         )

@@ -1,15 +1,15 @@
-"""Hydra's heads (Ankner et al. 2024, 2402.05109): Medusa's, with the tokens drafted so far.
+"""Hydra's heads (Ankner et al. 2024, 2402.05109): Medusa's heads that also read the tokens drafted so far.
 
-Head i, from 0, at position t drafts token t + 2 + i of the target's last hidden state h and the
-embeddings e:
+Head i, from 0, at position t drafts token t + 2 + i. It reads the target's last hidden state h at t and
+the embeddings of the tokens t + 1 to t + 1 + i. Five tokens, each draft with its inputs:
 
     position      0            1            2            3     4
     token         a            b            c            d     e
-    head 0 of     c:h0,b       d:h1,c       e:h2,d
-    head 1 of     d:h0,b,c     e:h1,c,d
+    head 0        c:h0,b       d:h1,c       e:h2,d
+    head 1        d:h0,b,c     e:h1,c,d
 
-Hydra++ (section 4.2; `hydra_head_arch` "prefix-mlp") has a decoder layer of its own with a final
-norm. It runs over all hidden states up to position t, and its output takes the place of h.
+Hydra++ (section 4.2; `hydra_head_arch` "prefix-mlp") has a decoder layer with a final norm before the
+heads. The layer runs over the hidden states up to position t, and the heads read its output instead of h.
 """
 
 from functools import partial
@@ -26,11 +26,14 @@ from treespec.heads.medusa import DepthHeads, ResBlock
 
 
 class HydraHead(DepthHeads):
-    """K times `hydra_num_layers` residual blocks and an output layer, by their published names.
+    """K heads of `hydra_num_layers` residual blocks and an output layer, with the published parameter names.
 
-    config: as for `DepthHeads`, with `hydra_head_arch` ("mlp" if absent). The embeddings are the
-    target's. plus: whether it is Hydra++, whose published modules have a dropout before each.
+    The embeddings are the target's. config: `DepthHeads`' fields, and `hydra_head_arch` ("mlp" if absent).
     Raises ValueError for other architectures.
+
+    Attributes:
+        architecture: the value of `hydra_head_arch`.
+        plus: whether it is Hydra++, whose published modules have a dropout before each.
     """
 
     kind: str = "hydra"
@@ -41,13 +44,13 @@ class HydraHead(DepthHeads):
     plus: ClassVar[bool] = False
 
     def __init__(self, config: Config) -> None:
-        # 1. The architecture, the number of heads, and their blocks.
+        # 1. Check the architecture.
         super().__init__(config)
-        named = config.get("hydra_head_arch", "mlp")
-        if named != self.architecture:
-            raise ValueError(f"hydra_head_arch is {named!r}, must be one of mlp, prefix-mlp")
+        architecture = config.get("hydra_head_arch", "mlp")
+        if architecture != self.architecture:
+            raise ValueError(f"hydra_head_arch is {architecture!r}, must be one of mlp, prefix-mlp")
 
-        # 2. Hydra++'s view of the sequence: a Llama of one layer over the target's hidden states.
+        # 2. Hydra++'s prefix layer: a Llama of one layer over the target's hidden states.
         width = self.hidden_size
         self.cached_layers = int(self.plus)
         if self.plus:
@@ -57,7 +60,7 @@ class HydraHead(DepthHeads):
             layers = nn.ModuleList([Layer(llama)])
             self.prefix_embeding_layer = nn.ModuleDict({"layers": layers, "norm": norm})
 
-        # 3. Head i takes the state and the i + 1 tokens after it.
+        # 3. The heads: head i reads the state and the i + 1 tokens after it.
         self.hydra_mlp = nn.ModuleList()
         self.hydra_lm_head = nn.ModuleList()
         for i in range(self.max_depth):
@@ -72,7 +75,7 @@ class HydraHead(DepthHeads):
             self.hydra_lm_head.append(output)
 
     def _join_line(self, modules: list[nn.Module]) -> nn.Sequential:
-        """The modules one after the other; Hydra++ has a gap before each, where training puts a dropout."""
+        """Chain modules. Hydra++ has an identity before each, which training replaces by a dropout."""
         line = nn.Sequential()
         for module in modules:
             if self.plus:
@@ -89,8 +92,8 @@ class HydraHead(DepthHeads):
 
     @classmethod
     def build_config(cls, target: TargetFacts, heads: int | None = None, **fields: Any) -> Config:
-        own = {"hydra_head_arch": cls.architecture, "grounded_heads": True} | fields
-        config = super().build_config(target, heads, **own)
+        head_fields = {"hydra_head_arch": cls.architecture, "grounded_heads": True} | fields
+        config = super().build_config(target, heads, **head_fields)
         if cls.plus:
             return LlamaHead.build_config(target, **config)
         return config
@@ -102,16 +105,17 @@ class HydraHead(DepthHeads):
         mask: Tensor | None = None,
         cache: KeyValues | None = None,
     ) -> Tensor:
-        """Turn hidden states of the target into the states that the heads take; Hydra's are the same.
+        """Turn the target's hidden states into the states that the heads read: Hydra++'s by the prefix layer.
 
         Args:
             features: [B, T, H] the target's.
-            positions: [T] or [B, T] of the features.
+            positions: [T] or [B, T] positions of the features.
             mask: [T, P + T] or [B, 1, T, P + T] bool, the columns that each row of Hydra++'s prefix layer
                 sees; None is causal.
-            cache: keys and values of that layer.
+            cache: keys and values of that layer at P earlier positions.
 
-        Returns [B, T, H].
+        Returns:
+            [B, T, H]; Hydra's are the features themselves.
         """
         if not self.plus:
             return features
@@ -123,7 +127,7 @@ class HydraHead(DepthHeads):
     def forward(
         self, tokens: Tensor, features: Tensor, counts: Tensor, steps: int, embed: Embed
     ) -> list[Tensor]:
-        """As `Head.forward`; a step is a head, which sees the text's tokens."""
+        """As `Head.forward`; step i is head i. It reads the sequence's tokens, not drafted ones."""
         rows = features.shape[1]
         embedded = embed(tokens[:, 1 : rows + 1]).to(features.dtype)
         inputs = self.prepare_states(features, torch.arange(rows, device=features.device))
@@ -136,7 +140,7 @@ class HydraHead(DepthHeads):
 
 @final
 class HydraPlusHead(HydraHead):
-    """With a prefix layer. config: as for `HydraHead`, and Llama's fields for the layer."""
+    """Hydra++: Hydra with a prefix layer. config: `HydraHead`'s fields, and Llama's fields for the layer."""
 
     kind: str = "hydra++"
     architecture = "prefix-mlp"

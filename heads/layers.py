@@ -1,7 +1,6 @@
 """The decoder layer of the draft heads: Llama's, without options that heads do not use.
 
-Keys and values go to a cache that is an argument: any object with
-`update(keys, values) -> (keys, values)`.
+The caller passes the cache: any object with `update(keys, values) -> (keys, values)`.
 """
 
 from collections.abc import Sequence
@@ -18,32 +17,39 @@ from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 from treespec.files.atomic import Fields as Config
 
 Attend = partial[Tensor]  # [B, T, in] -> [B, T, H]: a layer's attention at a step
-Angles = Sequence[Tensor]  # cos and sin, as `Rotary` gives them
+Angles = Sequence[Tensor]  # cos and sin, as `Rotary` returns them
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
 
 
 class KeyValues(Protocol):
-    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]: ...
+    """The cache of one attention layer."""
+
+    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Append keys and values [B, kv heads, T, D]; return those of all P + T columns."""
+        ...
 
 
 class Rotary(nn.Module):
     """Rotary position embedding with transformers' scaling rules.
 
-    inv_freq: [R / 2] radians per position. R: the first entries of a head's D, which are rotated;
-    all of them unless the config has `partial_rotary_factor`.
+    Attributes:
+        inv_freq: [R / 2] radians per position. The first R of an attention head's D entries are rotated:
+            all of them unless the config has `partial_rotary_factor`.
+        scale: factor on cos and sin; 1 unless the scaling rule has one.
+        known: [2, size, R] the table of `get_table` so far.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        partial_rotary: Any = PhiRotaryEmbedding  # Llama's knows no partial_rotary_factor
+        partial_rotary: Any = PhiRotaryEmbedding  # Llama's class has no partial_rotary_factor
         rotary = partial_rotary(config)
         self.scale = float(rotary.attention_scaling)
         self.inv_freq = rotary.inv_freq.float()  # not a buffer: stays float32 when the head is cast
         self.known = torch.empty(2, 0, 0)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Angles:
-        """[T] or [B, T] positions -> cos and sin, [1, T, R] or [B, 1, T, R], one for all heads.
+        """Turn [T] or [B, T] positions into cos and sin, [1, T, R] or [B, 1, T, R], equal for all heads.
 
         The first half of the angles is negative, so that `rotate` need not negate.
         """
@@ -53,9 +59,9 @@ class Rotary(nn.Module):
         return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
 
     def get_table(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """[2, size, R]: cos and sin of the first positions. Kept, and made again as texts grow."""
-        known = self.known
-        if (known.dtype, known.device) != (dtype, device) or known.shape[1] < size:
+        """[2, size, R]: cos and sin of the first `size` positions, from a table that grows with the sequences."""
+        table = self.known
+        if (table.dtype, table.device) != (dtype, device) or table.shape[1] < size:
             positions = torch.arange(1 << size.bit_length(), device=device)
             cos, sin = self(positions, dtype)
             self.known = torch.cat([cos, sin])
@@ -63,7 +69,7 @@ class Rotary(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the first R entries of [B, heads, T, D] by the angles of `Rotary`."""
+    """Rotate the first R entries of [B, heads, T, D] by the angles of `Rotary`."""
     size = cos.shape[-1]
     if size < x.shape[-1]:
         return torch.cat([rotate(x[..., :size], cos, sin), x[..., size:]], dim=-1)
@@ -71,9 +77,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class AttentionParts(NamedTuple):
-    """What an attention computes of its inputs. C: positions of the context before them, if any.
+    """Queries, keys and values of an attention's inputs, after a context of C positions, if there is one.
 
-    queries: [B, heads, T, D]. keys, values: [B, kv heads, C + T, D]; the values are not rotated.
+    Attributes:
+        queries: [B, heads, T, D] rotated.
+        keys: [B, kv heads, C + T, D] rotated.
+        values: [B, kv heads, C + T, D].
     """
 
     queries: Tensor
@@ -82,10 +91,15 @@ class AttentionParts(NamedTuple):
 
 
 class Attention(nn.Module):
-    """Llama's attention, or Qwen3's, which norms each head's queries and keys.
+    """Llama's attention, or Qwen3's, which norms each attention head's queries and keys.
 
-    window: columns that a position attends to, its own included, counted back from it over the
-    columns that the mask lets it see (`mask_last_seen`). None: all of these.
+    Args:
+        config: Llama's fields.
+        in_features: width of the input.
+        qkv_bias: whether queries, keys and values have biases.
+        qk_norm: whether queries and keys are normed, as in Qwen3.
+        window: the number of columns that a position attends to, its own included: the last of those
+            that the mask lets it see (`mask_last_seen`). None: all of those.
     """
 
     def __init__(
@@ -122,9 +136,17 @@ class Attention(nn.Module):
         cache: KeyValues | None = None,
         context: Tensor | None = None,
     ) -> Tensor:
-        """x, context, angles: as for `project`. Returns [B, T, H].
+        """Attend to P cached columns, C columns of context and the T inputs themselves.
 
-        mask: [T, P + C + T] or [B, 1, T, P + C + T] bool, None is causal.
+        Args:
+            x: [B, T, in] the inputs.
+            angles: cos and sin of all C + T positions.
+            mask: [T, P + C + T] or [B, 1, T, P + C + T] bool, the columns that each row sees; None is causal.
+            cache: keys and values of the P earlier columns; None: there are none.
+            context: [B, C, in] as for `project`.
+
+        Returns:
+            [B, T, H].
         """
         q, k, v = self.project(x, angles, context)
         if cache is not None:
@@ -139,7 +161,7 @@ class Attention(nn.Module):
         )
 
     def apply_window(self, mask: Tensor) -> Tensor:
-        """What rows attend to of the columns that a mask [..., T, columns] lets them see."""
+        """Restrict a mask [..., T, columns] to the window: the last `window` columns that each row sees."""
         if self.window is None:
             return mask
         return mask_last_seen(mask, self.window)
@@ -149,23 +171,23 @@ class Attention(nn.Module):
 
         Args:
             x: [B, T, in].
-            angles: cos and sin of all C + T positions, as `Rotary` gives them.
-            context: [B, C, in] positions before these, of which keys and values are computed, and
-                no queries.
+            angles: cos and sin of all C + T positions, as `Rotary` returns them.
+            context: [B, C, in] inputs at the C positions before x. They get keys and values, but no
+                queries.
         """
         # 1. The projections, [B, T, heads, D].
-        both = x
+        context_and_x = x
         if context is not None:
-            both = torch.cat([context, x], dim=1)
+            context_and_x = torch.cat([context, x], dim=1)
         q = self.q_norm(self.split_heads(self.q_proj(x)))
-        k = self.k_norm(self.split_heads(self.k_proj(both)))
-        v = self.split_heads(self.v_proj(both)).transpose(1, 2)
+        k = self.k_norm(self.split_heads(self.k_proj(context_and_x)))
+        v = self.split_heads(self.v_proj(context_and_x)).transpose(1, 2)
 
         # 2. Their rotation. Without a context queries and keys have the same positions: one call for both.
         cos, sin = angles
         if context is None:
-            turned = rotate(torch.cat([q, k], dim=2).transpose(1, 2), cos, sin)
-            q, k = turned.split([q.shape[2], k.shape[2]], dim=1)
+            rotated = rotate(torch.cat([q, k], dim=2).transpose(1, 2), cos, sin)
+            q, k = rotated.split([q.shape[2], k.shape[2]], dim=1)
             return AttentionParts(q, k, v)
         size = context.shape[1]
         q = rotate(q.transpose(1, 2), cos[:, :, size:], sin[:, :, size:])
@@ -177,27 +199,27 @@ class Attention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim))
 
     def extend(self, out: Tensor) -> Tensor:
-        """[B, heads, T, D] -> [B, T, H] the layer's output."""
+        """[B, heads, T, D] outputs of the attention heads -> [B, T, H] through `o_proj`."""
         return self.o_proj(out.transpose(1, 2).flatten(-2))
 
 
 def mask_last_seen(seen: Tensor, window: int) -> Tensor:
-    """Of the columns that each row sees, the last `window`. seen: [..., T, columns] bool.
+    """Keep only the last `window` columns that each row sees. seen: [..., T, columns] bool.
 
-    A row sees its path in the order of its positions: the sequence's pairs, then one node of each level
-    of the tree. So the last columns that it sees are the last positions before it, whatever
-    columns its siblings fill. A window of 3 over a sequence of two pairs and the levels {0, 1}, {2, 3}:
+    A row sees its path in the order of positions: the sequence's pairs, then one node of each level
+    of the tree. So the last columns that it sees are the last positions up to its own; columns of
+    siblings do not count. A window of 3 over a sequence of two pairs and the levels {0, 1}, {2, 3}:
 
         columns        | pairs | level 1 | level 2 |
         node 3 sees    |  x x  |   . x   |   . x   |     its parent is node 1
         in the window  |  . x  |   . x   |   . x   |
     """
-    to_its_right = seen.flip(-1).cumsum(-1).flip(-1)  # seen columns from each on, itself included
-    return seen & (to_its_right <= window)
+    seen_from_here = seen.flip(-1).cumsum(-1).flip(-1)  # seen columns from this one to the last
+    return seen & (seen_from_here <= window)
 
 
 class RMSNorm(nn.RMSNorm):
-    """In the dtype of its input, where autocast would mix two and leave the fused kernel."""
+    """torch's RMSNorm, computed in the dtype of its input: under autocast two dtypes would miss the fused kernel."""
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.weight is not None
@@ -205,7 +227,12 @@ class RMSNorm(nn.RMSNorm):
 
 
 class LayerInputs(NamedTuple):
-    """attended: [B, T, inputs * H] what the attention takes. residual: [B, T, H] what its output is added to."""
+    """The two inputs of a layer.
+
+    Attributes:
+        attended: [B, T, inputs * H] the attention's input.
+        residual: [B, T, H] the attention's output is added to it.
+    """
 
     attended: Tensor
     residual: Tensor
@@ -214,8 +241,11 @@ class LayerInputs(NamedTuple):
 class Layer(nn.Module):
     """Llama's layer, or Qwen3's: a norm before the attention and one before the MLP.
 
-    inputs: width of the attention's input, in H. normed: false in EAGLE's, whose attention has no
-    norm before it. qkv_bias, qk_norm, window: as for `Attention`.
+    Args:
+        config: Llama's fields.
+        inputs: width of the attention's input, as a multiple of H.
+        normed: whether a norm stands before the attention; EAGLE-1's layer has none.
+        attention: qkv_bias, qk_norm and window, as for `Attention`.
     """
 
     def __init__(
@@ -230,7 +260,7 @@ class Layer(nn.Module):
         self.mlp = LlamaMLP(config)
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
-        """[B, T, inputs * H] -> [B, T, H]. attend: `self_attn` at given positions, with mask and cache."""
+        """[B, T, inputs * H] -> [B, T, H]. attend: `self_attn` with angles, mask and cache bound."""
         inputs = self.split_inputs(x)
         x = inputs.residual + attend(inputs.attended)
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -242,9 +272,9 @@ class Layer(nn.Module):
 
 @final
 class Eagle3Layer(Layer):
-    """EAGLE-3's first: over normed embedding and normed feature; the raw feature is the residual.
+    """EAGLE-3's first layer: it attends over normed embedding and normed feature; the residual is the raw feature.
 
-    norm_before_residual: the normed feature is the residual, as in some of speculators' heads.
+    norm_before_residual: whether the residual is the normed feature, as in some of speculators' heads.
     """
 
     def __init__(
@@ -255,22 +285,22 @@ class Eagle3Layer(Layer):
         self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def split_inputs(self, x: Tensor) -> LayerInputs:
-        """Norm embedding and feature, each by a norm of its own; the residual is the feature.
+        """Norm the embedding and the feature separately; the residual is the feature.
 
         x: [B, T, 2 H] embeddings and features side by side.
         """
         embeddings, features = x.chunk(2, dim=-1)
         normed = self.hidden_norm(features)
-        both = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
+        attended = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
         if self.norm_before_residual:
-            return LayerInputs(both, residual=normed)
-        return LayerInputs(both, residual=features)
+            return LayerInputs(attended, residual=normed)
+        return LayerInputs(attended, residual=features)
 
 
 def list_layer_windows(config: Config) -> list[int | None]:
-    """For each layer the positions that it sees, its own included; None: all before it.
+    """The window of each layer: the number of positions that a row sees, its own included; None: all.
 
-    Raises ValueError for layer types that no EAGLE-3 head has, and for a window that is missing.
+    Raises ValueError for other layer types than full and sliding attention, and for a missing window.
     """
     layers = config.get("num_hidden_layers", 1)
     window = config.get("sliding_window")

@@ -1,4 +1,4 @@
-"""What heads with layers of Llama's family share, and the seam of those that draft in one forward."""
+"""Base classes of heads with Llama's layers: `LlamaHead`, and `BlockHead` for heads that draft in one forward."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -39,30 +39,32 @@ class LlamaHead(Head):
             return
         if self.lacks_embedding:
             self.embed_tokens = nn.Embedding.from_pretrained(weight)
-        own = self.embed_tokens
-        if not isinstance(own, nn.Embedding):
+        embedding = self.embed_tokens
+        if not isinstance(embedding, nn.Embedding):
             return
-        if own.weight.device == weight.device and torch.equal(own.weight, weight):
-            own.weight = weight
+        if embedding.weight.device == weight.device and torch.equal(embedding.weight, weight):
+            embedding.weight = weight
 
     @classmethod
     def build_config(cls, target: TargetFacts, **fields: Any) -> Config:
-        """One layer of the same widths, head counts and rotary settings as the target's.
+        """Describe one layer with the target's widths, head counts and rotary settings.
 
-        For targets without rotary positions or gated layers it takes Llama's defaults.
+        Settings that the target lacks (Mamba has no heads, GPT-2 no rotary positions) get Llama's defaults.
         """
-        # 1. Sizes. As attributes, those that differ by layer raise an error.
-        stored = target.config.to_dict()
+        # 1. Sizes, from the dict: as attributes, sizes that differ by layer would raise an error.
+        target_fields = target.config.to_dict()
         aliases = target.config.attribute_map
-        stored |= {name: stored.get(own_name) for name, own_name in aliases.items()}
+        target_fields |= {
+            name: target_fields.get(field_name) for name, field_name in aliases.items()
+        }
         width = target.feature_width
-        inner = read_size(stored, "intermediate_size", 4 * width)
+        inner = read_size(target_fields, "intermediate_size", 4 * width)
         if isinstance(inner, list):
             inner = max(inner)
-        heads = read_size(stored, "num_attention_heads", max(1, width // 64))  # Mamba: none
+        heads = read_size(target_fields, "num_attention_heads", max(1, width // 64))  # Mamba: none
         if width % heads:
             heads = 1
-        groups = read_size(stored, "num_key_value_heads", heads)
+        groups = read_size(target_fields, "num_key_value_heads", heads)
         if heads % groups:
             groups = heads
         config: Config = {
@@ -73,15 +75,15 @@ class LlamaHead(Head):
             "num_hidden_layers": 1,
             "num_attention_heads": heads,
             "num_key_value_heads": groups,
-            "head_dim": read_size(stored, "head_dim", width // heads),
+            "head_dim": read_size(target_fields, "head_dim", width // heads),
             "vocab_size": target.vocab_size,
             "hidden_act": "silu",
-            "rms_norm_eps": read_size(stored, "rms_norm_eps", 1e-6),
-            "max_position_embeddings": read_size(stored, "max_position_embeddings", 2048),
+            "rms_norm_eps": read_size(target_fields, "rms_norm_eps", 1e-6),
+            "max_position_embeddings": read_size(target_fields, "max_position_embeddings", 2048),
         }
 
         # 2. Rotary positions.
-        rope = stored.get("rope_parameters") or {}
+        rope = target_fields.get("rope_parameters") or {}
         rope = rope.get("full_attention", rope)  # parameters by layer type
         if rope:
             rope = dict(rope)
@@ -91,9 +93,9 @@ class LlamaHead(Head):
         return config | fields
 
     def fit_vocabulary(self, size: int) -> None:
-        """As `Head.fit_vocabulary`: tokens that the target does not have are not drafted.
+        """As `Head.fit_vocabulary`. Tokens that the target does not have are no longer drafted.
 
-        Rows of an embedding of the head's own that are missing become zeros: no text holds these tokens.
+        If the head's embedding has fewer rows than `size`, zeros are added: no text holds these tokens.
         """
         tokens = self.vocabulary
         if tokens is None and self.lm_head is not None:
@@ -108,24 +110,24 @@ class LlamaHead(Head):
             self.restrict(tokens[tokens < size])
 
     def draft_first(self, drafted: int | None) -> None:
-        """Give it an output layer of its own, for the first `drafted` tokens; None: for all."""
+        """Add an output layer for the first `drafted` tokens; None or 0: for all."""
         if not drafted:
             drafted = self.vocab_size
         self.lm_head = nn.Linear(self.hidden_size, drafted, bias=False)
         self.draft(torch.arange(drafted))
 
     def compute_logits(self, hidden: Tensor, target: TargetOutputPath | None = None) -> Tensor:
-        """[..., N] logits of states [..., H] as the layers give them, by `normalize_hidden` and then by `project`."""
+        """Turn the layers' output [..., H] into logits [..., N]: `normalize_hidden`, then `project`."""
         return self.project(self.normalize_hidden(hidden), target=target)
 
     def normalize_hidden(self, hidden: Tensor) -> Tensor:
-        """[..., H] states as the layers give them -> [..., H] those that `project` takes: the same."""
+        """Turn the layers' output [..., H] into the input [..., H] of `project`; unchanged by default."""
         return hidden
 
     def project(
         self, states: Tensor, step: int = 0, target: TargetOutputPath | None = None
     ) -> Tensor:
-        """By an output layer of its own, or by the target's; the same at each step."""
+        """As `Head.project`, by the head's output layer or else the target's, the same at each step."""
         if self.lm_head is not None:
             return self.lm_head(states)
         assert target is not None
@@ -133,21 +135,28 @@ class LlamaHead(Head):
 
 
 def read_size(config: Config, name: str, default: Any) -> Any:
-    """The value of a field of a target's config; the default where it is missing, null or 0."""
+    """The value of a field of a target's config; the default if it is missing, null or 0."""
     return config.get(name) or default
 
 
 class Pairs(NamedTuple):
-    """n new pairs (a feature, and the token after it) of each sequence, and the columns that a forward sees.
+    """The input of a block head's forward: n new pairs of each sequence, and a mask of the columns.
 
-    The forward is over them and a block of S further rows:
+    A pair is a feature and the token after it. The forward has rows for the new pairs and a block of S
+    further rows. Five tokens a to e; three pairs are cached, n = 1, S = 3:
 
-        columns     | cached pairs | n new pairs | S block rows |
-        positions     0 1 2 …        …             that of the last token, and on from it
+                     cached pairs      new   block
+        column       f0,b  f1,c  f2,d  f3,e  e  m  m      DFlash's block: the last token and mask tokens m
+        position     0     1     2     3     4  5  6
+        new pair     x     x     x     x     .  .  .      sees the pairs up to its own
+        block row    x     x     x     x     x  x  x      sees all pairs and the block
 
-    tokens: [B, n] int64, each the one after its feature. features: [B, n, F] the target's. places:
-    [B, T] the positions of all T columns. seen: [B, n + S, T] bool; a block row sees its sequence's
-    pairs and the whole block.
+    Attributes:
+        tokens: [B, n] int64, for each feature the token after it.
+        features: [B, n, F] the target's.
+        positions: [B, T] the positions of all T columns.
+        seen: [B, n + S, T] bool: a pair sees the pairs up to its own. A block row sees its sequence's pairs
+            and the whole block.
     """
 
     tokens: Tensor
@@ -157,9 +166,12 @@ class Pairs(NamedTuple):
 
 
 class BlockHead(LlamaHead):
-    """A head that drafts `max_depth` levels in one forward: no level sees the tokens drafted before it.
+    """A head that drafts `max_depth` levels in one forward, so no level reads the tokens drafted before it.
 
-    block: S, the rows that it adds after the pairs.
+    Attributes:
+        max_depth: the number of levels.
+        block: S, the number of rows that it adds after the pairs.
+        mask_token: the token in rows without a known token.
     """
 
     max_depth: int
@@ -167,7 +179,7 @@ class BlockHead(LlamaHead):
     mask_token: int
 
     def __init__(self, config: Config) -> None:
-        """Raises ValueError for a mask token that has no embedding."""
+        """Raises ValueError if the config has no mask token below V."""
         super().__init__(config)
         token = config.get("mask_token_id")
         if not isinstance(token, int) or not 0 <= token < self.vocab_size:
@@ -178,7 +190,7 @@ class BlockHead(LlamaHead):
         self.mask_token = token
 
     def fit_vocabulary(self, size: int) -> None:
-        """As `Head.fit_vocabulary`, but for a mask token that the target does not have."""
+        """As `Head.fit_vocabulary`, unless the target does not have the mask token: then nothing changes."""
         if self.mask_token < size:
             super().fit_vocabulary(size)
 
@@ -186,15 +198,21 @@ class BlockHead(LlamaHead):
     def run(
         self, pairs: Pairs, roots: Tensor | None, caches: Sequence[KeyValues], embed: Embed
     ) -> tuple[Tensor, Tensor]:
-        """One forward over new pairs, and over a block unless `roots` is None.
+        """Run one forward over new pairs and a block.
 
-        roots: [B] the last tokens. caches: of each layer. embed: the target's own embedding.
-        Returns the pairs' states [B, n, H] and the block's [B, S, H].
+        Args:
+            pairs: the new pairs; the caches get their keys and values.
+            roots: [B] the last token of each sequence; None: without a block, only fill the caches.
+            caches: keys and values of each layer.
+            embed: the target's embedding.
+
+        Returns:
+            The states of the pairs [B, n, H] and of the block [B, S, H] (S = 0 without a block).
         """
 
     @abstractmethod
     def select_drafted_states(self, last: Tensor, block: Tensor) -> Tensor:
-        """[B, D, H] the states of all levels, which `logits` takes.
+        """Select the states [B, D, H] of all D levels, the input of `project`, from what `run` returned.
 
-        last: [B, H] of the last pairs. block: [B, S, H]. Both as `run` gives them.
+        last: [B, H] the state of each sequence's last pair. block: [B, S, H] the block's states.
         """

@@ -1,15 +1,15 @@
-"""Medusa's heads (Cai et al. 2024, 2401.10774, section 2.1): one head a depth, one hidden state.
+"""Medusa's heads (Cai et al. 2024, 2401.10774, section 2.1): a head for each depth, all on one hidden state.
 
-The hidden state is the target's last one, after its final norm. The target's own output from it at
-position t is token t + 1, so head i, from 0, drafts token t + 2 + i. Five tokens:
+The hidden state h is the target's last one, after its final norm. The target's own output from h at
+position t is token t + 1, so head i, from 0, drafts token t + 2 + i. Five tokens, each draft with its input:
 
     position      0     1     2     3     4
     token         a     b     c     d     e
     state         h0    h1    h2    .     .
-    head 0 of     c:h0  d:h1  e:h2
-    head 1 of     d:h0  e:h1
+    head 0        c:h0  d:h1  e:h2
+    head 1        d:h0  e:h1
 
-Hydra's heads share `DepthHeads`: for each depth residual blocks and an output layer.
+`DepthHeads` is the base class of Medusa's and Hydra's heads: residual blocks and an output layer for each depth.
 """
 
 from abc import abstractmethod
@@ -23,10 +23,9 @@ from treespec.heads.head import Config, Embed, Head, TargetFacts, TargetOutputPa
 
 @final
 class ResBlock(nn.Module):
-    """x + SiLU(W x + b) with W zero at the start.
+    """Medusa's residual block: x + SiLU(W x + b). W is zero at first, so that the block passes x on.
 
-    For several inputs side by side: R x + r + SiLU(W x + b), where R passes on the first input at
-    the start.
+    For several inputs side by side it is R x + r + SiLU(W x + b). R passes on the first input at first.
     """
 
     def __init__(self, width: int, inputs: int = 1) -> None:
@@ -45,12 +44,17 @@ class ResBlock(nn.Module):
 
 
 class DepthHeads(Head):
-    """K heads: head i, from 0, drafts the token at depth i + 1. They store no embedding.
+    """K heads without an embedding: head i, from 0, drafts the token at depth i + 1.
 
-    config: the content of config.json. It has the fields `NAME_num_heads`, `NAME_num_layers` (1 if
-    absent), `hidden_size` and `vocab_size`. name: NAME, "medusa" or "hydra". new_heads, new_blocks:
-    heads of a new one, and residual blocks of each.
-    Raises ValueError for a config without heads or blocks.
+    config: the content of config.json, with the fields `NAME_num_heads`, `NAME_num_layers` (1 if
+    absent), `hidden_size` and `vocab_size`. Raises ValueError for less than one head or block.
+
+    Attributes:
+        name: NAME, "medusa" or "hydra".
+        new_heads: the number of heads of a newly built one.
+        new_blocks: the number of residual blocks in each of its heads.
+        max_depth: K.
+        blocks: the number of residual blocks in each head.
     """
 
     name: ClassVar[str]
@@ -72,43 +76,43 @@ class DepthHeads(Head):
     def build_config(cls, target: TargetFacts, heads: int | None = None, **fields: Any) -> Config:
         if not heads:
             heads = cls.new_heads
-        own = {
+        defaults = {
             "model_type": cls.name,
             f"{cls.name}_num_heads": heads,
             f"{cls.name}_num_layers": cls.new_blocks,
             "hidden_size": target.feature_width,
             "vocab_size": target.vocab_size,
         }
-        return own | fields
+        return defaults | fields
 
     @abstractmethod
     def list_modules(self, i: int) -> list[nn.Module]:
-        """The modules of head i, one after the other; the last one is its output layer."""
+        """List the modules of head i in order; the last one is its output layer."""
 
     @property
     def output_layers(self) -> list[nn.Linear]:
         return [cast(nn.Linear, self.list_modules(i)[-1]) for i in range(self.max_depth)]
 
     def compute_hidden(self, i: int, inputs: Tensor) -> Tensor:
-        """[..., M H] what head i sees -> [..., H] before its output layer."""
+        """Run the blocks of head i: its inputs [..., M H] -> the state [..., H] before its output layer."""
         for module in self.list_modules(i)[:-1]:
             inputs = module(inputs)
         return inputs
 
     def project(self, states: Tensor, step: int, target: TargetOutputPath | None = None) -> Tensor:
-        """By the output layer of head `step`."""
+        """As `Head.project`, by the output layer of head `step`."""
         return self.output_layers[step](states)
 
     def compute_step_logits(self, i: int, inputs: Tensor) -> Tensor:
-        """[..., M H] what head i sees -> [..., V] its logits."""
+        """Run head i: its inputs [..., M H] -> logits [..., V]."""
         return self.project(self.compute_hidden(i, inputs), i)
 
 
 @final
 class MedusaHead(DepthHeads):
-    """K times `medusa_num_layers` residual blocks and an output layer, by their published names.
+    """K heads of `medusa_num_layers` residual blocks and an output layer, with the published parameter names.
 
-    config: as for `DepthHeads`.
+    config: `DepthHeads`' fields.
     """
 
     kind: str = "medusa"
@@ -136,7 +140,7 @@ class MedusaHead(DepthHeads):
         steps: int,
         embed: Embed | None = None,
     ) -> list[Tensor]:
-        """As `Head.forward`; a step is a head. It sees the features, and no token."""
+        """As `Head.forward`; step i is head i. It reads features, and no tokens."""
         rows = features.shape[1]
         states = []
         for i in range(min(steps, self.max_depth)):

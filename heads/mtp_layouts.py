@@ -1,6 +1,6 @@
-"""How checkpoints name the tensors of their MTP layers, which predict the tokens after the next.
+"""How checkpoints name the tensors of their MTP layers (multi-token prediction: the tokens after the next one).
 
-transformers leaves these tensors unloaded. Here each has one of these names, in any checkpoint:
+transformers does not load these tensors. treespec maps them to the same names for every checkpoint:
 
     token_norm.  hidden_norm.  project.  final_norm.     around the decoder layer
     block.                                               the decoder layer itself
@@ -17,11 +17,14 @@ MTP_PARTS = "token_norm.", "hidden_norm.", "project.", "final_norm.", "block."
 
 @dataclass(frozen=True)
 class MtpLayout:
-    """The names of one family of checkpoints.
+    """The tensors' names in one family of checkpoints.
 
-    models: for messages. start: before the names of the first MTP layer, behind the target's L
-    layers. parts: the names after it, in the order of PARTS. block: the names of the decoder layer follow
-    it. embedding_first: whether `project` takes the embedding before the hidden state.
+    Attributes:
+        models: the family, for messages.
+        start: prefix of the first MTP layer's tensors; {L} stands for the target's number of layers.
+        parts: the names after the prefix, in the order of `MTP_PARTS` without the decoder layer.
+        block: the decoder layer's prefix after `start`.
+        embedding_first: whether the input of `project` is (embedding, hidden state), or the other order.
     """
 
     models: str
@@ -31,11 +34,11 @@ class MtpLayout:
     embedding_first: bool = True
 
     def list_prefixes(self, layers: int) -> dict[str, str]:
-        """Our start of a name -> the file's. layers: L."""
+        """Map each of `MTP_PARTS` to its prefix in the file. layers: L."""
         names = [f"{part}." for part in self.parts.split()]
         names.append(self.block)
         start = self.start.format(L=layers)
-        return {ours: start + name for ours, name in zip(MTP_PARTS, names, strict=True)}
+        return {part: start + name for part, name in zip(MTP_PARTS, names, strict=True)}
 
 
 MTP_LAYOUTS = (
@@ -56,28 +59,32 @@ MTP_LAYOUTS = (
     ),
 )
 KNOWN_MTP_MODELS = ", ".join(layout.models for layout in MTP_LAYOUTS)
-MTP_NAME_PATTERN = re.compile(
-    r"(^|[._])(mtp|nextn)|\.eh_proj\."
-)  # in names that only MTP layers have
-TARGET_COPY_PATTERN = re.compile(r"\.(embed_tokens|shared_head\.head)\.")  # copies of the target's
-LANGUAGE_MODEL_PREFIX = "language_model."  # in the names of a multimodal model
+# Found only in names of MTP layers.
+MTP_NAME_PATTERN = re.compile(r"(^|[._])(mtp|nextn)|\.eh_proj\.")
+# Copies of the target's tensors.
+TARGET_COPY_PATTERN = re.compile(r"\.(embed_tokens|shared_head\.head)\.")
+LANGUAGE_MODEL_PREFIX = "language_model."  # prefix in multimodal models
 
 
 def find_mtp_layer(names: Collection[str], layers: int) -> tuple[MtpLayout, Mapping[str, str]]:
-    """The first MTP layer in a checkpoint: its layout, and our name of each tensor -> the file's.
+    """Find the first MTP layer of a checkpoint: its layout, and a map of treespec's tensor names to the file's.
 
-    layers: of the target itself. Raises InputError for a checkpoint without any, and for a layout
-    that is not known, with the name of a tensor.
+    Args:
+        names: the names of the checkpoint's tensors.
+        layers: L, the number of the target's decoder layers, without MTP layers.
+
+    Raises:
+        InputError: for a checkpoint without MTP layers, and for an unknown layout.
     """
     for layout in MTP_LAYOUTS:
         starts = layout.list_prefixes(layers)
         tensors = {}
         for name in names:
             plain = name.replace(LANGUAGE_MODEL_PREFIX, "", 1)
-            ours = next((key for key in MTP_PARTS if plain.startswith(starts[key])), None)
-            if ours and not TARGET_COPY_PATTERN.search(name):
-                tensors[ours + plain.removeprefix(starts[ours])] = name
-        if any(ours.startswith("block.") for ours in tensors):
+            part = next((key for key in MTP_PARTS if plain.startswith(starts[key])), None)
+            if part and not TARGET_COPY_PATTERN.search(name):
+                tensors[part + plain.removeprefix(starts[part])] = name
+        if any(mtp_name.startswith("block.") for mtp_name in tensors):
             return layout, tensors
     unknown = sorted(name for name in names if MTP_NAME_PATTERN.search(name))
     if unknown:

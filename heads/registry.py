@@ -1,7 +1,7 @@
-"""The table of the kinds of draft head: the class of each, and the readers and writers of its files.
+"""The table of the kinds of draft head: the class of each kind, and the readers and writers of its files.
 
-It loads no torch: a name such as `module:function` is imported when it is needed. How a kind drafts stands in
-`treespec/draft/heads/registry.py`, how it is trained in `train/recipes.py`, both by the kind's name.
+This module loads no torch: a name such as `module:function` is imported on first use. Two further tables have the
+kinds' names as keys: `treespec/draft/heads/registry.py` says how a kind drafts, `train/recipes.py` how it is trained.
 """
 
 import re
@@ -29,26 +29,28 @@ SPECULATORS_KIND_FIELD = architectures.SPECULATORS_TYPE
 
 @dataclass(frozen=True, kw_only=True)
 class HeadKind:
-    """A row of the table.
+    """A kind of draft head: a row of the table.
 
-    head: name of its class, which builds it with random weights from a config.json, and raises
-    for one that describes none. read: name of the function that turns what the directory holds, in the
-    format of any project, into the config and the tensors that the class and its `fill` take; it raises
-    ValueError for what it does not understand.
-    summary, source: what it drafts from, and the paper. at_once: whether it drafts all levels from
-    the sequence alone.
-    engines: the formats that `write` has, the name of (head, target, format) -> config and tensors
-    to write, which raises ValueError for a head that the format cannot describe. embedded: whether
-    these formats store the target's embedding.
-
-    marks: a pattern. A directory is of this kind if it matches the beginning of a line
-    `FIELD=VALUE` of its config.json, or of `tensor NAME`, whatever the case. excludes: the same of what
-    a directory of this kind does not have; by default nothing.
-    levels: (config.json, names of the tensors) -> levels that the head drafts; None: any number, or
-    they do not tell.
-
-    proposer, training: for a package that says all in one row: the name of (head, target) -> what drafts
-    with it, and how it is trained. The tables of drafting and of training have them for treespec's own.
+    Attributes:
+        head: import path of the class. Its constructor builds a head with random weights from a config.json,
+            and raises for a config that describes none.
+        read: import path of (config, tensors) -> (config, tensors), which converts any project's
+            checkpoint to our config and state dict. Raises ValueError for a field or tensor that it does not know.
+        summary: what the kind drafts from, in a few words.
+        source: the paper.
+        at_once: whether all levels are drafted in one forward, without the tokens of earlier levels.
+        write: import path of (head, target's config, format) -> (config, tensors), the files of an export.
+            Raises ValueError for a head that the format cannot describe.
+        engines: the formats that `write` knows.
+        embedded: whether these formats store the target's embedding.
+        marks: a pattern, matched without case at the beginning of each line `FIELD=VALUE` of config.json and
+            `tensor NAME` of the tensors. A directory with a match is of this kind.
+        excludes: a pattern as `marks`; a directory with a match is not of this kind. Default: matches nothing.
+        levels: (config.json, names of the tensors) -> number of levels that the head drafts; None: any
+            number, or the files do not say.
+        proposer: import path of (head, target) -> proposer, for a package that describes its kind in this one row.
+            treespec's kinds have it in the table of drafting.
+        training: how the kind is trained, for such a package. treespec's kinds have it in the table of training.
     """
 
     head: str
@@ -66,11 +68,14 @@ class HeadKind:
     training: Training | None = None
 
     def build(self) -> Any:
-        """The class of its heads."""
+        """Import the class of this kind's heads."""
         return resolve_name(self.head)
 
     def fits(self, config: Config, names: Collection[str]) -> bool:
-        """Whether a directory holds this kind. Several projects leave defaults out of the config."""
+        """Whether a directory holds this kind, by config.json and the tensors' names.
+
+        The names are needed because several projects leave defaults out of config.json.
+        """
         lines = [""]
         for name, value in config.items():
             lines.append(f"{name}={value}")
@@ -82,7 +87,7 @@ class HeadKind:
 
 
 def has_match(pattern: str, lines: Sequence[str]) -> bool:
-    """Whether one of the lines begins with the pattern, whatever the case."""
+    """Whether the beginning of any line matches the pattern, without case."""
     return any(re.match(pattern, line, re.IGNORECASE) for line in lines)
 
 
@@ -95,7 +100,7 @@ HYDRA_KIND = HeadKind(
     marks=r"model_type=hydra$|hydra_num_heads=|tensor hydra_(mlp|lm_head)\.",
     levels=folders.count_hydra_levels,
 )
-# `detect_kind` tries the last ones first: all of EAGLE's family have EAGLE-1's mark.
+# `detect_kind` tries the rows in reverse order, because EAGLE-1's mark fits its whole family.
 HEAD_KINDS: dict[str, HeadKind] = {
     "eagle": HeadKind(
         head="treespec.heads.eagle:EagleHead",
@@ -165,10 +170,10 @@ HEAD_KINDS: dict[str, HeadKind] = {
 
 
 def detect_kind(config: Config, names: Collection[str]) -> str:
-    """The kind of head that a directory holds, by its config.json and the names of its tensors.
+    """Detect the kind of head in a directory by its config.json and the names of its tensors.
 
-    Raises ValueError for an architecture that treespec knows and does not read, and for a directory
-    that holds no head.
+    Raises ValueError for an architecture that treespec knows but does not read, and for a directory
+    without a head.
     """
     architectures.check_architecture(config)
     for name in reversed(HEAD_KINDS):
@@ -184,9 +189,9 @@ def detect_kind(config: Config, names: Collection[str]) -> str:
 
 
 def detect_folder_kind(folder: Path) -> str | None:
-    """The kind of the head in a directory; None where its files do not tell.
+    """Detect the kind of the head in a directory; None if its files are missing, damaged or pickles.
 
-    Raises InputError for one that treespec does not read.
+    Raises InputError for a head that treespec does not read.
     """
     config, names = read_config_and_names(folder)
     if names is None:
@@ -198,7 +203,7 @@ def detect_folder_kind(folder: Path) -> str | None:
 
 
 def count_folder_levels(folder: Path) -> int | None:
-    """Levels that the head in a directory drafts; None: any number, or its files do not tell."""
+    """The number of levels that the head in a directory drafts; None: any number, or its files do not say."""
     config, names = read_config_and_names(folder)
     if not names:
         return None
@@ -209,7 +214,7 @@ def count_folder_levels(folder: Path) -> int | None:
 
 
 def check_export(kind: str, to: str, path: str) -> None:
-    """Raises InputError for a kind of head that a format does not hold."""
+    """Raises InputError if the format `to` cannot hold a head of this kind. path: the head's, for the message."""
     if to not in HEAD_KINDS[kind].engines:
         able = ", ".join(name for name, head_kind in HEAD_KINDS.items() if to in head_kind.engines)
         raise InputError(f"{to} takes heads of these kinds: {able}; {path} is of kind {kind}")

@@ -1,4 +1,4 @@
-"""How a kind of head is trained, as a value. It loads no torch; `train/recipes.py` is the table of them."""
+"""The description of how a kind of head is trained. `train/recipes.py` has the table. This module loads no torch."""
 
 from dataclasses import dataclass
 from pkgutil import resolve_name
@@ -7,12 +7,21 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The options of training on which the kinds' published configurations differ.
+    """The training options in which the published recipes of the kinds differ.
 
-    warm_up: steps, None is a tenth of the run. decay: how the rate falls, "linear" or "cosine".
-    last_rate: the rate at the end, as a share of the highest. grow_at: the share of the run over
-    one draft step alone. batch: conversations per optimizer step in all processes; None: every
-    process has one forward.
+    Attributes:
+        epochs: passes over the data.
+        learning_rate: AdamW's highest learning rate.
+        weight_decay: AdamW's.
+        warm_up: steps of linear warm-up; None: a tenth of the run.
+        decay: how the rate falls after the warm-up, "linear" or "cosine".
+        last_rate: the rate at the end, as a share of the highest one.
+        unrolled_steps: draft steps to train over; from step 2 on the head reads its own features.
+        grow_at: the share of the run that trains over one draft step, before all of `unrolled_steps`.
+        beta2: AdamW's.
+        clip: the largest norm of the gradient; larger ones are scaled down.
+        dropout: share of dropout, for heads with places for it (Hydra++).
+        batch: conversations per optimizer step in all processes; None: one forward per process.
     """
 
     epochs: int
@@ -31,12 +40,15 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """objective: name of (options, target, head, batch) -> its loss. options: those of
-    `treespec train` that not every kind takes, and this one does.
+    """How a kind of head is trained.
 
-    restricted_first: its own output layer is trained on the draft vocabulary alone, as d2t is among
-    its weights. The others are trained on all tokens, and restricted when they draft. levels: whether it drafts no
-    more levels than it is trained on.
+    Attributes:
+        objective: import path of (options, target, head, batch) -> `Loss`.
+        recipe: the kind's default options.
+        options: the options of `treespec train` that only some kinds take, this one among them.
+        restricted_first: whether the draft vocabulary is chosen before training, because the head's output
+            layer and d2t depend on it. Other heads are trained on all tokens and restricted at decoding.
+        levels: whether the head drafts at most the levels that it is trained on.
     """
 
     objective: str
@@ -46,4 +58,5 @@ class Training:
     levels: bool = False
 
     def load_objective(self) -> Any:
+        """Import the objective."""
         return resolve_name(self.objective)

@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from treespec.heads.formats.vocabulary import read_mapping, to_offsets
+from treespec.heads.layers import mask_last_seen
+from treespec.heads.unrolled import build_window_mask
 from treespec.model.attention import expand_mask
 from treespec.model.cache import TreeCache
 from treespec.model.cache_layer import ColumnMove, flatten_moves
@@ -10,6 +13,8 @@ from treespec.model.cpu.experts import multiply_by_expert
 from treespec.model.masks import build_additive_masks, pad_trees, split_causal_chunks
 from treespec.model.recurrent.model import find_last_steps
 from treespec.model.recurrent.rows import build_path_rows
+from treespec.train.data.batches import iterate_forwards, split_epoch
+from treespec.train.losses.objectives import TrainingBatch
 from treespec.trees.layout import get_layout
 from treespec.trees.mask import build_ancestor_mask, build_committed_mask
 from treespec.trees.most_likely import build_most_likely_tree, estimate_length
@@ -203,3 +208,40 @@ def test_texts_of_a_trial_and_their_probabilities():
     assert tree.texts == [(), (1,), (0,), (1, 0), (0, 0)]
     assert tree.parents == [-1, 0, 0, 1, 2]
     assert tree.tokens == [-1, 1, 0, 0, 0]
+
+
+def test_a_draft_vocabulary_of_three_tokens():
+    """A target of the tokens a to e, and a head that drafts b, c and e."""
+    tensors = to_offsets(torch.tensor([1, 2, 4]), 5)
+    assert tensors["d2t"].tolist() == [1, 1, 2]
+    assert tensors["t2d"].int().tolist() == [0, 1, 1, 0, 1]
+    assert read_mapping(tensors, 5).tokens.tolist() == [1, 2, 4]
+
+
+def test_a_window_counts_the_columns_that_a_row_sees():
+    """Node 3's parent is node 1; two pairs stand before the tree."""
+    seen = torch.tensor([True, True, False, True, False, True])
+    assert mask_last_seen(seen, 3).int().tolist() == [0, 1, 0, 1, 0, 1]
+
+
+def test_an_own_column_takes_a_place_in_the_window():
+    mask = build_window_mask(4, 1, 3, CPU)
+    assert mask[2:].int().tolist() == [[1, 1, 1, 0, 0], [1, 0, 1, 1, 0], [1, 0, 0, 1, 1]]
+
+
+def test_a_place_says_how_many_steps_reach_a_state():
+    answer = torch.tensor([[False, False, False, True, True]])  # d and e are the assistant's
+    states = torch.arange(5)[None, :, None]
+    batch = TrainingBatch(torch.arange(5)[None], answer, states, torch.tensor([5]), torch.Generator())
+    assert batch.places.tolist() == [1, 2]
+    assert batch.select_states(states).flatten().tolist() == [2, 3]
+
+
+def test_conversations_of_similar_lengths_share_a_batch():
+    def batches_of(epoch):
+        return sorted(split_epoch([3, 1, 5, 2, 4], 2, 0, epoch), reverse=True)
+
+    assert batches_of(0) == [[1, 3], [0, 4]]
+    for process, conversations in enumerate(([1, 0], [3, 4])):
+        forwards = iterate_forwards(0, batches_of, process, processes=2)
+        assert [next(forwards).conversations for _ in range(2)] == [[number] for number in conversations]

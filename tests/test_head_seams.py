@@ -1,4 +1,4 @@
-"""Which feature meets which token, in training and in drafting: the figures of `Head.forward`, drawn by heads."""
+"""Which feature meets which token, in training and in drafting: the figures of `Head` and `Pairs`, drawn by heads."""
 
 import pytest
 import torch
@@ -7,6 +7,8 @@ from models import close, random_head, seeded, target
 from treespec.api.spec import Spec
 from treespec.draft.heads.loading import build_new_head
 from treespec.heads.head import Head
+from treespec.heads.llama import Pairs
+from treespec.train.losses.objectives import TrainingBatch
 
 LETTERS = "abcde"
 
@@ -21,6 +23,11 @@ def figure_lines(doc):
 
 
 FIGURE = figure_lines(Head.forward.__doc__)
+
+
+def words_after(doc, name):
+    """The words after a name of several words, in the line of a figure that begins with it."""
+    return next(x.strip().removeprefix(name).split() for x in doc.splitlines() if x.strip().startswith(name))
 
 
 @torch.no_grad()
@@ -83,6 +90,53 @@ def test_the_rows_of_each_step_are_for_the_tokens_that_the_figure_draws(kind):
         assert drawn == list(LETTERS[step + 2 :])
         kept = torch.tensor([letter in "de" for letter in drawn])
         close(wanted[step], all_rows[step][kept], 1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa", "hydra", "dflash", "p-eagle"])
+def test_draft_logits_are_compared_with_the_target_logits_that_the_figure_draws(kind):
+    """Rows 0 and 1 of step 1, and the positions whose target states training hands to the loss for that step."""
+    model = target("llama")
+    head = random_weights(kind, model)
+    drawn_rows = [int(word) for word in words_after(Head.project.__doc__, "states of step 1")[1:4:2]]
+    drawn_tokens = words_after(Head.project.__doc__, "target's logits at")[:2]
+    counts = torch.tensor([[False, False] + [mark == "1" for mark in FIGURE["counts"][:3]]])
+    tokens = torch.randint(3, 60, (1, 5), generator=seeded(1))
+    features = torch.randn(1, 3, head.feature_size, generator=seeded(2))
+    positions = torch.arange(5)[None, :, None]
+    batch = TrainingBatch(tokens, counts, positions, torch.tensor([5]), seeded(3), steps=2)
+
+    everything = torch.ones_like(batch.counts)
+    all_states = head(tokens, features, everything, 2, model.embed_tokens)[1]
+    states = head(tokens, features, batch.counts, 2, model.embed_tokens)[1]
+    logits = head.project(states, 1, model)
+    close(logits, head.project(all_states, 1, model)[drawn_rows], 1e-5)
+    compared = batch.select_states(positions)[batch.places >= 1].flatten().tolist()
+    assert [LETTERS[position] for position in compared] == drawn_tokens
+    assert len(logits) == len(compared)
+
+
+@torch.no_grad()
+def test_a_block_row_sees_the_columns_that_the_figure_draws(monkeypatch):
+    """The second cycle after a prompt of four tokens: three pairs are cached, and the fourth is new."""
+    model = target("llama")
+    torch.manual_seed(0)
+    head = build_new_head("dflash", model, levels=2).eval()
+    asked = []
+    run = type(head).run
+
+    def spy(self, pairs, *more):
+        asked.append(pairs)
+        return run(self, pairs, *more)
+
+    monkeypatch.setattr(type(head), "run", spy)
+    Spec(model, head, "chain:2").generate([5, 9, 13, 21], max_new_tokens=2, temperature=0.0)
+    pairs = asked[1]
+    assert pairs.tokens.shape == (1, 1)
+    assert pairs.positions[0].tolist() == [int(word) for word in words_after(Pairs.__doc__, "position ")]
+    marks = [["x" if seen else "." for seen in row] for row in pairs.seen[0].tolist()]
+    assert marks[0] == words_after(Pairs.__doc__, "new pair")[:7]
+    assert marks[1:] == [words_after(Pairs.__doc__, "block row")[:7]] * 3
 
 
 @torch.no_grad()

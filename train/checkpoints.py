@@ -1,12 +1,11 @@
-"""The checkpoints of a run in OUT/training: the last two are kept, and the later one is used.
+"""The checkpoints of a run in OUT/training: the last two are kept, and a run continues from the last one.
 
-A checkpoint is a head's directory with AdamW's moments beside the weights, and how far the run is:
+A checkpoint is a head's directory with AdamW's moments and the run's progress beside the weights:
 
     OUT/training/checkpoint-000500/    config.json  model.safetensors  optimizer.safetensors
 
-Any command that takes a trained head takes it too, while the run goes on. The folder is written
-under a temporary name and renamed, each file with its checksum. All else (order, noise, learning
-rate) follows from the step.
+Any command that accepts a trained head accepts a checkpoint too. The folder is written under a temporary
+name and renamed; each file has a checksum. Everything else (order, noise, learning rate) follows from the step.
 """
 
 import json
@@ -31,9 +30,12 @@ KEPT_CHECKPOINTS = 2
 
 @dataclass
 class Place:
-    """How far a run is, which changes as it goes.
+    """The progress of a run.
 
-    seconds: spent on training. best: the best acceptance length of a validation.
+    Attributes:
+        step: finished optimizer steps.
+        seconds: seconds of training so far.
+        best: the best acceptance length of the validations so far.
     """
 
     step: int = 0
@@ -42,7 +44,7 @@ class Place:
 
 
 def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """(step, path) of all checkpoints in OUT/training, the latest first."""
+    """List (step, path) of all checkpoints in OUT/training, the latest first."""
     checkpoints = []
     for path in folder.glob("checkpoint-*"):
         step = int(path.name.removeprefix("checkpoint-"))
@@ -51,7 +53,7 @@ def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 def find_latest_step(folder: Path) -> int | None:
-    """Steps of the latest checkpoint; None where there is none."""
+    """Find the step of the latest checkpoint; None if there is none."""
     checkpoints = list_checkpoints(folder)
     if not checkpoints:
         return None
@@ -60,13 +62,13 @@ def find_latest_step(folder: Path) -> int | None:
 
 
 def select_trained_parameters(head: Head) -> dict[str, nn.Parameter]:
-    """The parameters that training changes, by name."""
+    """Select the parameters that training changes, by name."""
     return {name: value for name, value in head.named_parameters() if value.requires_grad}
 
 
 @contextmanager
 def replacing(path: Path, head: Head, out: Path) -> Iterator[Path]:
-    """Replace the folder `path` by a head in float32, with what `out` holds of its vocabulary.
+    """Context manager: replace the folder `path` by a head in float32, with the draft vocabulary saved in `out`.
 
     Yields the temporary folder, for further files.
     """
@@ -81,9 +83,16 @@ def replacing(path: Path, head: Head, out: Path) -> Iterator[Path]:
 def save_checkpoint(
     folder: Path, head: Head, optimizer: torch.optim.Optimizer, place: Place
 ) -> None:
-    """Write the checkpoint of a step; keep it and the one before. folder: OUT/training.
+    """Write the checkpoint of a step, and delete all but the last two.
 
-    Raises InputError where there is no room.
+    Args:
+        folder: OUT/training.
+        head: the head, in float32.
+        optimizer: torch's AdamW, without accelerate's wrapper.
+        place: the progress of the run.
+
+    Raises:
+        InputError: if the disk is full.
     """
     moments: dict[str, Tensor] = {}
     for number, state in optimizer.state_dict()["state"].items():
@@ -97,9 +106,9 @@ def save_checkpoint(
 
 
 def load_checkpoint(folder: Path, head: Head, optimizer: torch.optim.Optimizer) -> Place:
-    """Restore weights and moments of the latest checkpoint, in place.
+    """Restore weights and moments from the latest checkpoint, in place, and return the run's progress.
 
-    Without any checkpoint the run is at its beginning. Raises InputError for a damaged one.
+    Without a checkpoint nothing changes, and the progress is 0. Raises InputError for a damaged checkpoint.
     """
     checkpoints = list_checkpoints(folder)
     if not checkpoints:
@@ -120,6 +129,6 @@ def load_checkpoint(folder: Path, head: Head, optimizer: torch.optim.Optimizer) 
 
 @torch.no_grad()
 def take_weights(weights: dict[str, Tensor], head: Head) -> None:
-    """Give a head the weights of another one of its shapes."""
+    """Copy weights into a head of the same shapes."""
     for name, parameter in select_trained_parameters(head).items():
         parameter.copy_(weights[name])

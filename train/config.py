@@ -36,7 +36,7 @@ TRACKER_NAMES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Options(CommandOptions):
-    """The defaults are EAGLE-3 as published. Engines read these parts (docs/formats.md)."""
+    """Options for parts of EAGLE-3 heads. The defaults are EAGLE-3 as published; engines differ (docs/formats.md)."""
 
     PANEL = "EAGLE-3 heads"
 
@@ -64,7 +64,7 @@ class Eagle3Options(CommandOptions):
     )
 
     def to_head_config(self) -> dict[str, object]:
-        """The fields of the head's config.json; none for EAGLE-3 as published."""
+        """Build the fields of the head's config.json; {} for EAGLE-3 as published."""
         parts: dict[str, object] = {}
         for field in fields(Eagle3Options):
             if getattr(self, field.name) is True:
@@ -81,10 +81,10 @@ class Eagle3Options(CommandOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(TargetOptions, Eagle3Options):
-    """Defaults are those of the papers and their code; None is the kind's own (`train.recipes`).
+    """The options of `treespec train`. Defaults are the papers' and their code's; None: the kind's recipe.
 
-    Kinds: Li et al. 2024 (2401.15077) and 2025 (2503.01840), Cai et al. 2024 (2401.10774), Ankner
-    et al. 2024 (2402.05109).
+    `train.recipes` has the recipes. Sources: Li et al. 2024 (2401.15077) and 2025 (2503.01840),
+    Cai et al. 2024 (2401.10774), Ankner et al. 2024 (2402.05109).
     """
 
     data: str = option(
@@ -228,7 +228,7 @@ class TrainConfig(TargetOptions, Eagle3Options):
             check_tracker(self.tracker)
 
     def check_head_has(self, field: Field) -> None:
-        """Raises InputError for an option that is set, but is of other kinds of head."""
+        """Raises InputError for an option that is set, and only for other kinds of head."""
         kinds = [
             kind for kind, training in TRAINING_BY_KIND.items() if field.name in training.options
         ]
@@ -241,12 +241,12 @@ class TrainConfig(TargetOptions, Eagle3Options):
 
     @property
     def training(self) -> Training:
-        """How its kind of head is trained."""
+        """How the chosen kind of head is trained."""
         return TRAINING_BY_KIND[self.head]
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe's options as the run sets them, and the kind's own for the rest."""
+        """The kind's recipe, with the options that the run sets."""
         changes = {}
         for field in fields(Recipe):
             value = getattr(self, field.name, None)
@@ -255,7 +255,7 @@ class TrainConfig(TargetOptions, Eagle3Options):
         return replace(self.training.recipe, **changes)
 
     def count_forwards(self, processes: int) -> int:
-        """Forwards of a process per optimizer step: as set, or what the recipe's batch needs."""
+        """Count the forwards of a process per optimizer step: as set, or as the recipe's batch needs."""
         if self.accumulate is not None:
             return self.accumulate
         if self.recipe.batch is None:

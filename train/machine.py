@@ -1,10 +1,10 @@
-"""What a run computes with: accelerate, its tracker, and the target.
+"""Set up what a run computes with: accelerate, the tracker, and the target.
 
-The target is loaded whole, or only its embedding and output if features are stored:
+Without stored features the target stays loaded. With stored features, only its embedding and output layer do:
 
-    prepare     whole, if features are missing; then it goes
-    steps       embedding and output
-    validate    whole; then it goes
+    prepare     the whole target, if features are missing; released afterwards
+    steps       embedding and output layer
+    validate    the whole target; released afterwards
 """
 
 import os
@@ -26,7 +26,7 @@ from treespec.train.config import TrainConfig
 
 
 def choose_precision(config: TrainConfig) -> str:
-    """The mixed precision as chosen, or the one that the hardware is made for."""
+    """The mixed precision that the user chose, or "bf16" on hardware that is fast in it, or "no"."""
     if config.mixed_precision is not None:
         return config.mixed_precision
     if is_bfloat16_fast():
@@ -35,13 +35,13 @@ def choose_precision(config: TrainConfig) -> str:
 
 
 def make_accelerator(config: TrainConfig) -> Accelerator:
-    """With float32 products in TF32 where a GPU has it, and over gloo where there is none.
+    """Make the accelerator: TF32 for float32 products on a GPU, and gloo between processes without GPUs.
 
-    Raises InputError for a precision that this machine does not have.
+    Raises InputError for a mixed precision that this machine does not support.
     """
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision("high")
-    if config.device_map:  # the head lies where the target ends, on whichever GPU that is
+    if config.device_map:  # the head is on the GPU of the target's last layer
         os.environ.setdefault("ACCELERATE_BYPASS_DEVICE_MAP", "true")
     on_cpu = False
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # torchrun does not say that there is no GPU
@@ -60,7 +60,7 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
 
 
 def start_tracker(config: TrainConfig, accelerator: Accelerator) -> None:
-    """Raises InputError where the tracker does not start, for want of a login for example."""
+    """Start the tracker. Raises InputError if it does not start, for example without a login."""
     options = {name: str(value) for name, value in asdict(config).items()}
     try:
         accelerator.init_trackers("treespec", config=options)
@@ -71,7 +71,7 @@ def start_tracker(config: TrainConfig, accelerator: Accelerator) -> None:
 
 
 def load_target(config: TrainConfig, accelerator: Accelerator, ends: bool = False) -> Target:
-    """Load the target of a run. ends: only its embedding and output, if it can be loaded like that."""
+    """Load the target of a run. ends: only its embedding and output layer, if its format allows that."""
     device_map: Any = config.device_map
     if not device_map and accelerator.device.type != "cpu":
         device_map = {"": accelerator.device}
@@ -88,13 +88,13 @@ def load_target(config: TrainConfig, accelerator: Accelerator, ends: bool = Fals
 def whole(
     target: Target, config: TrainConfig, accelerator: Accelerator, purpose: str
 ) -> Iterator[Target]:
-    """Lend the whole target to the block; it is loaded for it if only its ends were.
+    """Context manager: yield the whole target. If only its ends are loaded, load it for the duration of the block.
 
     Args:
         target: the run's target.
         config: the run's options.
         accelerator: the processes.
-        purpose: said where it is loaded, such as "validate the head".
+        purpose: printed when the target is loaded, such as "validate the head".
     """
     if not target.ends:
         yield target

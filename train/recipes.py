@@ -1,6 +1,6 @@
-"""The table of how each kind of head is trained: its loss, and the recipe that its paper or code publishes.
+"""The table of how each kind of head is trained: its loss, and the recipe of its paper or code.
 
-It loads no torch. A kind of head without a row is not trained here.
+This module loads no torch. treespec cannot train a kind without a row.
 """
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ DEPTH_TRAINING = Training(
     recipe=Recipe(epochs=10, learning_rate=5e-4, weight_decay=0.01, warm_up=2000),
     options=("draft_heads",),
 )
-# treespec's own numbers: the papers train on a sample of positions. All levels learn from the beginning.
+# These are treespec's numbers, because the papers train on a sample of positions. All levels learn from the start.
 BLOCK_TRAINING = Training(
     objective=f"{OBJECTIVES_MODULE}:build_own_output_objective",
     recipe=Recipe(
@@ -47,7 +47,7 @@ BUILTIN_TRAINING = {
     ),
     "eagle3": Training(
         objective=f"{OBJECTIVES_MODULE}:build_own_output_objective",
-        # Three draft steps, the published seven take longer; one at first: better in equal time.
+        # Three draft steps instead of the published seven, and one at first: better heads in equal time.
         recipe=Recipe(
             epochs=40,
             learning_rate=5e-5,
@@ -94,9 +94,9 @@ BUILTIN_TRAINING = {
 
 
 def list_training() -> dict[str, Training]:
-    """How each kind is trained: treespec's own, then packages' kinds.
+    """Collect how each kind is trained: treespec's kinds, then other packages'.
 
-    A package names its `Training` as an entry point of `treespec.recipes`, or in its `HeadKind`.
+    A package declares its `Training` as an entry point of `treespec.recipes`, or in its `HeadKind`.
     """
     table = dict(BUILTIN_TRAINING)
     for kind, row in HEAD_KINDS.items():

@@ -1,8 +1,7 @@
-"""What the folder of a run says of it: its options, its target and data by content, its result, and the
-model card, README.md.
+"""The record of a run in its folder: options, digests of target and data, result, and the model card README.md.
 
-config.json is written with the first checkpoint. A run that failed before it left nothing that
-another run must agree with.
+config.json is written with the first checkpoint. After a run that failed earlier, there is nothing that the
+next run must agree with.
 """
 
 import json
@@ -24,8 +23,8 @@ from treespec.train.data.known import find_data_file
 from treespec.train.data.prepare import Data
 
 RECORD_FORMAT = 3
-Record = dict[str, Any]  # the options of a run; of target and data digests of their content
-RUN_LENGTH_OPTIONS = {"epochs", "max_steps", "minutes"}  # when a run ends
+Record = dict[str, Any]  # the options of a run, with digests of its target's and data's content
+RUN_LENGTH_OPTIONS = {"epochs", "max_steps", "minutes"}  # options that say when a run ends
 MAY_CHANGE = RUN_LENGTH_OPTIONS | {
     "validate_every",
     "validate_on",
@@ -43,13 +42,14 @@ class Validation:
     """How well a head agrees with its target.
 
     Attributes:
-        agreement: for draft step 1, 2, … the share of positions with the target's most likely token.
-        acceptance_length: 1 + the mean run of agreeing steps, in tokens a cycle. A chain of these steps
-            would commit so many, if the target followed the text.
-        positions: the number of positions behind both figures.
+        agreement: for draft step 1, 2, … the share of positions at which the head's most likely token is the
+            target's.
+        acceptance_length: 1 + the mean number of agreeing steps in a row, in tokens a cycle. A chain of these
+            steps would commit that many tokens, if the target's answer were the text.
+        positions: the number of positions that both figures are means over.
         decoded_length: tokens a cycle while the target answers held-out prompts with such chains;
             None if it answered none.
-        trained: the same agreement on as many conversations of the training data.
+        trained: the same agreement on training data.
     """
 
     agreement: list[float]
@@ -62,33 +62,33 @@ class Validation:
         if not self.positions:
             return "the head was not validated: no held-out conversation is long enough"
         steps = " ".join(f"{share:.1%}" for share in self.agreement)
-        told = (
+        summary = (
             f"top-1 agreement by draft step {steps}; a chain would accept "
             f"{self.acceptance_length:.2f} tokens a cycle ({self.positions} held-out positions)"
         )
         if self.decoded_length is not None:
-            told += f"; decoding accepts {self.decoded_length:.2f}"
+            summary += f"; decoding accepts {self.decoded_length:.2f}"
         if self.trained:
             steps = " ".join(f"{share:.1%}" for share in self.trained)
-            told += f"; on conversations that it was trained on {steps}"
-        return told
+            summary += f"; on conversations that it was trained on {steps}"
+        return summary
 
     def to_figures(self) -> dict[str, float]:
-        """As a tracker takes it: numbers by name."""
-        named = {f"agreement_{step}": share for step, share in enumerate(self.agreement, start=1)}
-        named["predicted_length"] = self.acceptance_length
+        """Convert to figures by name, for a tracker."""
+        figures = {f"agreement_{step}": share for step, share in enumerate(self.agreement, start=1)}
+        figures["predicted_length"] = self.acceptance_length
         if self.decoded_length is not None:
-            named["decoded_length"] = self.decoded_length
-        return {f"held_out/{name}": value for name, value in named.items()}
+            figures["decoded_length"] = self.decoded_length
+        return {f"held_out/{name}": value for name, value in figures.items()}
 
 
 def record_of(config: TrainConfig, processes: int) -> Record:
-    """The options of a run as its recipe settles them, with digests of its target and data.
+    """Build the record of a run: its options, with the recipe's values, and digests of its target and data.
 
-    Raises InputError where one of them is not there.
+    Raises InputError if the target or the data is not there.
     """
     recipe = asdict(config.recipe)
-    settled = {name: recipe.get(name, value) for name, value in asdict(config).items()}
+    options = {name: recipe.get(name, value) for name, value in asdict(config).items()}
     contents = {
         "format": RECORD_FORMAT,
         "processes": processes,
@@ -96,20 +96,20 @@ def record_of(config: TrainConfig, processes: int) -> Record:
         "target": identify_target(config.target, config.placement),
         "data": hash_source(find_data_file(config.data)),
     }
-    return settled | contents
+    return options | contents
 
 
 def load_finished_result(folder: Path, record: Record) -> Validation | None:
-    """The result of a finished run of the same record; None where there is still something to do.
+    """Load the result of a finished run with the same record; None if the run is not finished.
 
-    folder: OUT/training. Raises InputError where a run of other options, target or data lies there,
-    and for a damaged file.
+    folder: OUT/training. Raises InputError if it has a run with other options, target or data, and for a
+    damaged file.
     """
     result = folder / "result.json"
     if not result.exists() and find_latest_step(folder) is None:
         return None
-    before = read_json(folder / "config.json", f"delete {folder} to begin again", RECORD_FORMAT)
-    changed = refuse_changed(folder.parent, before, record, MAY_CHANGE)
+    earlier = read_json(folder / "config.json", f"delete {folder} to begin again", RECORD_FORMAT)
+    changed = refuse_changed(folder.parent, earlier, record, MAY_CHANGE)
     if RUN_LENGTH_OPTIONS & changed or not (
         result.exists() and (folder.parent / "model.safetensors").exists()
     ):
@@ -117,17 +117,26 @@ def load_finished_result(folder: Path, record: Record) -> Validation | None:
     return Validation(**read_json(result, "delete it, and the same command ends the run again"))
 
 
-def refuse_changed(folder: Path, before: Record, record: Record, free: Collection[str]) -> set[str]:
-    """The names of options that an earlier run had otherwise.
+def refuse_changed(
+    folder: Path, earlier: Record, record: Record, free: Collection[str]
+) -> set[str]:
+    """Find the names of options with another value in an earlier run's record.
 
-    Raises InputError for one that is not `free` to change.
+    Args:
+        folder: the folder of the run, for the message.
+        earlier: the earlier run's record.
+        record: this run's record.
+        free: names of options that may change between runs.
+
+    Raises:
+        InputError: if an option outside `free` has changed.
     """
     changed = set()
-    for name, now in record.items():
-        if before.get(name) == now:
+    for name, value in record.items():
+        if earlier.get(name) == value:
             continue
         if name not in free:
-            different = f"{name} = {before.get(name)!r}, not {now!r}"
+            different = f"{name} = {earlier.get(name)!r}, not {value!r}"
             if name in ("target", "data"):
                 different = f"another content of {name}"
             raise InputError(
@@ -138,7 +147,7 @@ def refuse_changed(folder: Path, before: Record, record: Record, free: Collectio
 
 
 def keep_sample(out: str, data: Data) -> None:
-    """Write OUT/training/sample.jsonl, some of the training's conversations: `treespec doctor` reads it."""
+    """Write some of the training's conversations to OUT/training/sample.jsonl, for `treespec doctor`."""
     lines = []
     for example in data.train[:SAMPLE_CONVERSATIONS]:
         row = {
@@ -150,7 +159,14 @@ def keep_sample(out: str, data: Data) -> None:
 
 
 def write_card(config: TrainConfig, data: Data, place: Place, result: Validation) -> None:
-    """Write OUT/README.md, unless someone has completed the card of an earlier end of the run."""
+    """Write the model card OUT/README.md, unless there is one that its author has completed.
+
+    Args:
+        config: the run's options.
+        data: the conversations, for their numbers.
+        place: the progress at the end of the run.
+        result: the validation of the head.
+    """
     file = Path(config.out) / "README.md"
     if file.exists() and UNFILLED_MARK not in file.read_text(encoding="utf-8", errors="replace"):
         return

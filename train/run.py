@@ -1,4 +1,4 @@
-"""Training a head from the checks to the saved head and its calibration."""
+"""Train a head: from the checks of the options to the saved head with its calibration and card."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -43,12 +43,20 @@ from treespec.train.start import build_untrained_head, start_head
 
 
 def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: None) -> Validation:
-    """Train, and leave a head directory in config.out. A run that was killed goes on where it was.
+    """Train a head, and write its directory to config.out. A killed run continues from its last checkpoint.
 
-    after_step is called with the number of finished optimizer steps. Raises InputError for what
-    cannot be used, for a run that diverges, and where there is no room: the last checkpoint stays.
+    Args:
+        config: the options.
+        after_step: called after each optimizer step with the number of finished steps.
+
+    Returns:
+        The validation of the head.
+
+    Raises:
+        InputError: for options, data or a target that cannot be used, for a run that diverges, and for a
+            full disk. The last checkpoint is kept.
     """
-    # 1. What needs no weights is checked before they are loaded.
+    # 1. Checks that need no weights come before loading them.
     check_folders(config)
     folder = Path(config.out) / "training"
     config = replace(config, mixed_precision=choose_precision(config))
@@ -58,22 +66,22 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
         f"processes: {processes}, on {accelerator.device}, mixed precision: {config.mixed_precision}"
     )
     record = record_of(config, processes)
-    done = load_finished_result(folder, record)
-    if done:
-        accelerator.print(f"{config.out} holds this head already: {done}")
-        return done
+    finished = load_finished_result(folder, record)
+    if finished:
+        accelerator.print(f"{config.out} holds this head already: {finished}")
+        return finished
     examples = read_examples(config, accelerator)
 
-    # 2. The main process holds the folder until the head is there.
-    held: AbstractContextManager[object] = nullcontext()
+    # 2. The main process locks the folder until the head is written.
+    folder_lock: AbstractContextManager[object] = nullcontext()
     if accelerator.is_main_process:
-        held = locked(folder)
-    with held:
+        folder_lock = locked(folder)
+    with folder_lock:
         if accelerator.is_main_process:
             remove_leftovers(config.out)
         start_tracker(config, accelerator)
 
-        # 3. Target, head, data and optimizer.
+        # 3. Build target, head, data and optimizer.
         set_seed(config.seed)
         target = load_target(config, accelerator, ends=config.features is not None)
         head = build_untrained_head(config, target)
@@ -88,14 +96,14 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
             betas=(0.9, recipe.beta2),
             weight_decay=recipe.weight_decay,
         )
-        # the head stays where the features are, also where a target is spread over several devices
+        # The head stays on the device of the features, also if the target is spread over several devices.
         model, optimizer = accelerator.prepare(head, optimizer, device_placement=[False, False])
         run = TrainingRun(config, record, accelerator, target, data, model, optimizer, vocabulary)
 
-        # 4. All steps that are left.
+        # 4. Run the remaining steps.
         place = run_training_steps(run, after_step)
 
-        # 5. The head as it will be served, without what mixed precision wraps around its forward.
+        # 5. Validate and save the head as it will be served, without mixed precision's wrapper of its forward.
         accelerator.unwrap_model(run.model, keep_fp32_wrapper=False)
         with whole(target, config, accelerator, "validate and calibrate the head") as target:
             result = finish(replace(run, target=target), place)
@@ -114,8 +122,10 @@ def finish(run: TrainingRun, place: Place) -> Validation:
     served = run.copy_as_served()
     check_head_weights(served, f"the head in {run.target.dtype}", run.folder)
     result = validate_head(run)
-    known = validate(served, run.target, run.iterate_validation_rows(data.train), DRAFT_STEPS)
-    result = replace(result, trained=known.agreement)
+    training_validation = validate(
+        served, run.target, run.iterate_validation_rows(data.train), DRAFT_STEPS
+    )
+    result = replace(result, trained=training_validation.agreement)
     accelerator.log(result.to_figures(), step=place.step)
     if accelerator.is_main_process:
         save_head(run.head, out, run.target.dtype, leave_out=served.optional)

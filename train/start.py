@@ -1,15 +1,14 @@
 """Initial weights of a head: random, fitted by least squares, or those of an earlier head.
 
 Consecutive features are alike, and the next one depends on the next token. A random EAGLE-1 head
-must first learn both. `--first-weights fitted` begins there: `fc` is the least-squares map from
-embedding and feature to the feature that follows, and its layer adds a tenth of what a random one
-adds.
+must first learn both. With `--first-weights fitted` it knows them from the start: `fc` is the least-squares map
+from embedding and feature to the next feature, and the layer's outputs are scaled to a tenth.
 
     position       0    1    2    3    4
     token          a    b    c    d    e
     feature        f0   f1   f2   f3   .
-    fc sees        f0,b f1,c f2,d
-    fc gives       f1   f2   f3
+    fc reads       f0,b f1,c f2,d
+    fc returns     f1   f2   f3
 """
 
 import random
@@ -32,15 +31,15 @@ from treespec.train.checkpoints import find_latest_step, select_trained_paramete
 from treespec.train.config import DRAFT_VOCAB, TrainConfig
 from treespec.train.data.prepare import Data
 
-RANDOM_WEIGHT_SHARE = 0.1  # of the random weights
-MAX_FIT_POSITIONS = 100_000  # that a fit sees; it has 2 H + 1 unknowns for each of its outputs
+RANDOM_WEIGHT_SHARE = 0.1  # factor on the random output weights of the layer
+MAX_FIT_POSITIONS = 100_000  # positions of a fit; it has 2 H + 1 unknowns for each output
 RIDGE_SHARE = 1e-4  # added to the diagonal, relative to its mean: features may depend on each other
 
 
 def build_untrained_head(config: TrainConfig, target: Target) -> Head:
     """Build a head of the chosen kind with random weights, on the device of the target's features.
 
-    Weights that it shares with a target on another device are copied, and not moved.
+    Weights that it shares with a target on another device are copied there: the target's are not moved.
     """
     fields = config.to_head_config()
     device = target.output_device
@@ -62,27 +61,28 @@ def build_untrained_head(config: TrainConfig, target: Target) -> Head:
 def start_head(
     config: TrainConfig, target: Target, head: Head, data: Data, accelerator: Accelerator
 ) -> Tensor | None:
-    """Give a head its initial weights in place, and choose the tokens that it is to draft.
+    """Set the initial weights of a head, in place, and choose its draft vocabulary.
 
-    A head with an output layer of its own is restricted to them here. Another one is trained on all
-    tokens; its draft vocabulary is saved next to it, and restricts it at the end.
+    A head of a kind with `restricted_first` is restricted to the vocabulary here. Other heads are trained
+    on all tokens: their vocabulary is saved beside the head, and restricts it after training.
 
     Args:
         config: the run's options.
         target: the target.
-        head: as `build_untrained_head` builds it.
-        data: the conversations, whose answers count the tokens.
+        head: the result of `build_untrained_head`.
+        data: the conversations; the tokens of their answers are counted.
         accelerator: the processes.
 
-    Returns [N] int64 the tokens that restrict the head at the end; None: all, or they did already.
+    Returns:
+        [N] int64 the tokens to restrict the head to after training; None: nothing to restrict.
     """
-    # 1. The tokens.
-    before: Head | None = None
+    # 1. The draft vocabulary.
+    trained_head: Head | None = None
     if config.from_head is not None:
-        before = load_comparable_head(config.from_head, head)
-    tokens = choose_tokens(config, target, data, before)
+        trained_head = load_comparable_head(config.from_head, head)
+    tokens = choose_tokens(config, target, data, trained_head)
     if tokens is not None:
-        target.copy_output_rows(tokens[:1])  # raises what `restrict` would in the end
+        target.copy_output_rows(tokens[:1])  # fail now, not in `restrict` after training
         coverage = float(torch.isin(data.answers, tokens.cpu()).float().mean())
         accelerator.print(
             f"draft vocabulary: {len(tokens)} tokens, {coverage:.1%} of the answers in {config.data}"
@@ -94,8 +94,8 @@ def start_head(
             save_vocabulary(tokens, coverage, config.out)
 
     # 2. First weights, and dropout.
-    if before is not None:
-        take_trained(before, head, f"--from-head {config.from_head}")
+    if trained_head is not None:
+        take_trained(trained_head, head, f"--from-head {config.from_head}")
     elif (
         config.first_weights == "fitted" and find_latest_step(Path(config.out) / "training") is None
     ):
@@ -108,15 +108,16 @@ def start_head(
 def choose_tokens(
     config: TrainConfig, target: Target, data: Data, head: Head | None
 ) -> Tensor | None:
-    """The tokens that a head is to draft, [N] int64 ascending: a trained head's, or the most frequent ones.
+    """Choose the draft vocabulary: a trained head's, or the most frequent tokens.
 
     Args:
         config: the run's options.
         target: the target.
-        data: its answers count the tokens.
-        before: the head of `--from-head`, if any; `--draft-vocab` chooses other tokens.
+        data: the conversations; the tokens of their answers are counted.
+        head: the head of `--from-head`, if any. Its vocabulary is kept, unless `--draft-vocab` is set.
 
-    Returns None for all tokens.
+    Returns:
+        [N] int64 ascending; None: all tokens.
     """
     if head is None or config.draft_vocab is not None:
         number = choose_vocabulary_size(config, target)
@@ -130,7 +131,7 @@ def choose_tokens(
 
 
 def add_dropout(head: Head, share: float) -> None:
-    """Put a dropout into each gap that Hydra++ has before its layers; other heads have none. In place."""
+    """Replace the identities that Hydra++ has before its layers by dropouts, in place; other heads have none."""
     for line in list(head.modules()):
         if not isinstance(line, nn.Sequential):
             continue
@@ -140,7 +141,7 @@ def add_dropout(head: Head, share: float) -> None:
 
 
 def choose_vocabulary_size(config: TrainConfig, target: Target) -> int:
-    """The number of tokens that a head begins to draft; 0: all."""
+    """Choose the size of a new head's draft vocabulary; 0: all tokens."""
     if config.draft_vocab is not None:
         return config.draft_vocab
     if config.training.restricted_first and target.vocab_size > DRAFT_VOCAB:
@@ -150,7 +151,7 @@ def choose_vocabulary_size(config: TrainConfig, target: Target) -> int:
 
 @torch.no_grad()
 def fit_feature(head: EagleHead, data: Data, seed: int) -> None:
-    """Set the first weights in place, fitted to conversations drawn by `seed`."""
+    """Fit `fc` by least squares to conversations in an order drawn by `seed`; set the weights in place."""
     # 1. Normal equations: products in float32, their sums in float64.
     width = head.hidden_size
     device = head.fc.weight.device
@@ -166,7 +167,7 @@ def fit_feature(head: EagleHead, data: Data, seed: int) -> None:
         if positions >= MAX_FIT_POSITIONS:
             break
 
-    # 2. Their solution; the layer adds little to what `fc` gives.
+    # 2. Solve them; scale the layer down, so that it adds little to the output of `fc`.
     squares.diagonal().add_(RIDGE_SHARE * squares.diagonal().mean())
     solution = torch.linalg.solve(squares, products).float()  # [2 H + 1, H]
     head.fc.weight.copy_(solution[: 2 * width].T)
@@ -177,42 +178,42 @@ def fit_feature(head: EagleHead, data: Data, seed: int) -> None:
 
 
 def build_regression_sides(head: EagleHead, data: Data, number: int) -> tuple[Tensor, Tensor]:
-    """What `fc` sees [T - 2, 2 H] along a conversation, and the features [T - 2, H] that follow.
+    """Build the inputs of `fc` [T - 2, 2 H] along a conversation, and the next features [T - 2, H].
 
-    A bias sees a 1 at the end.
+    If `fc` has a bias, the inputs have a last column of ones: [T - 2, 2 H + 1].
     """
     features = data.features([number])[0].float()
     tokens = data.train[number].input_ids[1:-1].to(features.device)
-    seen = [head.embed_tokens_scaled(tokens, torch.float32), features[:-2]]
+    columns = [head.embed_tokens_scaled(tokens, torch.float32), features[:-2]]
     if head.fc.bias is not None:
-        seen.append(features.new_ones(len(tokens), 1))
-    return torch.cat(seen, dim=1), features[1:-1]
+        columns.append(features.new_ones(len(tokens), 1))
+    return torch.cat(columns, dim=1), features[1:-1]
 
 
 def load_comparable_head(folder: str, head: Head) -> Head:
-    """The trained head of a directory or hub id. Raises InputError for another kind or target."""
-    before = load_head(folder)
-    for what in ("kind", "hidden_size", "feature_size", "vocab_size"):
-        theirs = getattr(before, what)
-        ours = getattr(head, what)
-        if theirs != ours:
+    """Load a trained head. Raises InputError if its kind or its target's sizes differ from `head`'s."""
+    trained_head = load_head(folder)
+    for name in ("kind", "hidden_size", "feature_size", "vocab_size"):
+        trained_value = getattr(trained_head, name)
+        value = getattr(head, name)
+        if trained_value != value:
             raise InputError(
-                f"--from-head {folder} is another head: its {what} is {theirs}, not {ours}"
+                f"--from-head {folder} is another head: its {name} is {trained_value}, not {value}"
             )
-    return before
+    return trained_head
 
 
 @torch.no_grad()
-def take_trained(before: Head, head: Head, named: str) -> None:
-    """Copy the weights of a trained head. named: as an error calls it.
+def take_trained(trained_head: Head, head: Head, source: str) -> None:
+    """Copy the weights of a trained head into `head`. source: the trained head's name in an error.
 
-    Raises InputError for a head of other shapes.
+    Raises InputError if the shapes differ.
     """
-    weights = dict(before.named_parameters())
+    weights = dict(trained_head.named_parameters())
     for name, parameter in select_trained_parameters(head).items():
         if name not in weights or weights[name].shape != parameter.shape:
             hint = ""
             if name == "fc.bias":
                 hint = ": try --no-bias"
-            raise InputError(f"{named} has another {name} than a head for this target{hint}")
+            raise InputError(f"{source} has another {name} than a head for this target{hint}")
         parameter.copy_(weights[name])

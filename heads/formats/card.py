@@ -1,15 +1,15 @@
-"""The model card of a head: README.md, which says the target, the licence, and how it was made."""
+"""The model card of a head: README.md with its target, its licence and how it was trained."""
 
 import re
 from pathlib import Path
 
 from treespec.errors import InputError
 
-UNFILLED_MARK = "FILL IN"  # stands in a card until someone completes it
+UNFILLED_MARK = "FILL IN"  # in a card until its author completes it
 
 
 def write_front_matter(kind: str, target: str, license: str | None) -> str:
-    """The beginning of a card: the fields that the hub reads, and a title."""
+    """Write the beginning of a card: the fields that the hub reads, and a title."""
     if not license:
         license = f"{UNFILLED_MARK} (the data and the target bind it)"
     return f"""\
@@ -24,7 +24,7 @@ license: {license}
 
 
 def read_own_card(head: Path) -> str:
-    """The card beside a head; "" where there is none."""
+    """Read the card in a head's folder; "" if there is none."""
     card = head / "README.md"
     if not card.exists():
         return ""
@@ -32,7 +32,7 @@ def read_own_card(head: Path) -> str:
 
 
 def check_complete(head: Path, license: str | None) -> None:
-    """Raises InputError for a card without a licence, where none is given: the hub is public."""
+    """Raises InputError if neither the card nor `license` names a licence: the hub is public."""
     if not license and (UNFILLED_MARK in read_own_card(head) or not read_own_card(head)):
         raise InputError(
             f"--push needs a licence: give --license, or write it into {head / 'README.md'}"
@@ -40,9 +40,14 @@ def check_complete(head: Path, license: str | None) -> None:
 
 
 def write_served_card(head: Path, kind: str, target: str, license: str | None, served: str) -> str:
-    """The card of an exported head: that of the head, or a bare one, and what serves it.
+    """Write the card of an exported head: the head's card, or a bare one, and the section `served`.
 
-    target: as the hub knows it.
+    Args:
+        head: the head's folder.
+        kind: the kind of head.
+        target: the target's hub id.
+        license: replaces the card's licence; None: the card's stays.
+        served: the section on how to serve the head.
     """
     text = read_own_card(head)
     if not text:

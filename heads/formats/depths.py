@@ -1,5 +1,6 @@
-"""Medusa's heads of FasterDecoding/Medusa, alone or within a whole model, and of vLLM; Hydra's heads
-of zankner/Hydra. Their configs lack some of the target's sizes, which the tensors' shapes tell.
+"""Formats of Medusa's heads (FasterDecoding/Medusa, also within a whole model, and vLLM) and Hydra's (zankner/Hydra).
+
+Their configs lack some sizes of the target. These follow from the tensors' shapes.
 """
 
 import torch
@@ -27,24 +28,24 @@ FROM_VLLM = (
     (r"^blocks\.(\d+)\.layers\.(\d+)\.", r"\1.\2.linear."),
     (r"^lm_heads\.(\d+)\.", r"\1.{layers}."),
 )
-HYDRA_OUTPUT_PATTERN = "hydra_lm_head.0.weight"  # of Hydra's first head
-PLUS = "hydra_lm_head.0.1.weight"  # of Hydra++'s
+HYDRA_OUTPUT_PATTERN = "hydra_lm_head.0.weight"  # the output layer of Hydra's first head
+PLUS = "hydra_lm_head.0.1.weight"  # the same in Hydra++
 HYDRA_PREFIX = "prefix_embeding_layer."
 HYDRA_PREFIX_LAYER = HYDRA_PREFIX + "layers.0."
 ROTARY_BUFFER = (
     HYDRA_PREFIX_LAYER + "self_attn.rotary_emb.inv_freq"
 )  # [D / 2], which follows from the config
-# The target's embedding, one of the prefix layer that is never read, and the angles.
+# The target's embedding, the prefix layer's embedding, which is never read, and the rotary frequencies.
 UNUSED_TENSORS = {"input_embed_fn.weight", HYDRA_PREFIX + "embed_tokens.weight", ROTARY_BUFFER}
 
 
 def read_medusa(config: Config, tensors: Tensors) -> Stored:
-    """Keep the heads' tensors only, and take missing config fields from their shapes.
+    """Read Medusa's heads: keep only their tensors, and derive missing config fields from the shapes.
 
-    A file may hold more heads than its config says: published configs say 2 where there are 5.
-    Of vLLM's it renames the tensors; blocks without biases get zeros.
+    A file may hold more heads than its config says: published configs say 2 for files with 5.
+    vLLM's tensors are renamed, and its blocks without biases get zeros.
     """
-    # 1. The heads alone, by their published names.
+    # 1. The heads' tensors, by their published names.
     layers: int = config.get("medusa_num_layers", 1)
     config, tensors = take_out_heads(config, tensors)
     fields.MEDUSA_TABLE.check(config)
@@ -61,7 +62,7 @@ def read_medusa(config: Config, tensors: Tensors) -> Stored:
         if not config.get("medusa_fc_bias"):
             tensors |= make_zero_biases(tensors)
 
-    # 2. Sizes that the config does not say.
+    # 2. Sizes that the config lacks.
     vocab_size, hidden_size = tensors[f"0.{layers}.weight"].shape
     config = dict(config)
     config.setdefault("hidden_size", hidden_size)
@@ -72,25 +73,25 @@ def read_medusa(config: Config, tensors: Tensors) -> Stored:
 
 
 def take_out_heads(config: Config, tensors: Tensors) -> Stored:
-    """Take Medusa's heads out of a whole model, whose config is the model's; other files stay as they are."""
+    """Extract Medusa's heads from a whole model with the model's config; other files stay as they are."""
     heads: Tensors = {}
     for name, value in tensors.items():
         if name.startswith(WHOLE_MODEL_PREFIX):
             heads[name.removeprefix(WHOLE_MODEL_PREFIX)] = value
     if not heads:
         return config, tensors
-    own = {name: value for name, value in config.items() if name.startswith("medusa")}
-    return own, heads
+    medusa_fields = {name: value for name, value in config.items() if name.startswith("medusa")}
+    return medusa_fields, heads
 
 
 def rename_from_vllm(tensors: Tensors, layers: int) -> Tensors:
-    """vLLM's tensors of Medusa's heads by their published names. layers: residual blocks of each head."""
+    """Rename vLLM's tensors to Medusa's published names. layers: the number of residual blocks in each head."""
     patterns = [(pattern, new.format(layers=layers)) for pattern, new in FROM_VLLM]
     return rename_tensors(tensors, *patterns)
 
 
 def make_zero_biases(tensors: Tensors) -> Tensors:
-    """A bias of zeros for each residual block, which vLLM's blocks do not have."""
+    """Make a bias of zeros for each residual block: vLLM's blocks have none."""
     biases: Tensors = {}
     for name, weight in tensors.items():
         if name.endswith(".linear.weight"):
@@ -99,7 +100,7 @@ def make_zero_biases(tensors: Tensors) -> Tensors:
 
 
 def write_medusa(head: MedusaHead, served: PretrainedConfig, to: str) -> Stored:
-    """config.json and the tensors of Medusa's heads, for vLLM."""
+    """Write config.json and the tensors of Medusa's heads, for vLLM."""
     config = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
@@ -115,12 +116,12 @@ def write_medusa(head: MedusaHead, served: PretrainedConfig, to: str) -> Stored:
 
 
 def read_hydra(config: Config, tensors: Tensors) -> Stored:
-    """Drop the unused tensors, and take missing config fields from the shapes of the others.
+    """Read Hydra's heads: drop unused tensors, and derive missing config fields from the shapes of the others.
 
     Raises ValueError for features of another layer than the last, and if neither the config nor the
-    tensors tell the number of attention heads of the prefix layer.
+    tensors say the number of attention heads of the prefix layer.
     """
-    # 1. What the config and the first head tell.
+    # 1. Sizes by the config and the first head.
     prefixed = f"{HYDRA_PREFIX_LAYER}mlp.gate_proj.weight" in tensors
     table = fields.HYDRA_TABLE
     if prefixed:
@@ -142,10 +143,10 @@ def read_hydra(config: Config, tensors: Tensors) -> Stored:
 
 
 def derive_prefix_sizes(config: Config, tensors: Tensors, width: int) -> None:
-    """Add the sizes of Hydra++'s prefix layer that a config does not say. width: H.
+    """Add missing sizes of Hydra++'s prefix layer to a config, in place. width: H.
 
-    The number of rotary angles, D / 2, tells the number of attention heads. Raises ValueError for a
-    file that has none of them, with a config that does not say it.
+    The number of attention heads follows from the number of rotary frequencies, D / 2. Raises ValueError if
+    neither the config nor the file has it.
     """
     if "num_attention_heads" not in config:
         if ROTARY_BUFFER not in tensors:

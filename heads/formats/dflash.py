@@ -1,4 +1,4 @@
-"""DFlash's heads: z-lab's, SpecForge's, NeMo AutoModel's, ModelOpt's, speculators', and JetSpec's causal ones."""
+"""Formats of DFlash heads: z-lab, SpecForge, NeMo AutoModel, ModelOpt, speculators, and JetSpec's causal heads."""
 
 from treespec.heads.formats import fields
 from treespec.heads.formats.layers import (
@@ -16,17 +16,18 @@ from treespec.heads.head import Config, Stored, Tensors
 from treespec.heads.layers import SLIDING_ATTENTION
 from treespec.heads.registry import DFLASH_KIND, SPECULATORS_KIND_FIELD
 
-DFLASH_CONFIG_LAYER_IDS = fields.DFLASH_LAYER_IDS  # in speculators and treespec
+# Speculators' and treespec's field of the aux layers.
+DFLASH_CONFIG_LAYER_IDS = fields.DFLASH_LAYER_IDS
 NESTED_FIELDS = ("block_size", "mask_token_id", "sample_from_anchor", "target_hidden_size")
 
 
 def read_dflash(config: Config, tensors: Tensors) -> Stored:
-    """z-lab and SpecForge nest fields in `dflash_config`, speculators the layers.
+    """Read a DFlash head. z-lab and SpecForge nest some fields in `dflash_config`, speculators nests the layers.
 
-    Raises ValueError for a part that treespec's head does not have, and for a config that does not
-    name the target's layers: which ones a head was trained on cannot be computed.
+    Raises ValueError for a part that treespec's head does not have, and for a config without aux layers:
+    nothing else says which layers the head was trained on.
     """
-    # 1. One object of fields.
+    # 1. Bring all fields to the top level.
     table = fields.DFLASH_TABLE
     layers_field = "dflash_config.target_layer_ids"
     if SPECULATORS_KIND_FIELD in config:
@@ -34,52 +35,63 @@ def read_dflash(config: Config, tensors: Tensors) -> Stored:
         layers_field = DFLASH_CONFIG_LAYER_IDS
     table.check(config)
     nested: Config = config.get("dflash_config") or {}
-    settled = read_rotary(as_qwen3(flatten_speculators(config)))
-    settled.pop("dflash_config", None)
-    settled |= fields.select_names(nested, NESTED_FIELDS)
-    if settled.get("attention_bias"):
+    flat_config = read_rotary(as_qwen3(flatten_speculators(config)))
+    flat_config.pop("dflash_config", None)
+    flat_config |= fields.select_names(nested, NESTED_FIELDS)
+    if flat_config.get("attention_bias"):
         raise ValueError("attention_bias is true: a part that treespec's head does not have")
 
-    # 2. Aux layers: those that the features leave.
+    # 2. Aux layers: `target_layer_ids` names the layers that the features leave.
     ids = nested.get("target_layer_ids")
     if ids:
-        settled[DFLASH_CONFIG_LAYER_IDS] = from_sglang(ids)
-    if not settled.get(DFLASH_CONFIG_LAYER_IDS):
+        flat_config[DFLASH_CONFIG_LAYER_IDS] = from_sglang(ids)
+    if not flat_config.get(DFLASH_CONFIG_LAYER_IDS):
         raise ValueError(
             f"{layers_field} is missing: it names the target's layers that the head was trained on, and nothing else "
             "tells them; take it from the head's repository"
         )
 
-    # 3. What the tensors tell.
+    # 3. Derive fields from the tensors.
     tensors = fields.drop_names(tensors, VERIFIER_TENSORS)
-    settled = count_layers(derive_sizes(settled, tensors, "layers.0"), tensors)
-    settled, tensors = derive_vocabulary(settled, tensors)
-    settled = derive_windows(settled, config, nested)
-    return settled | {"model_type": DFLASH_KIND, "own_output": OUTPUT_TENSOR in tensors}, tensors
+    flat_config = count_layers(derive_sizes(flat_config, tensors, "layers.0"), tensors)
+    flat_config, tensors = derive_vocabulary(flat_config, tensors)
+    flat_config = derive_windows(flat_config, config, nested)
+    return flat_config | {
+        "model_type": DFLASH_KIND,
+        "own_output": OUTPUT_TENSOR in tensors,
+    }, tensors
 
 
-def derive_windows(settled: Config, config: Config, nested: Config) -> Config:
-    """The fields with the window and the causality of each layer, as vLLM reads them.
+def derive_windows(flat_config: Config, config: Config, nested: Config) -> Config:
+    """Add the window and the causality of each layer, as vLLM reads them.
 
-    `causal_head` is JetSpec's: within a block no row sees a later one, in any layer.
+    JetSpec's `causal_head` makes all layers causal: no block row sees a later one.
+
+    Args:
+        flat_config: the fields at the top level so far.
+        config: config.json.
+        nested: its `dflash_config`.
+
+    Returns:
+        `flat_config` with `layer_types`, `sliding_window` and `causal`, if the head needs them.
     """
-    layers = int(settled.get("num_hidden_layers", 1))
+    layers = int(flat_config.get("num_hidden_layers", 1))
     causal = read_causality(config, nested)
-    if nested.get("use_swa") and SLIDING_ATTENTION not in (settled.get("layer_types") or ()):
-        settled = settled | {"layer_types": [SLIDING_ATTENTION] * layers}
+    if nested.get("use_swa") and SLIDING_ATTENTION not in (flat_config.get("layer_types") or ()):
+        flat_config = flat_config | {"layer_types": [SLIDING_ATTENTION] * layers}
         causal = bool(causal)
     if "swa_window_size" in nested:
-        settled = settled | {"sliding_window": nested["swa_window_size"]}
-    check_window(settled)
+        flat_config = flat_config | {"sliding_window": nested["swa_window_size"]}
+    check_window(flat_config)
     if config.get("sliding_window_non_causal"):
         causal = False
     if causal is not None:
-        settled = settled | {"causal": [bool(causal)] * layers}
-    return settled
+        flat_config = flat_config | {"causal": [bool(causal)] * layers}
+    return flat_config
 
 
 def read_causality(config: Config, nested: Config) -> bool | None:
-    """Whether the blocks are causal, by the field that says so; None: no field does.
+    """Whether the blocks are causal, by the fields of three projects; None: all are absent.
 
     Raises ValueError for fields that contradict each other.
     """

@@ -1,7 +1,7 @@
 """Heads of EAGLE's family: SafeAILab/EAGLE, SpecForge, SGLang, vLLM, speculators, ModelOpt, NeMo AutoModel.
 
-Formats number the aux layers in two ways. Aux layer k stands for the input of layer k, which is
-transformers' hidden_states[k]. vLLM, speculators and treespec name the layer that it enters; SGLang,
+Formats number the aux layers in two ways. Aux layer k is the input of layer k, which is transformers'
+hidden_states[k]. vLLM, speculators and treespec name the layer that this hidden state enters; SGLang,
 z-lab and SpecForge's DFlash name the layer that it leaves. In a target of five layers:
 
     hidden_states                       0   1   2   3   4   5
@@ -33,18 +33,18 @@ from treespec.heads.registry import P_EAGLE_KIND, SPECULATORS_KIND_FIELD
 EAGLE = "eagle"  # model_type of a head whose own output layer would make it look like EAGLE-3
 MASK_HIDDEN = "mask_hidden"
 FIRST_LAYER = "midlayer"  # EAGLE-3's first layer, in treespec
-TENSOR_NAMES = (  # of published tensors: treespec's
+TENSOR_NAMES = (  # (published name, treespec's)
     (r"^layers\.0\.", f"{FIRST_LAYER}."),
     (r"^aux_norm_low\.", "fc_norm.0."),  # three older ones, which SGLang renames too
     (r"^aux_norm_mid\.", "fc_norm.1."),
     (r"^aux_norm_high\.", "fc_norm.2."),
     (r"^(layers\.\d+\.)hidden_norm\.", r"\1input_layernorm."),  # SGLang's, of later layers
 )
-SPECULATORS_NAMES = (  # of speculators' EAGLE-1
+SPECULATORS_NAMES = (  # (name in speculators' EAGLE-1, treespec's)
     (r"^fusion_fc\.", "fc."),
     (r"^transformer\.", "layers.0."),
 )
-NORM_FLAGS = {  # at the top, or in eagle_config, as vLLM and TensorRT-LLM read it: treespec's
+NORM_FLAGS = {  # vLLM's and TensorRT-LLM's flag, at the top or in eagle_config -> treespec's
     "norm_before_fc": "norm_before_fc",
     "return_hidden_post_norm": "norm_output",
     "use_aux_norm": "fc_norm",
@@ -53,12 +53,11 @@ NORM_TENSORS = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.wei
 
 
 def read_eagle(config: Config, tensors: Tensors) -> Stored:
-    """EAGLE-1, EAGLE-2 and HASS: SafeAILab's, SGLang's, vLLM's (its nested config too) and speculators'.
+    """Read EAGLE-1, EAGLE-2 and HASS: SafeAILab's, SGLang's, vLLM's (nested too) and speculators' formats.
 
-    The file tells whether `fc` and the queries have biases, and whether the head has an output
-    layer of its own.
+    The tensors decide whether `fc` and the queries have biases, and whether the head has its own output layer.
     """
-    # 1. The layer's fields at the top, and SafeAILab's names of tensors.
+    # 1. Move the layer's fields to the top level, and rename the tensors to SafeAILab's names.
     if SPECULATORS_KIND_FIELD in config:
         fields.SPECULATORS_EAGLE_TABLE.check(config)
         config = dict(config["transformer_layer_config"])
@@ -71,7 +70,7 @@ def read_eagle(config: Config, tensors: Tensors) -> Stored:
     config = read_rotary(config)
     check_fusion(tensors)
 
-    # 2. What the tensors tell.
+    # 2. Derive fields from the tensors.
     config = derive_fusion_bias(config, tensors)
     config = derive_biases(config, tensors, "layers.0")
     config = derive_sizes(config, tensors, "layers.0")
@@ -83,9 +82,9 @@ def read_eagle(config: Config, tensors: Tensors) -> Stored:
 
 
 def derive_fusion_bias(config: Config, tensors: Tensors) -> Config:
-    """The config with `bias` as `fc` has one in the file.
+    """Set `bias` to whether the file has a bias of `fc`.
 
-    Raises ValueError for a config that says that there is one, where the file has none.
+    Raises ValueError if the config says that there is a bias, and the file has none.
     """
     if "fc.bias" in tensors:
         if config.get("bias", True):
@@ -97,7 +96,7 @@ def derive_fusion_bias(config: Config, tensors: Tensors) -> Config:
 
 
 def check_fusion(tensors: Tensors) -> None:
-    """Raises ValueError unless `fc` takes an embedding and a feature, as only EAGLE-1's does."""
+    """Raises ValueError unless `fc` is [H, 2 H], for an embedding and a feature, as only in EAGLE-1."""
     shape = list(tensors["fc.weight"].shape)
     if len(shape) != 2 or shape[1] != 2 * shape[0]:
         raise ValueError(
@@ -106,15 +105,15 @@ def check_fusion(tensors: Tensors) -> None:
 
 
 def read_eagle3(config: Config, tensors: Tensors) -> Stored:
-    """EAGLE-3 and 3.1: SGLang's layer ids become aux layers, and layers.0 becomes midlayer.
+    """Read EAGLE-3 and EAGLE-3.1: SGLang's layer ids become aux layers, and layers.0 becomes midlayer.
 
-    The tensors settle the sizes. A layer is Qwen3's by its architecture or its tensors.
+    The tensors decide the sizes. Layers are Qwen3's if the architecture or the tensors say so.
     """
     return read_features(config, tensors, fields.EAGLE3_TABLE, fields.SPECULATORS_EAGLE3_TABLE)
 
 
 def read_p_eagle(config: Config, tensors: Tensors) -> Stored:
-    """As EAGLE-3's, with the mask token and its learnt feature."""
+    """Read P-EAGLE as EAGLE-3, with the mask token and its learnt feature."""
     changes: Config = {"model_type": P_EAGLE_KIND, "levels": count_p_eagle_levels(config)}
     for name in reversed(fields.MASK_TOKEN_FIELDS):  # the first of them counts
         if config.get(name) is not None:
@@ -130,13 +129,13 @@ def read_p_eagle(config: Config, tensors: Tensors) -> Stored:
 def read_features(
     config: Config, tensors: Tensors, table: fields.FieldTable, nested: fields.FieldTable
 ) -> Stored:
-    """Read a head over aux hidden states.
+    """Read a head whose features are aux hidden states.
 
     Args:
         config: the content of config.json, in the format of any project.
-        tensors: what the file of tensors holds.
-        table: the fields that may stand in the config.
-        nested: those of a config of speculators, whose layers are nested.
+        tensors: the tensors of the file.
+        table: the known fields of the config.
+        nested: the known fields of speculators' config, which nests the layers.
     """
     if SPECULATORS_KIND_FIELD in config:
         table = nested
@@ -161,9 +160,9 @@ def read_features(
 
 
 def flatten_eagle_config(config: Config) -> Config:
-    """The config with the fields of `eagle_config` at the top, and SGLang's layer ids as aux layers.
+    """Move the fields of `eagle_config` to the top level, and turn SGLang's layer ids into aux layers.
 
-    Raises ValueError for another number of aux layers than `num_aux_hidden_states`.
+    Raises ValueError if `num_aux_hidden_states` is not the number of aux layers.
     """
     flat = fields.drop_names(config, ("eagle_config",))
     inner = config.get("eagle_config") or {}
@@ -183,7 +182,7 @@ def flatten_eagle_config(config: Config) -> Config:
 
 
 def derive_norms(config: Config, tensors: Tensors) -> Config:
-    """The config with the norms that the tensors have, where it says nothing of them."""
+    """Add the norms that the tensors have to a config that does not mention them."""
     norms: Config = {}
     if f"{FIRST_LAYER}.self_attn.q_norm.weight" in tensors:
         norms["qk_norm"] = True

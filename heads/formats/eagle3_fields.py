@@ -1,4 +1,4 @@
-"""The fields of an EAGLE-3 head that all engines name alike, and the parts that only some engines have."""
+"""The fields of an EAGLE-3 head with the same names in all engines, and the parts that only some engines have."""
 
 from transformers import PretrainedConfig
 
@@ -12,8 +12,8 @@ EAGLE3_ARCHITECTURE = "LlamaForCausalLMEagle3"
 EAGLE3_QWEN3_ARCHITECTURE = "Eagle3Qwen3ForCausalLM"  # vLLM's architecture for layers of Qwen3
 TO_FIRST = (r"^midlayer\.", "layers.0.")
 EXPORTED_NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-# The parts that newer heads have, by their names in config.json, and the formats that have a place
-# for each. EAGLE-3.1 is `fc_norm` and `norm_output`.
+# Parts of newer heads by their names in config.json -> the formats that can describe them. EAGLE-3.1 is
+# `fc_norm` and `norm_output`.
 PARTS_BY_ENGINE = {
     "qk_norm": ("vllm", "speculators"),
     "sliding_window": ("vllm", "speculators"),
@@ -26,7 +26,7 @@ PARTS_BY_ENGINE = {
 
 
 def list_head_parts(head: Eagle3Head) -> set[str]:
-    """The parts of a head that `PARTS_BY_ENGINE` names: those that EAGLE-3 as published does not have."""
+    """List the parts of a head that EAGLE-3 as published does not have, by their names in `PARTS_BY_ENGINE`."""
     config = head.config
     has_parts = dict(config)
     has_parts["num_hidden_layers"] = head.cached_layers > 1
@@ -35,16 +35,16 @@ def list_head_parts(head: Eagle3Head) -> set[str]:
 
 
 def check_parts(head: Eagle3Head, to: str) -> None:
-    """Raises ValueError for a part of a head that the format `to` has no place for."""
+    """Raises ValueError for a part of a head that the format `to` cannot describe."""
     for name in sorted(list_head_parts(head)):
         formats = PARTS_BY_ENGINE[name]
         if to not in formats:
-            known = f"{', '.join(formats[:-1])} and {formats[-1]}"
-            raise ValueError(f"its config.json has {name}, which only {known} know")
+            format_names = f"{', '.join(formats[:-1])} and {formats[-1]}"
+            raise ValueError(f"its config.json has {name}, which only {format_names} know")
 
 
 def build_eagle3_layer_fields(head: Eagle3Head, served: PretrainedConfig) -> Config:
-    """The fields of the decoder layers: Llama's or Qwen3's, their number, and their windows."""
+    """Build the fields of the decoder layers: Llama's or Qwen3's, their number, and their windows."""
     parts = list_head_parts(head)
     fields = build_llama_fields(head, served)
     fields["num_hidden_layers"] = head.cached_layers
@@ -58,7 +58,7 @@ def build_eagle3_layer_fields(head: Eagle3Head, served: PretrainedConfig) -> Con
 
 
 def build_eagle3_own_fields(head: Eagle3Head, served: PretrainedConfig) -> Config:
-    """The fields around the layers: draft vocabulary, the target's width, and which norms there are."""
+    """Build the fields outside the layers: draft vocabulary, the target's width, and flags of norms."""
     parts = list_head_parts(head)
     fields: Config = {
         "draft_vocab_size": head.output_layers[0].out_features,

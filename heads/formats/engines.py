@@ -1,4 +1,4 @@
-"""Which engine's file writes which kind of head. A file an engine holds its writers and its translations.
+"""The writers of each kind of head by engine. Each engine has one file with its writers and translations.
 
     engine          file                 kinds
     SGLang          formats/sglang       eagle  eagle3
@@ -9,8 +9,8 @@
     SafeAILab       formats/safeailab    eagle  eagle3
     llama.cpp       formats/llama_cpp           eagle3           dflash  (its file: formats/gguf)
 
-A new engine is a file, a row in the tables below, and a rule in `formats.rules`, which says how the
-engine reads what the file wrote.
+A new engine needs a file, a row in the tables below, and a rule in `formats.rules`, which says how the
+engine reads the exported files.
 """
 
 from transformers import PretrainedConfig
@@ -53,7 +53,7 @@ DFLASH_WRITERS = {
 
 
 def write_eagle(head: EagleHead, served: PretrainedConfig, to: str) -> Stored:
-    """config.json and the tensors of an EAGLE-1 head in the format `to`.
+    """Write config.json and the tensors of an EAGLE-1 head in the format `to`.
 
     Raises ValueError for a head that the format cannot describe.
     """
@@ -63,16 +63,16 @@ def write_eagle(head: EagleHead, served: PretrainedConfig, to: str) -> Stored:
 
 
 def write_eagle3(head: Eagle3Head, served: PretrainedConfig, to: str) -> Stored:
-    """config.json and the tensors of an EAGLE-3 head in the format `to`. Raises ValueError as `write_eagle`."""
+    """Write config.json and the tensors of an EAGLE-3 head in the format `to`. Raises ValueError as `write_eagle`."""
     return EAGLE3_WRITERS[to](head, served)
 
 
 def write_p_eagle(head: PEagleHead, served: PretrainedConfig, to: str) -> Stored:
-    """config.json and the tensors of a P-EAGLE head, for speculators. Raises ValueError as `write_eagle`."""
+    """Write config.json and the tensors of a P-EAGLE head, for speculators. Raises ValueError as `write_eagle`."""
     assert to == "speculators"
     return write_speculators_p_eagle(head, served)
 
 
 def write_dflash(head: DFlashHead, served: PretrainedConfig, to: str) -> Stored:
-    """config.json and the tensors of a DFlash head in the format `to`. Raises ValueError as `write_eagle`."""
+    """Write config.json and the tensors of a DFlash head in the format `to`. Raises ValueError as `write_eagle`."""
     return DFLASH_WRITERS[to](head, served)

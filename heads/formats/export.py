@@ -1,4 +1,4 @@
-"""Write a head in the format of another project, and compare it with what is read back."""
+"""Export a head to the format of another project, and check that it reads back with equal logits."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from treespec.heads.head import Head
 from treespec.heads.registry import HEAD_KINDS, check_export
 
 COMPARED_TOKENS = 8  # length of the random sequence on which heads are compared
-SERVE_COMMANDS = {  # the command that serves a head, or answers MT-Bench with it
+SERVE_COMMANDS = {  # by format: the command that serves the target with the head, or answers MT-Bench
     "speculators": "vllm serve {folder}",
     "vllm": "vllm serve {target} --speculative-config {drafts}",
     "sglang": "python -m sglang.launch_server --model-path {target} "
@@ -41,9 +41,12 @@ SERVE_COMMANDS = {  # the command that serves a head, or answers MT-Bench with i
 
 @dataclass(frozen=True)
 class Exported:
-    """head: as it was written. logits: the number that were equal when it was read back as the project does.
+    """The result of an export.
 
-    left_out: a token that it drafts in treespec and not there; None: there is none.
+    Attributes:
+        head: the head as it was written.
+        logits: the number of logits that were compared, and equal, when the project's rule read it back.
+        left_out: a token that the head drafts in treespec but not in the format; None: there is none.
     """
 
     head: Head
@@ -58,18 +61,25 @@ def export(
     served: PretrainedConfig,
     embedding: Callable[[], Tensor] | None = None,
 ) -> Exported:
-    """Write a head's directory in the format of `to`, one of `HeadKind.engines`.
+    """Export a head's directory to the format of another project.
 
-    It writes a temporary folder, reads the head back as treespec and as the project would, and then
-    renames the folder to `out`. So a kill leaves no half-written head.
-    served: the config of the target next to which an engine runs the head; its `name_or_path` is
-    what the engine loads.
-    embedding: computes the target's embedding [V, H], for a head that does not store it where the
-    format must.
-    Raises InputError for a head that the format cannot describe, for an `out` that exists or cannot
-    be written, and where the head that is read back differs.
+    The files go to a temporary folder first. treespec's reader and the project's rule read them back, the
+    logits are compared, and then the folder is renamed to `out`. So a kill leaves no half-written head.
+
+    Args:
+        head_path: the head's directory or hub id.
+        to: the format, one of `HeadKind.engines`.
+        out: the new directory.
+        served: the config of the target that an engine runs the head with; the engine loads its
+            `name_or_path`.
+        embedding: computes the target's embedding [V, H]. It is called if the format must store one and
+            the head has none.
+
+    Raises:
+        InputError: for a head that the format cannot describe, for an `out` that exists or cannot be
+            written, and if the head that is read back differs.
     """
-    # 1. Refuse what needs no conversion to be refused.
+    # 1. Checks that need no conversion.
     head = load_head(head_path)
     text = served.get_text_config()
     kind = HEAD_KINDS[head.kind]
@@ -96,8 +106,8 @@ def export(
             write_head(temporary, config, tensors)  # no checksum: engines may refuse fields
         ends = find_ends(head)
         compare_exported(head, load_head(temporary), ends)
-        theirs = read_as(to, head.kind, temporary, ends, text.num_hidden_layers)
-        compared = compare_exported(head, theirs, ends, f" as {to} reads it")
+        upstream_head = read_as(to, head.kind, temporary, ends, text.num_hidden_layers)
+        compared = compare_exported(head, upstream_head, ends, f" as {to} reads it")
         os.replace(temporary, out)
     except ValueError as error:
         raise InputError(f"{head_path} is not exported to {to}: {error}") from error
@@ -109,9 +119,10 @@ def export(
 
 
 def leave_out_mask_token(head: Head, to: str) -> int | None:
-    """Let a head of all tokens draft all but its mask token, where a project else takes the target's output layer.
+    """Restrict a head of all tokens to all but its mask token, for projects that ignore an output layer of all tokens.
 
-    Returns the mask token, or None for a head that stays as it is.
+    Such a project (speculators, for DFlash) would use the target's output layer instead of the head's.
+    Returns the mask token, or None if the head is unchanged.
     """
     if RULES[to, head.kind].output != "own if smaller":
         return None
@@ -124,7 +135,14 @@ def leave_out_mask_token(head: Head, to: str) -> int | None:
 
 
 def build_serve_command(to: str, head: Head, served: PretrainedConfig, out: Path) -> str:
-    """The shell command that serves the target with the head in `out`, or answers MT-Bench."""
+    """Build the shell command that serves the target with an exported head, or answers MT-Bench with it.
+
+    Args:
+        to: the format.
+        head: the exported head.
+        served: the target's config, with its `name_or_path`.
+        out: the folder of the export.
+    """
     number = DEFAULT_DRAFT_TOKENS
     if head.max_depth:
         number = head.max_depth
@@ -138,9 +156,9 @@ def build_serve_command(to: str, head: Head, served: PretrainedConfig, out: Path
     prompts = "llama3chat"  # the project has a script for Vicuna too
     if served.architectures and "Qwen3ForCausalLM" in served.architectures:
         prompts = "qwen3"
-    three = ""
+    aux_flag = ""
     if head.aux_layers:
-        three = " --use_eagle3"
+        aux_flag = " --use_eagle3"
     return SERVE_COMMANDS[to].format(
         target=shlex.quote(str(served.name_or_path)),
         folder=shlex.quote(str(out)),
@@ -149,13 +167,13 @@ def build_serve_command(to: str, head: Head, served: PretrainedConfig, out: Path
         kind=head.kind,
         number=number,
         algorithm=head.kind.upper(),
-        three=three,
+        three=aux_flag,
         prompts=prompts,
     )
 
 
 def find_ends(head: Head) -> Ends:
-    """A target's ends beside a head: random ones, but for the embedding of a head that has one already."""
+    """Build a target's embedding and output layer for a comparison: random, or the head's embedding."""
     generator = torch.Generator().manual_seed(1)
     embedding = torch.randn(head.vocab_size, head.hidden_size, generator=generator)
     output = torch.randn(head.vocab_size, head.hidden_size, generator=generator)
@@ -164,23 +182,37 @@ def find_ends(head: Head) -> Ends:
     return Ends(embedding, output)
 
 
-def compare_exported(one: Head, other: Head, ends: Ends | None = None, reading: str = "") -> int:
-    """The number of logits of two heads on the same random sequence, all of them equal.
+def compare_exported(
+    exported: Head, read_back: Head, ends: Ends | None = None, reading: str = ""
+) -> int:
+    """Compare the logits of an exported head and the head read back, on the same random sequence.
 
-    ends: the target's embedding and output, which either head may take; default: `ends_of(one)`.
-    reading: " as … reads it", for the message. Raises ValueError where one differs.
+    Args:
+        exported: the head that was exported.
+        read_back: the head as it was read from the exported files.
+        ends: the target's embedding and output layer, for heads without their own; default:
+            `find_ends(exported)`.
+        reading: " as … reads it", for the message.
+
+    Returns:
+        The number of logits, all of them equal.
+
+    Raises:
+        ValueError: if the aux layers, the number of rows or a logit differ.
     """
     if ends is None:
-        ends = find_ends(one)
-    if one.aux_layers != other.aux_layers:
+        ends = find_ends(exported)
+    if exported.aux_layers != read_back.aux_layers:
         raise ValueError(
-            f"read back{reading} it reads layers {other.aux_layers}, the head {one.aux_layers}"
+            f"read back{reading} it reads layers {read_back.aux_layers}, the head {exported.aux_layers}"
         )
-    logits = compute_outputs(one.float(), ends)
-    again = compute_outputs(other.float(), ends)
-    if logits.shape != again.shape:
-        raise ValueError(f"read back{reading} it drafts {len(again)} rows, the head {len(logits)}")
-    difference = float((logits - again).abs().max())
+    logits = compute_outputs(exported.float(), ends)
+    read_back_logits = compute_outputs(read_back.float(), ends)
+    if logits.shape != read_back_logits.shape:
+        raise ValueError(
+            f"read back{reading} it drafts {len(read_back_logits)} rows, the head {len(logits)}"
+        )
+    difference = float((logits - read_back_logits).abs().max())
     if difference:
         raise ValueError(f"read back{reading} its logits differ by up to {difference:.3g}")
     return logits.numel()
@@ -188,9 +220,9 @@ def compare_exported(one: Head, other: Head, ends: Ends | None = None, reading: 
 
 @torch.no_grad()
 def compute_outputs(head: Head, ends: Ends | None = None) -> Tensor:
-    """[M, N] logits of a head in float32 on a random sequence: of all its levels, or of two steps.
+    """Compute the logits [M, N] of a head in float32 on a random sequence, for all its levels or for two steps.
 
-    ends: the target's; default: any.
+    ends: the target's embedding and output layer; default: `find_ends(head)`.
     """
     if ends is None:
         ends = find_ends(head)

@@ -1,8 +1,8 @@
-"""The fields of config.json that readers know: each reader declares those that it uses and those that change nothing.
+"""The fields of config.json that readers know: each reader lists the fields that it uses and those without effect.
 
-Any other field that is set is refused by its name: it may ask for a part that treespec does not
-compute, and the head would load and draft nonsense. transformers writes many fields of its own;
-those at their neutral value, and those that change nothing in a draft head, pass.
+Any other field that is set is refused by name: it may ask for a part that treespec does not
+compute, and the head would load and draft nonsense. transformers writes many further fields; those with a
+neutral value, and those without effect in a draft head, pass.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -19,7 +19,7 @@ UNKNOWN_FIELD = (
     "treespec does not know this field, and it may change what the head computes; "
     "if its project says that it changes nothing, delete it from config.json"
 )
-FIELD_REASONS = {  # of fields whose parts treespec's heads do not have
+FIELD_REASONS = {  # why treespec refuses fields of parts that its heads do not have
     "quantization_config": "treespec reads heads in floats, not quantised ones",
     "shift_label": "treespec's DFlash head has no shifted labels",
     "pure_draft_prefix_len": "treespec's DFlash head has no prefix of drafts",
@@ -34,11 +34,13 @@ FIELD_REASONS = {  # of fields whose parts treespec's heads do not have
 
 @dataclass(frozen=True)
 class FieldTable:
-    """What a reader makes of the fields of a JSON object.
+    """The fields of a JSON object that a reader knows.
 
-    used: fields that it reads. unused: fields that change nothing, whatever they say. only: fields
-    that may have one of these values, or none. nested: objects within it, or lists of objects, with
-    tables of their own.
+    Attributes:
+        used: fields that the reader reads.
+        unused: fields without effect, whatever their value.
+        only: fields that must be absent, null or one of these values.
+        nested: fields that hold an object, or a list of objects, each with a table.
     """
 
     used: frozenset[str] = frozenset()
@@ -53,7 +55,7 @@ class FieldTable:
         only: Mapping[str, tuple[Any, ...]] = NO_FIELDS,
         nested: Mapping[str, "FieldTable"] = NO_FIELDS,
     ) -> "FieldTable":
-        """This table with further fields."""
+        """A copy of this table with further fields."""
         return FieldTable(
             self.used | set(used),
             self.unused | set(unused),
@@ -62,18 +64,20 @@ class FieldTable:
         )
 
     def check(self, config: Config, path: str = "") -> None:
-        """Raises ValueError for a field that is set and not in the table, by its path."""
+        """Raises ValueError for a field that is set but not in the table. path: prefix of its name in the message."""
         for name, value in config.items():
-            where = f"{path}{name}"
+            field_path = f"{path}{name}"
             if name in self.only:
-                check_value(where, name, value, self.only[name])
+                check_value(field_path, name, value, self.only[name])
             elif name in self.nested:
-                self.check_nested(name, value, where)
+                self.check_nested(name, value, field_path)
             elif name not in self.used | self.unused and is_set(value):
-                raise ValueError(f"{where} is {value!r}: {FIELD_REASONS.get(name, UNKNOWN_FIELD)}")
+                raise ValueError(
+                    f"{field_path} is {value!r}: {FIELD_REASONS.get(name, UNKNOWN_FIELD)}"
+                )
 
     def check_nested(self, name: str, value: object, path: str) -> None:
-        """Check an object within this one, or each of a list of them. An object may be null."""
+        """Check a nested object, or each object of a list. An object may be null."""
         parts = [value]
         if isinstance(value, list):
             parts = value
@@ -84,7 +88,7 @@ class FieldTable:
 
 
 def check_value(path: str, name: str, value: object, allowed: tuple[Any, ...]) -> None:
-    """Raises ValueError for a value that a field may not have. path, name: the field's."""
+    """Raises ValueError unless a field's value is null or allowed."""
     if value is not None and value not in allowed:
         expected = " or ".join(map(repr, allowed))
         reason = FIELD_REASONS.get(name, f"treespec reads {expected} there")
@@ -92,33 +96,33 @@ def check_value(path: str, name: str, value: object, allowed: tuple[Any, ...]) -
 
 
 def as_object(value: object, path: str) -> Config:
-    """A JSON object. Raises ValueError for anything else."""
+    """Return a JSON object as a dict. Raises ValueError for anything else."""
     if not isinstance(value, dict):
         raise ValueError(f"{path} is {value!r}, must be an object")
     return value
 
 
 def is_set(value: object) -> bool:
-    """Whether a field says anything: it is neither null nor false, 0 or empty."""
+    """Whether a field is set: neither null nor false, 0 or empty."""
     return bool(value)
 
 
 def split_names(text: str) -> frozenset[str]:
-    """The names in a text."""
+    """Split a text of names at white space."""
     return frozenset(text.split())
 
 
 def drop_names(items: Mapping[str, Item], names: Collection[str]) -> dict[str, Item]:
-    """A copy of fields or tensors without those of these names."""
+    """Copy fields or tensors, without those in `names`."""
     return {name: value for name, value in items.items() if name not in names}
 
 
 def select_names(items: Mapping[str, Item], names: Iterable[str]) -> dict[str, Item]:
-    """The fields or tensors of these names, in the order of the names, as far as there are any."""
+    """Copy the fields or tensors in `names` that exist, in the order of `names`."""
     return {name: items[name] for name in names if name in items}
 
 
-# Fields of transformers' configs that change nothing in a draft head.
+# Fields of transformers' configs without effect in a draft head.
 NAME_FIELDS = split_names("""
     architectures auto_map model_type _name_or_path name_or_path transformers_version
     torch_dtype dtype base_model_name_or_path version target_model_type target_tokens checksum
@@ -138,14 +142,14 @@ OUTPUT_FIELDS = split_names("""
     chunk_size_feed_forward id2label label2id problem_type finetuning_task task_specific_params
     tokenizer_class prefix has_no_defaults_at_init is_decoder
     """)
-# How it was trained, by which kernels it runs, and how many tokens an engine drafts.
+# Fields about training, kernels, and the number of tokens that an engine drafts.
 TRAINING_FIELDS = split_names("""
     initializer_range attention_dropout hidden_dropout embd_pdrop resid_pdrop dropout
     pretraining_tp gradient_checkpointing _attn_implementation attn_implementation
     _attn_implementation_autoset _flash_attn_2_enabled embed_requires_grad num_anchors
     loss_decay_gamma num_lookahead_tokens num_speculative_tokens
     """)
-# A config copied from a target of experts. A head with experts has other tensors, and is refused by those.
+# Fields copied from a target with experts. A head with experts has other tensors, and these are refused.
 EXPERT_FIELDS = split_names("""
     decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts
     num_experts_per_tok num_local_experts experts_per_token output_router_logits
@@ -172,11 +176,11 @@ LLAMA_TABLE = PLAIN_TABLE.extend(
         "max_window_layers",
         # EAGLE-1 and DFlash have the target's output in any case; EAGLE-3's reader uses it.
         "tie_word_embeddings",
-        "sliding_window",  # without layer_types it means nothing, in vLLM and here
+        "sliding_window",  # without layer_types it has no effect, in vLLM and here
     ),
     only={"mlp_bias": (False,)},
 )
-ONE_LAYER_TABLE = LLAMA_TABLE.extend(  # of a head whose layer sees all positions
+ONE_LAYER_TABLE = LLAMA_TABLE.extend(  # heads with one layer that sees all positions
     only={"use_sliding_window": (False,), "layer_types": (["full_attention"], [])},
 )
 WINDOW_FIELDS = ("layer_types", "sliding_window", "use_sliding_window")

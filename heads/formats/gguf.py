@@ -1,13 +1,13 @@
 """EAGLE-3 and DFlash heads for llama.cpp: one GGUF file, beside the config.json that treespec reads.
 
-In EAGLE-3 heads llama.cpp rotates neighbours, and all others rotate halves. So the rows of queries and keys
-change places:
+In EAGLE-3 heads llama.cpp rotates neighbouring rows of queries and keys; treespec and the other projects
+rotate halves. So the rows are permuted. An attention head of width 6:
 
-    row of the others    0  1  2  3  4  5      0 turns with 3, 1 with 4, 2 with 5
-    row of llama.cpp     0  3  1  4  2  5      the same pairs, side by side
+    treespec's row       0  1  2  3  4  5      0 rotates with 3, 1 with 4, 2 with 5
+    llama.cpp's row      0  3  1  4  2  5      the same pairs, side by side
 
-The file holds no tokenizer, because llama.cpp drafts with the target's. It finds the mask token of DFlash
-in a vocabulary of the file, so that has one, whose tokens are numbers.
+An EAGLE-3 file holds no tokenizer, because llama.cpp drafts with the target's. For DFlash, llama.cpp looks up
+the mask token in the file's vocabulary, so that file has a vocabulary whose tokens are numbers.
 """
 
 import re
@@ -26,15 +26,18 @@ from treespec.heads.folder import GGUF_FILE
 from treespec.heads.head import Config, Tensors
 from treespec.heads.layers import SLIDING_ATTENTION, Rotary
 
-FUSED_NORM = {"eagle3": "input_norm", "dflash": "hidden_norm"}  # of the fused aux hidden states
+FUSED_NORM = {
+    "eagle3": "input_norm",
+    "dflash": "hidden_norm",
+}  # the norm over all aux hidden states
 LAYER_PATTERNS = {"eagle3": r"midlayer()", "dflash": r"layers\.(\d+)"}
-MODULE_NAMES = {  # of modules: llama.cpp's
+MODULE_NAMES = {  # treespec's name of a module -> llama.cpp's
     "fc": "fc",
     "embed_tokens": "token_embd",
     "norm": "output_norm",
     "lm_head": "output",
 }
-LAYER_MODULE_NAMES = {  # of modules of a layer: llama.cpp's below `blk.N`
+LAYER_MODULE_NAMES = {  # treespec's name of a module in a layer -> llama.cpp's after `blk.N`
     "input_layernorm": "attn_norm",
     "hidden_norm": "attn_norm_2",
     "self_attn.q_proj": "attn_q",
@@ -48,13 +51,13 @@ LAYER_MODULE_NAMES = {  # of modules of a layer: llama.cpp's below `blk.N`
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-NAME_BY_GGUF = {known: name for name, known in MODULE_NAMES.items()}
-LAYER_BY_GGUF = {known: name for name, known in LAYER_MODULE_NAMES.items()}
-PERMUTED_TENSORS = {  # in EAGLE-3: the key of the number of their heads
+NAME_BY_GGUF = {gguf_name: name for name, gguf_name in MODULE_NAMES.items()}
+LAYER_BY_GGUF = {gguf_name: name for name, gguf_name in LAYER_MODULE_NAMES.items()}
+PERMUTED_TENSORS = {  # EAGLE-3's tensors with permuted rows -> the key of their number of attention heads
     "blk.0.attn_q.weight": "attention.head_count",
     "blk.0.attn_k.weight": "attention.head_count_kv",
 }
-SIZE_KEYS = {  # config.json's name of each size, by the file's
+SIZE_KEYS = {  # the file's name of a size -> config.json's
     "vocab_size": "vocab_size",
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -67,7 +70,7 @@ SIZE_KEYS = {  # config.json's name of each size, by the file's
     "rope.dimension_count": "head_dim",
     "target_hidden_size": "target_hidden_size",
 }
-FILE_KEYS = (  # of the file's fields that treespec writes beside the sizes, below the head's kind
+FILE_KEYS = (  # further fields that treespec writes after the prefix of the head's kind
     "attention.layer_norm_rms_epsilon",
     "rope.freq_base",
     "target_layers",
@@ -82,15 +85,21 @@ KIND_KEYS = {
     ),
 }
 FREQUENCY_FACTORS = "rope_freqs.weight"
-GGUF_ROTARY_TYPES = ("default", "linear", "llama3")  # that factors of the frequencies describe
+GGUF_ROTARY_TYPES = ("default", "linear", "llama3")  # types that frequency factors can express
 GGUF_TYPES = {torch.float16: Type.F16, torch.bfloat16: Type.BF16}
 DTYPES_BY_GGUF = {Type.F16: torch.float16, Type.BF16: torch.bfloat16}
 
 
 def write_gguf(folder: Path, config: Config, tensors: Tensors) -> None:
-    """Write config.json and the GGUF file. config, tensors: of EAGLE-3 as for vLLM, of DFlash its own.
+    """Write config.json and the GGUF file.
 
-    Raises ValueError for rotary positions that llama.cpp computes otherwise.
+    Args:
+        folder: an existing folder.
+        config: the fields of config.json: vLLM's for EAGLE-3, treespec's for DFlash.
+        tensors: the tensors by treespec's names.
+
+    Raises:
+        ValueError: for rotary positions that llama.cpp cannot compute.
     """
     # 1. The fields.
     writer = GGUFWriter(str(folder / GGUF_FILE), choose_gguf_kind(config))
@@ -102,8 +111,8 @@ def write_gguf(folder: Path, config: Config, tensors: Tensors) -> None:
     writer.add_float32(f"{writer.arch}.rope.freq_base", config["rope_theta"])
 
     # 2. The tensors.
-    own = {name: value for name, value in config.items() if name != "model_type"}
-    factors = compute_frequency_factors(LlamaConfig(**own))
+    llama_fields = {name: value for name, value in config.items() if name != "model_type"}
+    factors = compute_frequency_factors(LlamaConfig(**llama_fields))
     if not factors.allclose(torch.ones(1)):
         writer.add_tensor(FREQUENCY_FACTORS, factors.numpy())
     for name in sorted(tensors.keys() - {"t2d"}):
@@ -116,14 +125,14 @@ def write_gguf(folder: Path, config: Config, tensors: Tensors) -> None:
 
 
 def choose_gguf_kind(config: Config) -> str:
-    """The kind of head that a config.json for llama.cpp describes."""
+    """The kind of head in a config.json for llama.cpp: only DFlash's has a block size."""
     if "block_size" in config:
         return "dflash"
     return "eagle3"
 
 
 def add_eagle3_fields(writer: GGUFWriter, config: Config) -> None:
-    """Add the fields that only EAGLE-3 heads have, around the sizes of all heads."""
+    """Add the sizes, and the fields of EAGLE-3 heads."""
     writer.add_tokenizer_model("none")
     add_sizes(writer, config)
     for name in ("norm_before_residual", "norm_before_fc"):
@@ -132,7 +141,7 @@ def add_eagle3_fields(writer: GGUFWriter, config: Config) -> None:
 
 
 def add_dflash_fields(writer: GGUFWriter, config: Config) -> None:
-    """Add the fields that only DFlash heads have, with a vocabulary of numbers, around the sizes of all heads."""
+    """Add the sizes, the fields of DFlash heads, and a vocabulary of numbers."""
     # 1. Windows and the mask token.
     sliding = bool(config.get("layer_types"))
     if sliding:
@@ -158,22 +167,31 @@ def add_sizes(writer: GGUFWriter, config: Config) -> None:
 
 
 def add_head_tensor(writer: GGUFWriter, config: Config, name: str, value: Tensor) -> None:
-    """Add a tensor under llama.cpp's name. llama.cpp takes vectors in float32, and d2t as absolute ids."""
-    known = to_gguf_name(name, writer.arch)
-    if known == "d2t":
-        writer.add_tensor(known, (value + torch.arange(len(value))).numpy())
+    """Add a tensor under llama.cpp's name. llama.cpp wants vectors in float32, and absolute ids in d2t.
+
+    Args:
+        writer: the file's writer; `arch` is the kind of head.
+        config: config.json, with the numbers of attention heads.
+        name: treespec's name of the tensor.
+        value: the tensor, on the CPU.
+    """
+    gguf_name = to_gguf_name(name, writer.arch)
+    if gguf_name == "d2t":
+        writer.add_tensor(gguf_name, (value + torch.arange(len(value))).numpy())
         return
-    if writer.arch == "eagle3" and known in PERMUTED_TENSORS:
-        heads = config[SIZE_KEYS[PERMUTED_TENSORS[known]]]
+    if writer.arch == "eagle3" and gguf_name in PERMUTED_TENSORS:
+        heads = config[SIZE_KEYS[PERMUTED_TENSORS[gguf_name]]]
         value = permute_rotary_rows(value, heads)
-    stored = Type.F32
+    gguf_type = Type.F32
     if value.dim() > 1:
-        stored = GGUF_TYPES.get(value.dtype, Type.F32)
-    writer.add_tensor(known, quants.quantize(value.float().numpy(), stored), raw_dtype=stored)
+        gguf_type = GGUF_TYPES.get(value.dtype, Type.F32)
+    writer.add_tensor(
+        gguf_name, quants.quantize(value.float().numpy(), gguf_type), raw_dtype=gguf_type
+    )
 
 
 def to_gguf_name(name: str, kind: str) -> str:
-    """llama.cpp's name of a tensor. Raises ValueError for one that it has no place for."""
+    """Turn treespec's name of a tensor into llama.cpp's. Raises ValueError if llama.cpp has none for it."""
     if name == "d2t":
         return name
     module = name.removesuffix(".weight")
@@ -190,9 +208,9 @@ def to_gguf_name(name: str, kind: str) -> str:
     raise ValueError(f"its tensor {name} has no place in llama.cpp's file")
 
 
-def from_gguf_name(known: str, kind: str) -> str:
-    """treespec's name of a tensor of the file; the same where it is none of the head."""
-    module = known.removesuffix(".weight")
+def from_gguf_name(gguf_name: str, kind: str) -> str:
+    """Turn llama.cpp's name of a tensor into treespec's; an unknown name stays as it is."""
+    module = gguf_name.removesuffix(".weight")
     layer = re.fullmatch(r"blk\.(\d+)\.(.+)", module)
     if layer is not None:
         inside = LAYER_BY_GGUF.get(layer[2], layer[2])
@@ -203,42 +221,42 @@ def from_gguf_name(known: str, kind: str) -> str:
         return f"{FUSED_NORM[kind]}.weight"
     if module in NAME_BY_GGUF:
         return f"{NAME_BY_GGUF[module]}.weight"
-    return known
+    return gguf_name
 
 
 def read_gguf(file: Path) -> Tensors:
-    """The tensors of such a file by treespec's names, in the precision of its `fc`.
+    """Read the tensors of a GGUF file by treespec's names, in the dtype of its `fc`.
 
-    Raises ValueError for a file of another architecture, InputError for a field that is not known.
+    Raises ValueError for a file of another architecture, InputError for an unknown field.
     """
-    # 1. The kind of head, and the precision of its `fc`.
+    # 1. The kind of head, and the dtype of its `fc`.
     reader = GGUFReader(file)
     kind = find_gguf_kind(reader)
     if kind is None:
         raise ValueError(f"{file} holds no EAGLE-3 or DFlash head")
     check_keys(reader, kind, file)
-    stored = {tensor.name: tensor for tensor in reader.tensors}
-    dtype = DTYPES_BY_GGUF.get(stored["fc.weight"].tensor_type, torch.float32)
+    stored_tensors = {tensor.name: tensor for tensor in reader.tensors}
+    dtype = DTYPES_BY_GGUF.get(stored_tensors["fc.weight"].tensor_type, torch.float32)
 
     # 2. The tensors.
     tensors: Tensors = {}
-    for known, tensor in stored.items():
-        if known == FREQUENCY_FACTORS:  # they follow from config.json
+    for gguf_name, tensor in stored_tensors.items():
+        if gguf_name == FREQUENCY_FACTORS:  # they follow from config.json
             continue
-        if known == "d2t":
+        if gguf_name == "d2t":
             tokens = torch.from_numpy(tensor.data.astype(np.int64))
-            tensors[known] = tokens - torch.arange(len(tokens))
+            tensors[gguf_name] = tokens - torch.arange(len(tokens))
             continue
         value = torch.from_numpy(quants.dequantize(tensor.data, tensor.tensor_type).copy())
-        if kind == "eagle3" and known in PERMUTED_TENSORS:
-            heads = read_number(reader, f"{kind}.{PERMUTED_TENSORS[known]}")
+        if kind == "eagle3" and gguf_name in PERMUTED_TENSORS:
+            heads = read_number(reader, f"{kind}.{PERMUTED_TENSORS[gguf_name]}")
             value = permute_rotary_rows(value, heads, back=True)
-        tensors[from_gguf_name(known, kind)] = value.to(dtype)
+        tensors[from_gguf_name(gguf_name, kind)] = value.to(dtype)
     return tensors
 
 
 def find_gguf_kind(reader: GGUFReader) -> str | None:
-    """The kind of head that a file holds; None for a file of something else."""
+    """Find the kind of head in a file; None if it holds no head."""
     for kind in LAYER_PATTERNS:
         if f"{kind}.target_layers" in reader.fields:
             return kind
@@ -246,22 +264,22 @@ def find_gguf_kind(reader: GGUFReader) -> str | None:
 
 
 def read_number(reader: GGUFReader, key: str) -> int:
-    """The whole number that a field of the file holds."""
+    """Read a whole number from a field of the file."""
     field = reader.fields[key]
     return int(field.parts[field.data[0]][0])
 
 
 def check_keys(reader: GGUFReader, kind: str, file: Path) -> None:
-    """Raises InputError for a field of the head's kind that treespec does not know, by its name."""
-    known = set(SIZE_KEYS).union(FILE_KEYS, KIND_KEYS[kind])
+    """Raises InputError for a field with the prefix of the head's kind that treespec does not know."""
+    known_keys = set(SIZE_KEYS).union(FILE_KEYS, KIND_KEYS[kind])
     prefix = f"{kind}."
     for key in reader.fields:
-        if key.startswith(prefix) and key.removeprefix(prefix) not in known:
+        if key.startswith(prefix) and key.removeprefix(prefix) not in known_keys:
             raise InputError(f"{file} has a field {key}, which treespec does not know")
 
 
 def permute_rotary_rows(weight: Tensor, heads: int, back: bool = False) -> Tensor:
-    """Order the rows of a projection [heads · D, H] for llama.cpp's rotation. back: for the others'."""
+    """Permute the rows of a projection [heads · D, H] for llama.cpp's rotation. back: for treespec's again."""
     inner = weight.shape[1]
     pairs = weight.view(heads, 2, -1, inner)
     if back:
@@ -270,7 +288,10 @@ def permute_rotary_rows(weight: Tensor, heads: int, back: bool = False) -> Tenso
 
 
 def compute_frequency_factors(config: LlamaConfig) -> Tensor:
-    """[D / 2] by what llama.cpp divides its frequencies. Raises ValueError where they do not tell all."""
+    """Compute the factors [D / 2] by which llama.cpp divides its plain rotary frequencies.
+
+    Raises ValueError for rotary positions that such factors cannot express.
+    """
     rope: Config = dict(config.rope_parameters or {})
     kind = rope["rope_type"]
     frequencies = Rotary(config).inv_freq

@@ -1,7 +1,7 @@
-"""What the readers of heads with layers of Llama and Qwen3 share: sizes and biases that the tensors tell.
+"""Shared by the readers of heads with Llama's or Qwen3's layers: derive sizes and biases from the tensors.
 
-Where config.json and the tensors disagree about a size, the tensors decide: published configs say 40
-layers for a head of one.
+If config.json and the tensors disagree about a size, the tensors decide: some published configs say 40
+layers for a head of one layer.
 """
 
 import re
@@ -12,30 +12,31 @@ from treespec.heads.formats.fields import drop_names, select_names
 from treespec.heads.formats.llama_fields import LLAMA_SIZE_FIELDS
 from treespec.heads.head import Config, Tensors
 
+# Copies of the target's tensors, not used.
 VERIFIER_TENSORS = (
     "verifier_lm_head.weight",
     "verifier_norm.weight",
-)  # copies of the target's, not used
+)
 QKV_NAMES = ("q_proj", "k_proj", "v_proj")
 QWEN3_SIZES = LLAMA_SIZE_FIELDS + ("max_position_embeddings",)
 
 
 def as_qwen3(config: Config) -> Config:
-    """A config of Qwen3 layers as treespec's: Llama's fields, with Qwen3's own defaults.
+    """Turn a config of Qwen3 layers into treespec's: Llama's fields, with Qwen3's defaults.
 
-    transformers of earlier versions leave out what equals a default, and Llama's differ.
+    Earlier versions of transformers leave out fields that equal Qwen3's defaults; Llama's defaults differ.
     """
     defaults = select_names(Qwen3Config().to_dict(), QWEN3_SIZES)
     return defaults | config | {"model_type": "llama", "qk_norm": True}
 
 
 def derive_biases(config: Config, tensors: Tensors, layer: str) -> Config:
-    """The config with `qkv_bias` as the tensors have it. layer: the name of the first one.
+    """Set `qkv_bias` to whether the tensors have biases. layer: the first layer's name.
 
-    Raises ValueError for a config that says that there are biases, where the file has none.
+    Raises ValueError if the config says that there are biases, and the file has none.
     """
-    stored = all(f"{layer}.self_attn.{name}.bias" in tensors for name in QKV_NAMES)
-    if stored:
+    has_biases = all(f"{layer}.self_attn.{name}.bias" in tensors for name in QKV_NAMES)
+    if has_biases:
         return drop_names(config, ("attention_bias",)) | {"qkv_bias": True}
     for name in ("attention_bias", "qkv_bias"):
         if config.get(name):
@@ -46,7 +47,7 @@ def derive_biases(config: Config, tensors: Tensors, layer: str) -> Config:
 
 
 def derive_sizes(config: Config, tensors: Tensors, layer: str) -> Config:
-    """The config with the widths that a layer's tensors have, where it says others. layer: its name."""
+    """Correct the widths in a config by a layer's tensors. layer: the layer's name."""
     gate = tensors.get(f"{layer}.mlp.gate_proj.weight")
     if gate is not None and config.get("intermediate_size") not in (None, len(gate)):
         config = config | {"intermediate_size": len(gate)}
@@ -58,7 +59,7 @@ def derive_sizes(config: Config, tensors: Tensors, layer: str) -> Config:
 
 
 def derive_heads(config: Config, query_rows: int, key_rows: int) -> Config:
-    """The config with the width of a head and the number of key heads that the rows of queries and keys have."""
+    """Correct `head_dim` and `num_key_value_heads` in a config by the rows of the query and key projections."""
     heads = config.get("num_attention_heads")
     width = config.get("hidden_size")
     if not heads or not width:
@@ -75,7 +76,10 @@ def derive_heads(config: Config, query_rows: int, key_rows: int) -> Config:
 
 
 def count_layers(config: Config, tensors: Tensors, before: int = 0) -> Config:
-    """The config with the number of layers that the tensors have. before: those with other names."""
+    """Correct the number of layers in a config by the tensors' names.
+
+    before: the number of layers with other names than layers.N.
+    """
     count = before
     for name in tensors:
         numbered = re.match(r"layers\.(\d+)\.", name)
@@ -87,7 +91,7 @@ def count_layers(config: Config, tensors: Tensors, before: int = 0) -> Config:
 
 
 def check_window(config: Config) -> None:
-    """Raises ValueError for a window without `layer_types`, which says which layers have it."""
+    """Raises ValueError for a window without `layer_types`: nothing says then which layers have it."""
     if (
         config.get("use_sliding_window")
         and config.get("sliding_window")

@@ -10,14 +10,15 @@ from treespec.heads.head import Stored
 
 
 def write_llama_cpp_eagle3(head: Eagle3Head, served: PretrainedConfig) -> Stored:
-    """EAGLE-3: vLLM's fields, after a check of the parts that llama.cpp has."""
+    """Write vLLM's config.json and the tensors of an EAGLE-3 head, after a check of llama.cpp's parts."""
     return write_vllm_eagle3(head, served, to="gguf")
 
 
 def write_llama_cpp_dflash(head: DFlashHead, served: PretrainedConfig) -> Stored:
-    """DFlash: llama.cpp drafts nothing from the last token's own row, and all layers are causal or none is.
+    """Write config.json and the tensors of a DFlash head.
 
-    Raises ValueError for a head that it has no place for.
+    llama.cpp drafts nothing from the last token's row, and its layers are all causal or none is. Raises
+    ValueError for other heads.
     """
     layers = build_dflash_layer_fields(head, served)
     part = None

@@ -1,4 +1,4 @@
-"""What the writers of all engines share: the fields of a Llama, a check of the layer, and names of tensors."""
+"""Shared by the writers of all engines: Llama's fields, checks of the layer, and renaming of tensors."""
 
 import re
 
@@ -20,14 +20,14 @@ LLAMA_SIZE_FIELDS = (
 
 
 def build_llama_fields(head: LlamaHead, served: PretrainedConfig) -> Config:
-    """Describe a head's decoder layer as a Llama of one layer; a writer overrides what differs.
+    """Describe a head's decoder layer as a Llama of one layer; a writer overrides fields that differ.
 
-    The rotary positions stand there three times, because versions of the engines read different
+    The rotary positions stand there in three forms, because versions of the engines read different
     fields. The context is at least the target's: the engines stop at the end of the shorter one.
 
     Args:
         head: the head that is exported.
-        served: config of the target next to which an engine runs the head.
+        served: the config of the target that an engine runs the head with.
     """
     # 1. Rotary positions.
     llama = head.llama
@@ -73,12 +73,12 @@ def check_layer(
     Args:
         head: the head that is exported.
         has_bias_field: whether the format has a field for biases of queries, keys and values.
-        any_activation: whether the project reads the activation; the engines have silu only.
-        rotary_types: types of rotary positions that the project computes; (): all of them, and
-            `partial_rotary_factor` too.
+        any_activation: whether the project reads the activation; the engines have only silu.
+        rotary_types: types of rotary positions that the project computes; (): all types, and
+            `partial_rotary_factor`.
 
     Raises:
-        ValueError: what the format has no place for.
+        ValueError: for a part that the format cannot describe.
     """
     llama = head.llama
     scale = head.config.get("embed_scale", 1.0)
@@ -95,7 +95,7 @@ def check_layer(
 
 
 def check_rotary(head: LlamaHead, rotary_types: tuple[str, ...]) -> None:
-    """Raises ValueError for rotary positions of another type, and for some that turn part of a head."""
+    """Raises ValueError for rotary positions of another type, and if only part of an attention head is rotated."""
     rope: Config = dict(head.llama.rope_parameters or {})
     kind = rope.get("rope_type")
     if kind not in rotary_types:
@@ -107,7 +107,7 @@ def check_rotary(head: LlamaHead, rotary_types: tuple[str, ...]) -> None:
 
 
 def check_own_output(head: Head) -> None:
-    """Raises ValueError for an EAGLE-3 head that has the target's output layer: the formats store one."""
+    """Raises ValueError for an EAGLE-3 head that uses the target's output layer: the formats store the head's."""
     if head.lm_head is None:
         raise ValueError("it has the target's output layer, and the formats store one of its own")
 
@@ -115,7 +115,7 @@ def check_own_output(head: Head) -> None:
 def rename_tensors(tensors: Tensors, *patterns: tuple[str, str]) -> Tensors:
     """Rename each tensor by every (pattern, replacement) in turn.
 
-    Raises ValueError where two get one name.
+    Raises ValueError if two tensors get the same name.
     """
     by_new_name: Tensors = {}
     for name, value in tensors.items():

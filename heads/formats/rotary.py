@@ -1,6 +1,6 @@
-"""The rotary positions of a head's config.json: one set of parameters, whose fields are known.
+"""Read the rotary positions of a head's config.json into one set of parameters.
 
-Projects write them as `rope_scaling`, as `rope_parameters`, and with `rope_theta` beside or within.
+Projects write them as `rope_scaling` or as `rope_parameters`, with `rope_theta` inside or at the top level.
 """
 
 from collections.abc import Mapping
@@ -10,8 +10,8 @@ from treespec.heads.formats.fields import FieldTable, as_object, drop_names
 from treespec.heads.head import Config
 
 COMMON_FIELDS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-MULTIMODAL_FIELDS = ("mrope_section", "mrope_interleaved")  # in text the three positions are one
-PHIMOE_FIELDS = ("short_mscale", "long_mscale")  # of PhiMoE's own layers: heads have Llama's
+MULTIMODAL_FIELDS = ("mrope_section", "mrope_interleaved")  # in text the three positions are equal
+PHIMOE_FIELDS = ("short_mscale", "long_mscale")  # for PhiMoE's layers; heads have Llama's
 SCALED_FIELDS = ("factor", "original_max_position_embeddings")
 ROPE_TYPE_FIELDS = {  # the fields that each type uses, as in transformers
     "default": (),
@@ -23,21 +23,21 @@ ROPE_TYPE_FIELDS = {  # the fields that each type uses, as in transformers
     "proportional": ("factor",),
     "llama3": SCALED_FIELDS + ("low_freq_factor", "high_freq_factor"),
 }
-# By type: fields that may only say nothing.
+# By type: fields that are allowed with a neutral value only.
 NEUTRAL_ROTARY_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {"default": {"factor": (1,)}}
 UNUSED_ROPE_FIELDS = frozenset(MULTIMODAL_FIELDS + PHIMOE_FIELDS)
-OUTSIDE_FIELDS = ("rope_theta", "partial_rotary_factor")  # that stand beside the forms too
+OUTSIDE_FIELDS = ("rope_theta", "partial_rotary_factor")  # may also stand at the top level
 ROPE_FORMS = ("rope_parameters", "rope_scaling")
-# A head that treespec trained copies its target's parameters, all of them, and was trained with what
-# `heads.layers.Rotary` makes of them.
+# This field marks a head that treespec trained: it has a copy of all the target's rotary parameters, and was
+# trained with the angles that `heads.layers.Rotary` computes from them.
 TRAINED_HERE = "target_tokens"
 
 
 def read_rotary(config: Config) -> Config:
-    """The config with its rotary positions said once, where it says them twice or as `mrope`.
+    """Reduce the rotary positions of a config to `rope_parameters`, if it has two forms or `mrope`.
 
-    `mrope` turns text as plain rotary positions do. Raises ValueError for a type or a field that is
-    not known, and where two forms contradict each other.
+    For text, `mrope` rotates as plain rotary positions do. Raises ValueError for an unknown type or field,
+    and for forms that contradict each other.
     """
     forms = read_forms(config)
     top: Config = {}
@@ -55,7 +55,7 @@ def read_rotary(config: Config) -> Config:
 
 
 def read_forms(config: Config) -> dict[str, Config]:
-    """Each form that a config has, by its name. Raises as `read_rotary`."""
+    """Read each form of rotary parameters in a config, by its name. Raises ValueError as `read_rotary`."""
     forms: dict[str, Config] = {}
     for name in ROPE_FORMS:
         if config.get(name):
@@ -65,32 +65,32 @@ def read_forms(config: Config) -> dict[str, Config]:
 
 
 def check_agreement(forms: Mapping[str, Config]) -> None:
-    """Raises ValueError for a field that two forms have with different values.
+    """Raises ValueError for a field with different values in two forms.
 
-    forms: the fields of each form by its name; "" are those at the top of config.json.
+    forms: the fields of each form by its name; "" has the fields at the top level of config.json.
     """
-    first: dict[str, tuple[Any, str]] = {}  # of each field: a value and its path
+    first: dict[str, tuple[Any, str]] = {}  # field -> its first value and where that stands
     for form, values in forms.items():
         for name, value in values.items():
             path = f"{form}.{name}".removeprefix(".")
-            expected, where = first.setdefault(name, (value, path))
+            expected, first_path = first.setdefault(name, (value, path))
             if expected != value:
                 raise ValueError(
-                    f"{path} is {value!r}, and {where} is {expected!r}: delete the wrong one"
+                    f"{path} is {value!r}, and {first_path} is {expected!r}: delete the wrong one"
                 )
 
 
 def is_multimodal(value: Config) -> bool:
-    """Whether rotary parameters are those of a model with images, whose positions are three."""
+    """Whether rotary parameters are a multimodal model's, with three positions for each token."""
     if "mrope" in (value.get("rope_type"), value.get("type")):
         return True
     return any(value.get(name) for name in MULTIMODAL_FIELDS)
 
 
 def read_form(value: Config, path: str, copied: bool) -> Config:
-    """One of the forms with its type as `rope_type`, `mrope` as plain. Raises as `read_rotary`.
+    """Read one form: its type becomes `rope_type`, and `mrope` becomes plain. Raises ValueError as `read_rotary`.
 
-    copied: whether it may have more fields, which are not used.
+    copied: whether further fields, without effect, are allowed.
     """
     kind = value.get("rope_type") or value.get("type")
     if not kind or kind == "mrope":
@@ -105,5 +105,5 @@ def read_form(value: Config, path: str, copied: bool) -> Config:
             only=NEUTRAL_ROTARY_VALUES.get(kind, {}),
         )
         table.check(value, f"{path}.")
-    kept = drop_names(value, MULTIMODAL_FIELDS + ("type",))
-    return kept | {"rope_type": kind}
+    plain_form = drop_names(value, MULTIMODAL_FIELDS + ("type",))
+    return plain_form | {"rope_type": kind}

@@ -1,4 +1,4 @@
-"""How other projects read the heads that `export` writes: a rule for each project and kind, after its own code.
+"""How other projects read the heads that `export` writes: a rule for each project and kind, taken from its code.
 
 `treespec.heads.formats.upstream` reads a folder by a rule.
 """
@@ -9,12 +9,13 @@ from typing import Any
 
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
-NO_DEFAULT = object()  # a field that a project demands, or on whose default its readers differ
-PATHS = (  # names of the first layer, and of a norm of later ones: the head's
+# Marks a field that a project requires, or whose default differs between its readers.
+NO_DEFAULT = object()
+PATHS = (  # (the file's name, treespec's) of the first layer, and of a norm of later layers
     (r"^layers\.0\.", "midlayer."),
     (r"^(layers\.\d+\.)hidden_norm\.", r"\1input_layernorm."),
 )
-LLAMA_CPP = (  # llama.cpp's names of tensors: the head's, below the start of its layer
+LLAMA_CPP = (  # (llama.cpp's name, treespec's) of tensors; in a layer after the layer's prefix
     (r"attn_norm_2\.", "hidden_norm."),
     (r"attn_norm\.", "input_layernorm."),
     (r"attn_(q|k)_norm\.", r"self_attn.\1_norm."),
@@ -32,18 +33,22 @@ LLAMA_CPP = (  # llama.cpp's names of tensors: the head's, below the start of it
 class Rule:
     """How one project reads one kind of head.
 
-    source: the project's files that say so.
-    layer: where the fields of a Llama stand; "" is the top.
-    family: the class of transformers that gives them defaults.
-    rotary: the field that tells the rotary positions.
-    aux: the field of the aux layers; "" is a project that takes the published ones in any case.
-    entered: whether it names the layers that the features enter, not those that they leave.
-    fields: of treespec's config, each with its place in the project's and the value where that is absent. "a|b" are
-    two flags, either of them is enough; "" is no place, and the value always holds.
-    names: (pattern, replacement) from the file's names of tensors to the head's. unused: tensors that it skips.
-    biases: a flag without which it skips biases; "" is none.
-    embedding: "target", always the target's; "file", the target's where the file has none; "demanded", the file's.
-    output: "own"; "target"; "own if smaller", the target's where the file's is of all tokens.
+    Attributes:
+        source: the project's files that the rule follows.
+        layer: path of the object with Llama's fields in config.json; "": the top level.
+        family: the class of transformers with the defaults of these fields.
+        rotary: the field of the rotary positions.
+        aux: the path of the aux layers; "": the project always takes the published ones.
+        entered: whether the ids name the layers that the features enter (else the layers that they leave).
+        fields: for each field of treespec's config its path in the project's, and the value if that is
+            absent. A path "a|b" names two flags; either is enough. With the path "" the value always holds.
+        names: (pattern, replacement) from the file's names of tensors to treespec's.
+        unused: pattern of the tensors that the project skips.
+        biases: the flag without which the project skips biases; "": it never skips them.
+        embedding: "target": always the target's; "file": the file's, or the target's if the file has none;
+            "demanded": the file's, and without one the project fails.
+        output: "own": the file's; "target": the target's; "own if smaller": the file's, or the target's if the
+            file's has rows for all tokens.
     """
 
     source: str
@@ -60,16 +65,20 @@ class Rule:
     output: str = "own"
 
 
-def list_eagle3_fields(drafted: Any, **places: tuple[str, Any]) -> dict[str, tuple[str, Any]]:
-    """Of EAGLE-3. drafted: `draft_vocab_size` where it is absent. places: of the parts that a project knows."""
+def list_eagle3_fields(drafted: Any, **part_places: tuple[str, Any]) -> dict[str, tuple[str, Any]]:
+    """Build `Rule.fields` of an EAGLE-3 head.
+
+    drafted: the value if `draft_vocab_size` is absent. part_places: (path, default) of each norm flag that a
+    project knows; the others are false.
+    """
     parts = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    own = {"draft_vocab_size": ("draft_vocab_size", drafted)}
-    own["target_hidden_size"] = ("target_hidden_size", None)
-    return own | dict.fromkeys(parts, ("", False)) | places
+    fields = {"draft_vocab_size": ("draft_vocab_size", drafted)}
+    fields["target_hidden_size"] = ("target_hidden_size", None)
+    return fields | dict.fromkeys(parts, ("", False)) | part_places
 
 
 def has_same_layers(*names: str) -> dict[str, tuple[str, Any]]:
-    """Flags at the top, false where they are absent."""
+    """Build `Rule.fields` of flags that have treespec's names at the top level, false if they are absent."""
     return {name: (name, False) for name in names}
 
 

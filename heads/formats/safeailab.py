@@ -1,4 +1,4 @@
-"""SafeAILab/EAGLE's heads: the format that EAGLE-1 and EAGLE-3 were published in."""
+"""SafeAILab/EAGLE's format, in which EAGLE-1 and EAGLE-3 were published."""
 
 from transformers import PretrainedConfig
 
@@ -14,7 +14,7 @@ from treespec.heads.formats.llama_fields import build_llama_fields, check_layer,
 from treespec.heads.head import Config, Stored
 from treespec.heads.llama import LlamaHead
 
-SAFEAILAB_ROTARY_TYPES = ("default", "linear", "dynamic")  # that the project computes
+SAFEAILAB_ROTARY_TYPES = ("default", "linear", "dynamic")  # types that the project computes
 
 
 def check_safeailab_layer(head: LlamaHead, has_bias_field: bool) -> None:
@@ -34,7 +34,7 @@ def check_safeailab_layer(head: LlamaHead, has_bias_field: bool) -> None:
 
 
 def write_safeailab_eagle(head: EagleHead, served: PretrainedConfig) -> Stored:
-    """EAGLE-1: `bias` is that of `fc`, and `qkv_bias` that of the attention."""
+    """Write config.json and the tensors of an EAGLE-1 head: `bias` means `fc`'s, `qkv_bias` the attention's."""
     check_safeailab_layer(head, has_bias_field=True)
     config: Config = {"architectures": ["LlamaForCausalLM"]}
     config |= build_llama_fields(head, served)
@@ -44,9 +44,10 @@ def write_safeailab_eagle(head: EagleHead, served: PretrainedConfig) -> Stored:
 
 
 def write_safeailab_eagle3(head: Eagle3Head, served: PretrainedConfig) -> Stored:
-    """EAGLE-3: the project reads no layer ids, and no embedding of another width than the head's.
+    """Write config.json and the tensors of an EAGLE-3 head.
 
-    Raises ValueError for a head that reads other layers than the project does in any case.
+    The project ignores layer ids: its aux layers are fixed. It reads no target embedding of another width than
+    H, so `target_hidden_size` is left out if it equals H. Raises ValueError for other aux layers.
     """
     check_own_output(head)
     check_safeailab_layer(head, has_bias_field=False)
@@ -57,10 +58,10 @@ def write_safeailab_eagle3(head: Eagle3Head, served: PretrainedConfig) -> Stored
     if head.aux_layers != expected:
         read = ", ".join(map(str, head.aux_layers))
         raise ValueError(f"it reads layers {read}, and SafeAILab/EAGLE {expected} in any case")
-    own = build_eagle3_own_fields(head, served)
-    own[AUX_LAYERS_FIELD] = list(head.aux_layers)
+    head_fields = build_eagle3_own_fields(head, served)
+    head_fields[AUX_LAYERS_FIELD] = list(head.aux_layers)
     if text.hidden_size == head.hidden_size:
-        del own["target_hidden_size"]
+        del head_fields["target_hidden_size"]
     config = {"architectures": ["LlamaForCausalLM"]}
     config |= build_eagle3_layer_fields(head, served)
-    return config | own, head.state_dict()
+    return config | head_fields, head.state_dict()

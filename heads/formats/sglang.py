@@ -1,7 +1,7 @@
-"""SGLang's EAGLE heads, and how it numbers the target's layers.
+"""SGLang's format of EAGLE heads, and its numbers of the target's layers.
 
-SGLang names the layer that a feature leaves, treespec the one that it enters (`formats.eagle` draws
-both). It stores the layers in `eagle_config`, and requires `draft_vocab_size`.
+SGLang names the layer that a feature leaves, treespec the layer that it enters (`formats.eagle` draws
+both). SGLang's ids stand in `eagle_config`, and it requires `draft_vocab_size`.
 """
 
 import torch
@@ -35,7 +35,7 @@ def from_sglang(ids: list[int]) -> list[int]:
 def to_sglang_ids(aux_layers: tuple[int, ...]) -> list[int]:
     """Translate aux layers to SGLang's ids.
 
-    Raises ValueError for the embedding, which no layer puts out.
+    Raises ValueError for aux layer 0, the embedding: no layer outputs it.
     """
     if 0 in aux_layers:
         raise ValueError("it reads the target's embedding, which SGLang cannot: export it to vllm")
@@ -43,7 +43,10 @@ def to_sglang_ids(aux_layers: tuple[int, ...]) -> list[int]:
 
 
 def write_sglang_eagle(head: EagleHead, served: PretrainedConfig) -> Stored:
-    """EAGLE-1: SGLang's `fc` always has a bias, and the field `bias` would give the attention one."""
+    """Write config.json and the tensors of an EAGLE-1 head.
+
+    SGLang's `fc` always has a bias, so a head without one gets zeros. Its field `bias` means the attention's.
+    """
     check_layer(head)
     config = {"architectures": ["LlamaForCausalLMEagle"]} | build_llama_fields(head, served)
     tensors = {"fc.bias": torch.zeros(head.hidden_size, dtype=head.dtype)}
@@ -51,7 +54,7 @@ def write_sglang_eagle(head: EagleHead, served: PretrainedConfig) -> Stored:
 
 
 def write_sglang_eagle3(head: Eagle3Head, served: PretrainedConfig) -> Stored:
-    """EAGLE-3: the layer ids stand in `eagle_config`, a norm of later layers has SGLang's name."""
+    """Write config.json and the tensors of an EAGLE-3 head, with the layer ids in `eagle_config`."""
     check_own_output(head)
     check_layer(head)
     check_parts(head, "sglang")

@@ -1,6 +1,6 @@
-"""vLLM's speculators: the layers stand in an object of their own, and how `vllm serve` drafts in another.
+"""The format of speculators: config.json nests the layers in one object, and how `vllm serve` drafts in another.
 
-vLLM loads such a directory together with the target that it names.
+`vllm serve` loads such a directory together with the target that it names.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ from treespec.heads.head import Config, Stored
 from treespec.heads.p_eagle import PEagleHead
 from treespec.heads.registry import SPECULATORS_KIND_FIELD
 
-SPECULATORS_VERSION = "0.9.0"  # of speculators, whose logits tests/test_upstream.py compares
+SPECULATORS_VERSION = "0.9.0"  # tests/test_upstream.py compares logits with this version
 DEFAULT_DRAFT_TOKENS = 3  # tokens a cycle, vLLM's default for such a directory
 SPECULATORS_WRAPPER_FIELDS = (
     "transformer_layer_config",
@@ -39,9 +39,9 @@ SPECULATORS_WRAPPER_FIELDS = (
 
 
 def flatten_speculators(config: Config, **defaults: Any) -> Config:
-    """Bring the fields of the layers to the top; a config of another project comes back as a copy.
+    """Move the fields of the nested layers to the top level. A config of another project is only copied.
 
-    defaults: of fields that speculators leaves out. Raises ValueError for a layer of another family.
+    defaults: values of fields that speculators leaves out. Raises ValueError for layers of another family.
     """
     if SPECULATORS_KIND_FIELD not in config:
         return dict(config)
@@ -66,14 +66,14 @@ def flatten_speculators(config: Config, **defaults: Any) -> Config:
 def build_speculators_nesting(
     kind: str, architecture: str, layers: Config, served: PretrainedConfig, drafted: int
 ) -> Config:
-    """Build what speculators' config.json nests: the layers, and how `vllm serve` shall draft.
+    """Build the nested objects of speculators' config.json: the layers, and how `vllm serve` drafts.
 
     Args:
         kind: speculators' name of the kind of head.
-        architecture: the name of its class.
-        layers: the fields of the decoder layers, of `model_type` llama or qwen3.
-        served: config of the target.
-        drafted: tokens that `vllm serve` drafts a cycle.
+        architecture: the name of speculators' class.
+        layers: the fields of the decoder layers, with `model_type` llama or qwen3.
+        served: the target's config.
+        drafted: the number of tokens that `vllm serve` drafts in a cycle.
     """
     greedy = {
         "proposal_type": "greedy",
@@ -103,7 +103,7 @@ def build_speculators_nesting(
 
 
 def write_speculators_eagle3(head: Eagle3Head, served: PretrainedConfig) -> Stored:
-    """EAGLE-3, for `vllm serve DIRECTORY`."""
+    """Write config.json and the tensors of an EAGLE-3 head, for `vllm serve DIRECTORY`."""
     check_own_output(head)
     check_layer(head)
     check_parts(head, "speculators")
@@ -111,7 +111,7 @@ def write_speculators_eagle3(head: Eagle3Head, served: PretrainedConfig) -> Stor
 
 
 def build_eagle3_speculator(head: Eagle3Head, served: PretrainedConfig) -> Stored:
-    """config.json and the tensors of an EAGLE-3 head that was checked already. mlx-vlm reads them too."""
+    """Build config.json and the tensors of an EAGLE-3 head that was checked before. mlx-vlm reads them too."""
     config = build_eagle3_own_fields(head, served)
     config[AUX_LAYERS_FIELD] = list(head.aux_layers)
     layers = build_eagle3_layer_fields(head, served)
@@ -122,7 +122,7 @@ def build_eagle3_speculator(head: Eagle3Head, served: PretrainedConfig) -> Store
 
 
 def write_speculators_p_eagle(head: PEagleHead, served: PretrainedConfig) -> Stored:
-    """P-EAGLE: EAGLE-3's fields, drafted at once, and the mask token."""
+    """Write config.json and the tensors of a P-EAGLE head: EAGLE-3's fields, all levels at once, and the mask token."""
     config, tensors = write_speculators_eagle3(head, served)
     layers = config["transformer_layer_config"]
     config |= build_speculators_nesting(
@@ -133,7 +133,7 @@ def write_speculators_p_eagle(head: PEagleHead, served: PretrainedConfig) -> Sto
 
 
 def write_speculators_dflash(head: DFlashHead, served: PretrainedConfig) -> Stored:
-    """DFlash, whose file stores an output layer.
+    """Write config.json and the tensors of a DFlash head with an output layer.
 
     Raises ValueError for a head that uses the target's output layer, as z-lab's do.
     """
@@ -143,7 +143,7 @@ def write_speculators_dflash(head: DFlashHead, served: PretrainedConfig) -> Stor
         layers["layer_types"] = head.config["layer_types"]
         layers["sliding_window"] = head.config["sliding_window"]
     assert head.lm_head is not None
-    own = {
+    head_fields = {
         "draft_vocab_size": head.lm_head.out_features,
         "target_hidden_size": served.get_text_config().hidden_size,
         "aux_hidden_state_layer_ids": list(head.aux_layers),
@@ -153,11 +153,11 @@ def write_speculators_dflash(head: DFlashHead, served: PretrainedConfig) -> Stor
         "sliding_window_non_causal": not any(head.causal),
     }
     nested = build_speculators_nesting("dflash", "DFlashSpeculator", layers, served, head.max_depth)
-    return own | nested, head.state_dict()
+    return head_fields | nested, head.state_dict()
 
 
 def build_dflash_layer_fields(head: DFlashHead, served: PretrainedConfig) -> Config:
-    """The fields of a DFlash head's layers. Raises ValueError for a head that no export describes."""
+    """Build the fields of a DFlash head's layers. Raises ValueError for a head that no format can describe."""
     if head.lm_head is None:
         raise ValueError("it has no output layer of its own: its directory is z-lab's already")
     check_layer(head)

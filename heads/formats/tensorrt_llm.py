@@ -1,4 +1,4 @@
-"""TensorRT-LLM's EAGLE-3 heads: SGLang's layer ids and names, and a norm's field within `eagle_config`."""
+"""TensorRT-LLM's format of EAGLE-3 heads: SGLang's layer ids and names, and `norm_before_fc` in `eagle_config`."""
 
 from transformers import PretrainedConfig
 
@@ -17,17 +17,17 @@ from treespec.heads.head import Config, Stored
 
 
 def write_tensorrt_eagle3(head: Eagle3Head, served: PretrainedConfig) -> Stored:
-    """EAGLE-3: TensorRT-LLM reads `norm_before_fc` within `eagle_config`, and calls the first layer layers.0."""
+    """Write config.json and the tensors of an EAGLE-3 head. TensorRT-LLM calls the first layer layers.0."""
     check_own_output(head)
     check_layer(head)
     check_parts(head, "tensorrt-llm")
-    own = build_eagle3_own_fields(head, served)
+    head_fields = build_eagle3_own_fields(head, served)
     config: Config = {"architectures": [EAGLE3_ARCHITECTURE]}
     config |= build_eagle3_layer_fields(head, served)
-    config |= own
+    config |= head_fields
     config["eagle_config"] = {
         AUX_LAYERS_FIELD: to_sglang_ids(head.aux_layers),
         "use_aux_hidden_state": True,
-        "norm_before_fc": own["norm_before_fc"],
+        "norm_before_fc": head_fields["norm_before_fc"],
     }
     return config, rename_tensors(head.state_dict(), TO_SGLANG, TO_FIRST)

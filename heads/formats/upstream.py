@@ -1,10 +1,10 @@
-"""The folder that `export` writes, as the other project reads it: the reader of an export's proof.
+"""Read an exported folder as the other project reads it, to check the export.
 
-It shares nothing with treespec's own readers, so what the writer believes wrongly about a project shows as other
-logits. A `Rule` is what a project's own code does; treespec's head then computes what that project would:
+This shares no code with treespec's readers, so a writer's wrong belief about a project shows as different logits.
+A `Rule` says what the project's code does. treespec's head then computes what the project would:
 
-    config.json, tensors ──▶ fields, their defaults where absent ──▶ tensors by the head's names
-                             ──▶ what the project takes of the target instead ──▶ logits
+    config.json, tensors ──▶ fields, or their defaults ──▶ tensors by treespec's names
+                         ──▶ the target's embedding or output layer, if the project takes it ──▶ logits
 """
 
 import json
@@ -39,7 +39,7 @@ SIZES = (
     "rms_norm_eps",
     "num_hidden_layers",
 )
-HEADER_FIELDS = {  # Llama's name of a field: llama.cpp's
+HEADER_FIELDS = {  # Llama's name of a field -> llama.cpp's
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
     "num_hidden_layers": "block_count",
@@ -51,12 +51,15 @@ HEADER_FIELDS = {  # Llama's name of a field: llama.cpp's
     "sliding_window": "attention.sliding_window",
     "mask_token_id": "tokenizer.ggml.mask_token_id",
 }
-LAYER_TYPES = {True: SLIDING_ATTENTION, False: FULL_ATTENTION}  # by whether a layer slides
+LAYER_TYPES = {
+    True: SLIDING_ATTENTION,
+    False: FULL_ATTENTION,
+}  # whether a layer has a sliding window -> its type
 
 
 @dataclass(frozen=True)
 class Ends:
-    """The target's embedding and output embedding, [V, H] each: a head may take either."""
+    """The target's embedding and output layer, [V, H] each, for heads that use either (a `TargetOutputPath`)."""
 
     embedding: Tensor
     output: Tensor
@@ -78,37 +81,54 @@ class Ends:
 
 
 def read_as(to: str, kind: str, folder: Path, ends: Ends, depth: int) -> Head:
-    """The head that a project computes with from a folder, in float32, beside a target of `depth` layers.
+    """Read the head that a project would run from a folder, in float32.
 
-    Raises ValueError for a field or tensor that the project demands and does not find, and for one that it has no
-    place for.
+    Args:
+        to: the format.
+        kind: the kind of head.
+        folder: the exported folder.
+        ends: the target's embedding and output layer.
+        depth: the number of the target's layers.
+
+    Raises:
+        ValueError: for a missing field or tensor that the project requires, and for an unknown tensor.
     """
     rule = RULES[to, kind]
     if to == "gguf":
-        stored, tensors = read_header(folder / GGUF_FILE, kind)
+        stored_config, tensors = read_header(folder / GGUF_FILE, kind)
     else:
-        stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        stored_config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         tensors = load_file(folder / "model.safetensors")
-    config = read_engine_config(rule, kind, stored, depth)
+    config = read_engine_config(rule, kind, stored_config, depth)
     head: Head = HEAD_KINDS[kind].build()(config)
-    if rule.biases and not stored.get(rule.biases):
+    if rule.biases and not stored_config.get(rule.biases):
         tensors |= {name: 0 * tensors[name] for name in tensors if name.endswith(".bias")}
     fill(head, rule, rename_by(rule, config, tensors), ends)
-    factors = stored.get("rope_factors")
+    factors = stored_config.get("rope_factors")
     if factors:
         rotary: Any = head.rotary
         rotary.inv_freq = rotary.inv_freq / torch.tensor(factors)
     return head.float().eval()
 
 
-def read_engine_config(rule: Rule, kind: str, stored: Config, depth: int) -> Config:
-    """treespec's config of a head whose stored config a project reads by a rule. depth: of the target."""
-    config = list_own_fields(rule, stored)
+def read_engine_config(rule: Rule, kind: str, stored_config: Config, depth: int) -> Config:
+    """Turn a stored config into treespec's, as a project reads it.
+
+    Args:
+        rule: the project's rule.
+        kind: the kind of head.
+        stored_config: config.json, or the fields of a GGUF file.
+        depth: the number of the target's layers.
+
+    Returns:
+        The config that the class of this kind takes.
+    """
+    config = list_own_fields(rule, stored_config)
     if kind == "medusa":
         return config
-    raw = dict(stored)
+    raw = dict(stored_config)
     if rule.layer:
-        raw = dict(get_nested_value(stored, rule.layer))
+        raw = dict(get_nested_value(stored_config, rule.layer))
     qwen = raw.pop("model_type", rule.family.model_type) == "qwen3"
     family: type[PretrainedConfig] = LlamaConfig
     if qwen:
@@ -116,31 +136,31 @@ def read_engine_config(rule: Rule, kind: str, stored: Config, depth: int) -> Con
     plain = {name: value for name, value in raw.items() if name not in config}
     config |= list_layer_fields(rule, family, plain)
     if kind == "dflash":
-        ids = read_engine_aux_layers(rule, stored, depth)
-        causal = read_causal_layers(rule, stored, config)
+        ids = read_engine_aux_layers(rule, stored_config, depth)
+        causal = read_causal_layers(rule, stored_config, config)
         return config | {"aux_hidden_state_layer_ids": ids, "own_output": True, "causal": causal}
     if kind == "eagle":
         return config
-    return config | {TOP_IDS: read_engine_aux_layers(rule, stored, depth), "qk_norm": qwen}
+    return config | {TOP_IDS: read_engine_aux_layers(rule, stored_config, depth), "qk_norm": qwen}
 
 
-def list_own_fields(rule: Rule, stored: Config) -> Config:
-    """The fields of `Rule.fields`. Raises ValueError for one that the project demands and does not find."""
+def list_own_fields(rule: Rule, stored_config: Config) -> Config:
+    """Read the fields of `Rule.fields`. Raises ValueError for a missing field that the project requires."""
     config: Config = {}
-    for name, (places, absent) in rule.fields.items():
+    for name, (paths, absent) in rule.fields.items():
         values = []
-        for place in places.split("|"):
-            value = get_nested_value(stored, place)
+        for path in paths.split("|"):
+            value = get_nested_value(stored_config, path)
             if value is not None:
                 values.append(value)
         if not values and absent is NO_DEFAULT:
-            raise ValueError(f"{places} is missing, which {rule.source} demands")
+            raise ValueError(f"{paths} is missing, which {rule.source} demands")
         config[name] = max(values, default=absent, key=bool)
     return config
 
 
 def list_layer_fields(rule: Rule, family: type[PretrainedConfig], plain: Config) -> Config:
-    """The fields of a head's layers, with the defaults of the class that the project reads them with."""
+    """Read the fields of a head's layers, with the defaults of the project's config class."""
     unread = {"rope_parameters": (), "rope_scaling": ("rope_parameters",)}
     for name in unread.get(rule.rotary, ("rope_parameters", "rope_scaling")):
         plain.pop(name, None)
@@ -157,11 +177,14 @@ def list_layer_fields(rule: Rule, family: type[PretrainedConfig], plain: Config)
     return fields
 
 
-def read_engine_aux_layers(rule: Rule, stored: Config, depth: int) -> list[int]:
-    """The layers that the features enter. depth: of the target. Raises ValueError where a project finds none."""
+def read_engine_aux_layers(rule: Rule, stored_config: Config, depth: int) -> list[int]:
+    """Read the aux layers: the target's layers that the features enter. depth: the number of the target's layers.
+
+    Raises ValueError if the field that the project requires is missing.
+    """
     if not rule.aux:
         return [2, depth // 2, depth - 3]
-    ids = get_nested_value(stored, rule.aux)
+    ids = get_nested_value(stored_config, rule.aux)
     if ids is None:
         raise ValueError(f"{rule.aux} is missing, which {rule.source} demands")
     shift = 0
@@ -170,32 +193,39 @@ def read_engine_aux_layers(rule: Rule, stored: Config, depth: int) -> list[int]:
     return [int(k) + shift for k in ids]
 
 
-def read_causal_layers(rule: Rule, stored: Config, config: Config) -> list[bool]:
-    """For each layer of DFlash whether a block row sees no later one.
+def read_causal_layers(rule: Rule, stored_config: Config, config: Config) -> list[bool]:
+    """For each layer of a DFlash head, whether it is causal: a block row sees no later block rows.
 
-    In speculators those with a window do not, unless a flag says otherwise; in llama.cpp a flag is for all layers.
+    In speculators layers with a window are causal, unless a flag says otherwise. llama.cpp has one flag for all layers.
     """
     layers = config["num_hidden_layers"]
     types = config.get("layer_types")
     if types:
         layers = len(types)
     if not rule.layer:
-        return [bool(stored["attention.causal"])] * layers
-    if not types or stored.get("sliding_window_non_causal"):
+        return [bool(stored_config["attention.causal"])] * layers
+    if not types or stored_config.get("sliding_window_non_causal"):
         return [False] * layers
     return [kind == SLIDING_ATTENTION for kind in types]
 
 
 def fill(head: Head, rule: Rule, tensors: Tensors, ends: Ends) -> None:
-    """Give a head the tensors that a project reads, and the target's where it takes these."""
-    # 1. The tensors that it reads. Its draft vocabulary follows from d2t.
+    """Load the tensors that a project reads into a head, and the target's that the project takes instead.
+
+    Args:
+        head: the head, changed in place.
+        rule: the project's rule.
+        tensors: the file's tensors by treespec's names.
+        ends: the target's embedding and output layer.
+    """
+    # 1. The tensors that the project reads. The draft vocabulary follows from d2t.
     tensors = {
         name: value for name, value in tensors.items() if not re.fullmatch(rule.unused, name)
     }
     d2t = tensors.pop("d2t", None)
     take_ends(head, rule, tensors, ends)
 
-    # 2. The head.
+    # 2. Load them.
     if EMBEDDING_NAME not in tensors:
         head.embed_tokens = None
         head.share_embedding(nn.Parameter(ends.embedding, requires_grad=False))
@@ -208,9 +238,9 @@ def fill(head: Head, rule: Rule, tensors: Tensors, ends: Ends) -> None:
 
 
 def take_ends(head: Head, rule: Rule, tensors: Tensors, ends: Ends) -> None:
-    """Change the tensors in place where a project takes the target's embedding or output layer instead.
+    """Replace the embedding or output layer in `tensors`, in place, if the project takes the target's.
 
-    Raises ValueError where the file lacks an embedding that the project demands.
+    Raises ValueError if the file lacks an embedding that the project requires.
     """
     if rule.embedding == "target":
         tensors.pop(EMBEDDING_NAME, None)
@@ -221,17 +251,17 @@ def take_ends(head: Head, rule: Rule, tensors: Tensors, ends: Ends) -> None:
 
 
 def draft_by_offsets(head: Head, d2t: Tensor) -> None:
-    """Let a head draft the tokens that d2t [Vd] names. Raises ValueError for tokens that cannot be."""
+    """Set the draft vocabulary of a head by d2t [Vd]. Raises ValueError for tokens outside the vocabulary."""
     tokens = d2t + torch.arange(len(d2t))
     if tokens.min() < 0 or tokens.max() >= head.vocab_size:
         raise ValueError("d2t leads to tokens that the target does not have")
     head.draft(tokens)
 
 
-def get_nested_value(config: Config, place: str) -> Any:
-    """The value at a place such as `eagle_config.norm_before_fc`; None where there is none."""
+def get_nested_value(config: Config, path: str) -> Any:
+    """The value at a path such as `eagle_config.norm_before_fc`; None if there is none."""
     value: Any = config
-    for part in place.split("."):
+    for part in path.split("."):
         if isinstance(value, list) and part.isdecimal() and int(part) < len(value):
             value = value[int(part)]
         elif isinstance(value, dict):
@@ -242,21 +272,21 @@ def get_nested_value(config: Config, place: str) -> Any:
 
 
 def rename_by(rule: Rule, config: Config, tensors: Tensors) -> Tensors:
-    """The tensors by the head's names. A replacement of `Rule.names` may hold a field of the config."""
-    named: Tensors = {}
+    """Rename the tensors to treespec's names. A replacement in `Rule.names` may hold {a field of the config}."""
+    renamed: Tensors = {}
     for name, value in tensors.items():
         for pattern, replacement in rule.names:
             if "{" in replacement:
                 replacement = replacement.format(**config)
             name = re.sub(pattern, replacement, name)
-        named[name] = value
-    return named
+        renamed[name] = value
+    return renamed
 
 
 def read_header(file: Path, kind: str) -> tuple[Config, Tensors]:
-    """What llama.cpp reads of a GGUF file: its fields by the names of a Llama, and its tensors.
+    """Read a GGUF file as llama.cpp does: its fields by Llama's names, and its tensors.
 
-    llama.cpp turns neighbours in EAGLE-3's queries and keys, treespec halves: row 2 i of a head is row i.
+    In EAGLE-3's queries and keys llama.cpp rotates neighbouring rows, treespec halves: its row 2 i is our row i.
     """
     # 1. The fields.
     reader = GGUFReader(file)
@@ -271,19 +301,19 @@ def read_header(file: Path, kind: str) -> tuple[Config, Tensors]:
 
     # 2. The tensors.
     tensors: Tensors = {}
-    for stored in reader.tensors:
-        if stored.name == "d2t":
-            ids = torch.from_numpy(stored.data.astype(np.int64))
+    for tensor in reader.tensors:
+        if tensor.name == "d2t":
+            ids = torch.from_numpy(tensor.data.astype(np.int64))
             tensors["d2t"] = ids - torch.arange(len(ids))
             config["draft_vocab_size"] = len(ids)
             continue
-        value = torch.from_numpy(quants.dequantize(stored.data, stored.tensor_type).copy())
-        if stored.name == "rope_freqs.weight":
+        value = torch.from_numpy(quants.dequantize(tensor.data, tensor.tensor_type).copy())
+        if tensor.name == "rope_freqs.weight":
             config["rope_factors"] = value.tolist()
             continue
-        if kind == "eagle3" and re.search(r"attn_[qk]\.", stored.name):
+        if kind == "eagle3" and re.search(r"attn_[qk]\.", tensor.name):
             size = config["head_dim"]
             order = torch.cat([torch.arange(0, size, 2), torch.arange(1, size, 2)])
             value = value.view(-1, size, value.shape[1])[:, order].flatten(0, 1)
-        tensors[stored.name] = value
+        tensors[tensor.name] = value
     return config, tensors

@@ -1,6 +1,6 @@
-"""vLLM's EAGLE heads. Medusa's, whose names of tensors are vLLM's too, are in `formats.depths`.
+"""vLLM's format of EAGLE heads. Its format of Medusa's heads is in `formats.depths`.
 
-vLLM refuses tensors that it does not know, and d2t of a head that drafts all tokens.
+vLLM refuses unknown tensors, and d2t in a head that drafts all tokens.
 """
 
 import torch
@@ -23,28 +23,29 @@ from treespec.heads.head import Config, Stored, Tensors
 
 
 def read_token_map(config: Config, tensors: Tensors) -> Stored:
-    """Turn vLLM's `token_map`, the tokens that an EAGLE-1 head drafts, into d2t.
+    """Turn vLLM's `token_map`, the draft vocabulary of an EAGLE-1 head, into d2t.
 
-    Without `truncated_vocab_size` the map means nothing, and is dropped.
+    Without `truncated_vocab_size` the map has no effect, and is dropped.
     """
-    kept = dict(tensors)
-    token_map = kept.pop("token_map", None)
+    head_tensors = dict(tensors)
+    token_map = head_tensors.pop("token_map", None)
     drafted = config.get("truncated_vocab_size") or 0
     if not 0 < drafted < config.get("vocab_size", 0):
-        return config, kept
+        return config, head_tensors
     config = config | {"draft_vocab_size": drafted}
     if token_map is not None:
         tokens = token_map.long()
-        kept["d2t"] = tokens - torch.arange(len(tokens))
-        if OUTPUT_TENSOR in kept and len(kept[OUTPUT_TENSOR]) > len(tokens):
-            kept[OUTPUT_TENSOR] = kept[OUTPUT_TENSOR][tokens]
-    return config, kept
+        head_tensors["d2t"] = tokens - torch.arange(len(tokens))
+        if OUTPUT_TENSOR in head_tensors and len(head_tensors[OUTPUT_TENSOR]) > len(tokens):
+            head_tensors[OUTPUT_TENSOR] = head_tensors[OUTPUT_TENSOR][tokens]
+    return config, head_tensors
 
 
 def write_vllm_eagle(head: EagleHead, served: PretrainedConfig) -> Stored:
-    """EAGLE-1: vLLM's `fc` has no bias. The field `bias` would give the attention one.
+    """Write config.json and the tensors of an EAGLE-1 head.
 
-    Raises ValueError for a head whose `fc` has a bias other than zero.
+    vLLM's `fc` has no bias, and its field `bias` means the attention's. Raises ValueError for a head whose
+    `fc` has a bias other than zero.
     """
     check_layer(head, has_bias_field=True)
     config: Config = {"architectures": ["LlamaForCausalLM"]}
@@ -62,9 +63,9 @@ def write_vllm_eagle(head: EagleHead, served: PretrainedConfig) -> Stored:
 
 
 def write_vllm_eagle3(head: Eagle3Head, served: PretrainedConfig, to: str = "vllm") -> Stored:
-    """EAGLE-3: vLLM has an architecture of its own for layers of Qwen3.
+    """Write config.json and the tensors of an EAGLE-3 head. vLLM has a separate architecture for Qwen3's layers.
 
-    to: the format whose parts are checked; llama.cpp's file is made of the same fields.
+    to: the format whose parts are checked; llama.cpp's file is built from the same fields.
     """
     check_own_output(head)
     check_layer(head)

@@ -1,7 +1,12 @@
-"""The vocabulary of a head, by what its file stores: d2t, t2d, an output layer and an embedding.
+"""Derive a head's vocabulary from its tensors: d2t, t2d, the output layer and the embedding.
 
-What follows from the rest is derived, never required: t2d from d2t, `draft_vocab_size` from the
-output layer. Where config.json and the file disagree about a size, the file decides.
+A field or tensor that follows from others is never required: t2d follows from d2t, `draft_vocab_size` from
+the output layer. If config.json and the tensors disagree about a size, the tensors decide. A target of five
+tokens a to e; the head drafts b, c and e:
+
+    draft token         0  1  2            rows of the output layer
+    d2t                 1  1  2            the target's token is 0 + 1, 1 + 1, 2 + 2: b c e
+    t2d                 0  1  1  0  1      marks b c e among a to e
 """
 
 from dataclasses import dataclass
@@ -21,8 +26,9 @@ FETCH_ALL = "fetch the whole repository of the head"
 class Mapping:
     """The tokens of the target that a head drafts.
 
-    tokens: [Vd] int64 ascending, or None: all. order: [Vd] the row of the output layer for each of
-    them, or None: as they stand.
+    Attributes:
+        tokens: [Vd] int64 ascending; None: all tokens.
+        order: [Vd] for each of these tokens its row in the output layer; None: the rows are in order.
     """
 
     tokens: Tensor | None = None
@@ -30,39 +36,47 @@ class Mapping:
 
 
 def derive_vocabulary(config: Config, tensors: Tensors, tied: bool = False) -> Stored:
-    """The config with its sizes by the tensors, and the tensors with d2t and t2d that fit.
+    """Derive the sizes in config.json, d2t and t2d from the tensors, and put the output layer's rows in order.
 
-    tied: whether a file without an output layer has the embedding's. Raises ValueError where the
-    tensors contradict each other, or do not tell which tokens the head drafts.
+    Args:
+        config: the content of config.json.
+        tensors: the tensors by treespec's names.
+        tied: whether the embedding is the output layer too, if the file has no output layer.
+
+    Returns:
+        The config and the tensors.
+
+    Raises:
+        ValueError: if the tensors contradict each other, or do not say which tokens the head drafts.
     """
     # 1. Sizes and the mapping.
-    stored = drop_names(tensors, ("d2t", "t2d"))
+    head_tensors = drop_names(tensors, ("d2t", "t2d"))
     if tied:
-        stored = tie_output(stored)
+        head_tensors = tie_output(head_tensors)
     size = find_vocabulary_size(config, tensors)
     mapping = read_mapping(tensors, size)
     drafted = size
     if mapping.tokens is not None:
         drafted = len(mapping.tokens)
 
-    # 2. The output layer: its rows in the order of the tokens, without the padding.
-    if OUTPUT_TENSOR in stored:
-        stored[OUTPUT_TENSOR] = order_rows(stored[OUTPUT_TENSOR], mapping, size)
+    # 2. The output layer: rows in the order of the tokens, without padding.
+    if OUTPUT_TENSOR in head_tensors:
+        head_tensors[OUTPUT_TENSOR] = order_rows(head_tensors[OUTPUT_TENSOR], mapping, size)
     elif drafted < size or is_reduced(config, size):
         raise ValueError(
             f"it lacks lm_head.weight, the output layer for the tokens that it drafts: {FETCH_ALL}"
         )
-    if EMBEDDING_NAME in stored:
-        stored[EMBEDDING_NAME] = stored[EMBEDDING_NAME][:size]
+    if EMBEDDING_NAME in head_tensors:
+        head_tensors[EMBEDDING_NAME] = head_tensors[EMBEDDING_NAME][:size]
 
-    # 3. What the head's class takes.
+    # 3. d2t and t2d as the head's class wants them.
     if mapping.tokens is not None:
-        stored |= to_offsets(mapping.tokens, size)
-    return set_sizes(config, size, drafted), stored
+        head_tensors |= to_offsets(mapping.tokens, size)
+    return set_sizes(config, size, drafted), head_tensors
 
 
 def set_sizes(config: Config, size: int, drafted: int) -> Config:
-    """The config with V and Vd, where it says others."""
+    """Set V and Vd in a config that has other values."""
     if config.get("vocab_size") != size:
         config = config | {"vocab_size": size}
     if (config.get("draft_vocab_size") or size) != drafted:
@@ -71,14 +85,14 @@ def set_sizes(config: Config, size: int, drafted: int) -> Config:
 
 
 def to_offsets(tokens: Tensor, size: int) -> Tensors:
-    """d2t and t2d for these tokens [Vd] of V = `size`."""
+    """Build d2t and t2d of draft tokens [Vd], for V = `size`."""
     marks = torch.zeros(size, dtype=torch.bool)
     marks[tokens] = True
     return {"d2t": tokens - torch.arange(len(tokens)), "t2d": marks}
 
 
 def tie_output(tensors: Tensors) -> Tensors:
-    """The tensors with the embedding as the output layer, where they have none. Raises ValueError without both."""
+    """Add the embedding as the output layer if there is none. Raises ValueError if there is no embedding either."""
     if OUTPUT_TENSOR in tensors:
         return tensors
     if EMBEDDING_NAME not in tensors:
@@ -96,9 +110,10 @@ def is_reduced(config: Config, size: int) -> bool:
 
 
 def find_vocabulary_size(config: Config, tensors: Tensors) -> int:
-    """V, the target's tokens as the head counts them. Raises ValueError where nothing tells.
+    """Find V, the size of the vocabulary that the head was made for.
 
-    The embedding tells it, else the output layer of all tokens, else t2d, else the config.
+    V is the number of rows of the embedding, else the length of t2d, else `vocab_size`. The rows of an
+    output layer of all tokens are compared with it (`join_sizes`). Raises ValueError if nothing says V.
     """
     rows = {name: len(value) for name, value in tensors.items() if value.dim()}
     restricted = "d2t" in rows or "t2d" in rows
@@ -116,10 +131,13 @@ def find_vocabulary_size(config: Config, tensors: Tensors) -> int:
 
 
 def join_sizes(size: int | None, output: int, by_embedding: bool) -> int:
-    """V of an output layer of all tokens, of `output` rows. size: V by the embedding, or by the config.
+    """Join two sizes of the vocabulary: the output layer's rows, and `size` of the embedding or the config.
 
-    by_embedding: whether the embedding tells it. Then the smaller one counts, where they differ by padding;
-    more rows than the config says count in any case.
+    Args:
+        size: V by the embedding or by the config; None: neither says it.
+        output: the number of rows of an output layer of all tokens.
+        by_embedding: whether `size` is the embedding's. Then the smaller size counts if they differ by
+            padding, else the embedding's. Otherwise the larger size counts.
     """
     if size is None:
         return output
@@ -131,7 +149,10 @@ def join_sizes(size: int | None, output: int, by_embedding: bool) -> int:
 
 
 def read_mapping(tensors: Tensors, size: int) -> Mapping:
-    """The tokens that d2t names. Raises ValueError for tokens that cannot be, and where t2d marks others."""
+    """Read the draft vocabulary from d2t.
+
+    Raises ValueError for tokens outside the vocabulary, and if t2d marks other tokens.
+    """
     d2t = tensors.get("d2t")
     t2d = tensors.get("t2d")
     if d2t is None:
@@ -147,12 +168,12 @@ def read_mapping(tensors: Tensors, size: int) -> Mapping:
     tokens, order = (d2t.long() + torch.arange(len(d2t))).sort()
     check_draft_tokens(tokens, t2d, size)
     if len(tokens) == size:
-        return Mapping(order=order)  # all tokens, in an order of its own
+        return Mapping(order=order)  # all tokens, in another order
     return Mapping(tokens, order)
 
 
 def check_draft_tokens(tokens: Tensor, t2d: Tensor | None, size: int) -> None:
-    """Raises ValueError unless the tokens of d2t [Vd], ascending, are the target's, each once, as t2d marks them."""
+    """Raises ValueError unless the tokens [Vd], ascending, are distinct, below V, and those that t2d marks."""
     if t2d is not None:
         check_marks(tokens, t2d)
     inside = (tokens >= 0) & (tokens < size)
@@ -164,7 +185,7 @@ def check_draft_tokens(tokens: Tensor, t2d: Tensor | None, size: int) -> None:
 
 
 def order_rows(weight: Tensor, mapping: Mapping, size: int) -> Tensor:
-    """[N, H] the rows of an output layer in the order of their tokens. Raises ValueError for too few rows."""
+    """Put the rows of an output layer [N, H] in the order of their tokens. Raises ValueError for too few rows."""
     shape = list(weight.shape)
     if mapping.order is None:
         if len(weight) < size:

@@ -1,9 +1,11 @@
-"""The order of training: a function of the seed and the epoch, so that a run resumes anywhere.
+"""The order of training: a function of the seed and the epoch, so that a run can resume at any step.
 
-Each batch is divided among the processes. Two batches a step, two processes:
+Conversations of similar lengths form a batch, and each batch is divided among the processes. Five
+conversations, batches of two, two processes (an epoch leaves out the rest, here conversation 2):
 
-    batch       0         1
-    process     p0  p1    p0  p1
+    length           1   2     3   4     5
+    conversation     1   3     0   4     2
+    process          p0  p1    p0  p1
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,16 +23,30 @@ POOL_BATCHES = 64  # batches sorted by length together: less than 5 % is padding
 
 
 class Forward(NamedTuple):
-    """conversations: a process's part of batch `batch`, counted from the start of the run."""
+    """A process's part of a batch.
+
+    Attributes:
+        batch: the number of the batch in the run, from 0.
+        conversations: the numbers of the conversations.
+    """
 
     batch: int
     conversations: list[int]
 
 
 def split_epoch(lengths: Sequence[int], batch_size: int, seed: int, epoch: int) -> list[list[int]]:
-    """Batches of examples with similar lengths, in random order, without an unfilled last one.
+    """Split an epoch into batches of examples with similar lengths, in random order. Unfilled batches are dropped.
 
-    With fewer examples than batch_size, one batch holds them all.
+    With fewer examples than `batch_size`, one batch has all of them.
+
+    Args:
+        lengths: the number of tokens of each example.
+        batch_size: examples in a batch, for all processes together.
+        seed: the run's seed.
+        epoch: the number of the epoch; each has another order.
+
+    Returns:
+        For each batch the numbers of its examples.
     """
     generator = torch.Generator().manual_seed(1_000_003 * seed + epoch)
     order = torch.randperm(len(lengths), generator=generator).tolist()
@@ -49,25 +65,29 @@ def split_epoch(lengths: Sequence[int], batch_size: int, seed: int, epoch: int) 
 def iterate_forwards(
     first: int, batches_of: Callable[[int], list[list[int]]], process: int, processes: int
 ) -> Iterator[Forward]:
-    """The forwards of a process from batch `first` of the run on, without an end.
+    """Yield the forwards of a process from batch `first` of the run on, without end.
 
-    batches_of: the batches of an epoch; all epochs have the same number.
+    Args:
+        first: the number of the first batch, counted from the start of the run.
+        batches_of: (epoch) -> its batches; all epochs have the same number of batches.
+        process: the number of this process.
+        processes: the number of processes.
     """
     per_epoch = len(batches_of(0))
     for epoch in count(first // per_epoch):
         for number, batch in enumerate(batches_of(epoch), epoch * per_epoch):
             if number < first:
                 continue
-            own = batch[process::processes]
-            if not own:  # fewer conversations than processes: each takes them all
-                own = batch
-            yield Forward(number, own)
+            conversations = batch[process::processes]
+            if not conversations:  # fewer conversations than processes: each gets them all
+                conversations = batch
+            yield Forward(number, conversations)
 
 
 def read_ahead(
     coming: Iterator[Forward], read: Callable[[list[int]], Tensor]
 ) -> Iterator[tuple[Forward, Tensor]]:
-    """Endless forwards with their features; a thread reads those of the next one meanwhile."""
+    """Yield endless forwards with their features; meanwhile a thread reads the next forward's features."""
 
     def read_in_thread(conversations: list[int]) -> Tensor:
         try:
@@ -86,5 +106,5 @@ def read_ahead(
 
 
 def pad_rows(rows: Sequence[Tensor]) -> Tensor:
-    """[B, T, ...] rows, padded with zeros on the right, where causal attention does not look."""
+    """Stack rows into [B, T, ...], padded with zeros on the right, which causal attention does not see."""
     return pad_sequence(list(rows), batch_first=True)

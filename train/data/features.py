@@ -1,7 +1,7 @@
 """The target's features, stored once in safetensors shards.
 
-F values a position: the features that the head reads, if there are aux layers, and then the last hidden
-state. A thread reads the rows of the next batch while a step computes.
+A position has F values: the aux hidden states that the head reads, if it has aux layers, then the last hidden
+state.
 """
 
 import hashlib
@@ -30,10 +30,9 @@ FEATURES_FORMAT = 3
 
 @final
 class StoredFeatures:
-    """Shards in a folder: `features-00000.safetensors` holds conversation i under the name "i".
+    """Shards in a folder, such as `features-00000.safetensors`. Conversation i has the name "i" in its shard.
 
-    A shard's metadata holds a checksum for each of its conversations, which is verified when it is
-    first read.
+    A shard's metadata has a checksum for each conversation. The first read of a conversation verifies it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -44,13 +43,13 @@ class StoredFeatures:
         return self.folder / f"features-{shard:05d}.safetensors"
 
     def write(self, shard: int, features: dict[str, Tensor]) -> None:
-        """Store one shard, under a temporary name first. features: [T, F] by conversation."""
+        """Write a shard, under a temporary name first. features: [T, F] by the conversation's name."""
         about = {name: hash_tensors({"": row}, {}) for name, row in features.items()}
         with writing(self.build_shard_path(shard)) as temporary:
             save_file(features, temporary, metadata=about)
 
     def read_row(self, i: int) -> Tensor:
-        """[T, F] features of a conversation. Raises InputError for a damaged shard."""
+        """Read the features [T, F] of conversation i. Raises InputError for a missing or damaged shard."""
         file = self.build_shard_path(i // SHARD_CONVERSATIONS)
         try:
             with safe_open(file, framework="pt") as shard:
@@ -58,7 +57,7 @@ class StoredFeatures:
                 about = shard.metadata()
             if i not in self.verified and about[str(i)] != hash_tensors({"": row}, {}):
                 raise ValueError("its checksum does not match")
-        except Exception as error:  # safetensors raises what the header's bytes lead to
+        except Exception as error:  # safetensors raises errors of many types for a damaged header
             raise InputError(
                 f"{file} is missing or damaged: delete it, and the same command stores it again"
             ) from error
@@ -73,62 +72,62 @@ def store(
     aux_layers: tuple[int, ...],
     accelerator: Accelerator,
 ) -> StoredFeatures:
-    """Store the features of all rows; each process writes its share of what is missing.
+    """Store the features of all conversations; each process writes its share of the missing shards.
 
     Args:
-        config: the run's options. The features lie in --features, in a folder named by all that they
-            depend on.
-        target: the target, or its ends: then the whole one is loaded if a shard is missing.
+        config: the run's options. The shards lie below --features, in a folder named by a digest of all that the
+            features depend on.
+        target: the target, or its ends; then the whole target is loaded if a shard is missing.
         rows: the tokens [T] of each conversation.
-        aux_layers: the layers whose inputs the head reads.
+        aux_layers: the target layers whose inputs the head reads.
         accelerator: the processes.
 
     Raises:
-        InputError: where the disk has no room.
+        InputError: if the disk has too little space.
     """
-    # 1. Everything that the features depend on, and how much they take.
+    # 1. The folder, and the size of the features.
     assert config.features is not None
     folder = Path(config.features) / compute_inputs_digest(config, target, rows, aux_layers)
-    stored = StoredFeatures(folder)
+    stored_features = StoredFeatures(folder)
     width = target.feature_width + len(aux_layers) * target.config.hidden_size
     per_token = width * target.dtype.itemsize
-    needed = per_token * sum(map(len, rows)) / 2**30
-    accelerator.print(f"features: {needed:.2f} GiB, {per_token:,} bytes per token, in {folder}")
+    needed_gib = per_token * sum(map(len, rows)) / 2**30
+    accelerator.print(f"features: {needed_gib:.2f} GiB, {per_token:,} bytes per token, in {folder}")
 
-    # 2. The main process holds the folder until all processes have written their shards.
+    # 2. The main process locks the folder until all processes have written their shards.
     shards = range(-(-len(rows) // SHARD_CONVERSATIONS))
-    missing = [shard for shard in shards if not stored.build_shard_path(shard).exists()]
-    held: AbstractContextManager[object] = nullcontext()
+    missing = [shard for shard in shards if not stored_features.build_shard_path(shard).exists()]
+    folder_lock: AbstractContextManager[object] = nullcontext()
     if missing and accelerator.is_main_process:
-        held = locked(folder)
-    with held:
+        folder_lock = locked(folder)
+    with folder_lock:
         if len(missing) == len(shards) and accelerator.is_main_process:
-            free = shutil.disk_usage(folder).free / 2**30
-            if needed > free:
+            free_gib = shutil.disk_usage(folder).free / 2**30
+            if needed_gib > free_gib:
                 raise InputError(
-                    f"the features need {needed:.2f} GiB, {folder} has {free:.2f} GiB free; leave "
+                    f"the features need {needed_gib:.2f} GiB, {folder} has {free_gib:.2f} GiB free; leave "
                     "out --features to compute them as training goes"
                 )
         accelerator.wait_for_everyone()
-        mine = missing[accelerator.process_index :: accelerator.num_processes]
-        if mine:
+        own_shards = missing[accelerator.process_index :: accelerator.num_processes]
+        if own_shards:
             with whole(target, config, accelerator, "store its features") as full:
                 full.check_aux_layers(aux_layers)
-                for shard in mine:
+                for shard in own_shards:
                     numbers = range(
                         shard * SHARD_CONVERSATIONS,
                         min((shard + 1) * SHARD_CONVERSATIONS, len(rows)),
                     )
-                    computed = compute_features(full, rows, aux_layers, numbers, config.batch_size)
-                    stored.write(shard, dict(computed))
+                    features = compute_features(full, rows, aux_layers, numbers, config.batch_size)
+                    stored_features.write(shard, dict(features))
         accelerator.wait_for_everyone()
-    return stored
+    return stored_features
 
 
 def compute_inputs_digest(
     config: TrainConfig, target: Target, rows: list[Tensor], aux_layers: tuple[int, ...]
 ) -> str:
-    """A digest of everything that the features of conversations depend on."""
+    """Compute a digest of everything that the features of the conversations depend on."""
     identity = identify_target(config.target, config.placement)
     words = f"{FEATURES_FORMAT} {identity} {target.dtype} {aux_layers}"
     digest = hashlib.blake2b(words.encode(), digest_size=8)
@@ -149,16 +148,17 @@ def compute_features(
     Args:
         target: the whole target.
         rows: the tokens [T] of each conversation.
-        aux_layers: the layers whose inputs the head reads.
-        numbers: of the conversations in `rows`.
+        aux_layers: the target layers whose inputs the head reads.
+        numbers: the numbers in `rows` of the conversations to compute.
         size: conversations per forward.
 
-    Yields (number as a string, [T, F] features).
+    Yields:
+        (number as a string, features [T, F]).
     """
     ordered = sorted(numbers, key=lambda i: len(rows[i]))
     for start in range(0, len(ordered), size):
-        together = ordered[start : start + size]
-        tokens = pad_rows([rows[i] for i in together])
+        batch = ordered[start : start + size]
+        tokens = pad_rows([rows[i] for i in batch])
         features = target.compute_features(tokens, aux_layers, last=True).cpu()
-        for i, own in zip(together, features, strict=True):
-            yield str(i), own[: len(rows[i])].clone()
+        for i, row_features in zip(batch, features, strict=True):
+            yield str(i), row_features[: len(rows[i])].clone()

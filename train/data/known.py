@@ -1,4 +1,4 @@
-"""Data sets that `--data` knows by name, fetched once: from the hub, else from the package index."""
+"""Data sets that `--data` accepts by name. They are fetched once: from the hub, or else from the package index."""
 
 import json
 import re
@@ -9,11 +9,17 @@ from typing import Any, NamedTuple
 from treespec.files.atomic import locked, writing
 from treespec.files.downloads import HubFile, PackagedFile, cache_folder
 
-LATER_PART = re.compile(r".*_[1-9][0-9]*")  # ids of entries that begin amid a conversation
+# Ids of ShareGPT's entries that begin in the middle of a conversation.
+LATER_PART = re.compile(r".*_[1-9][0-9]*")
 
 
 class DataSet(NamedTuple):
-    """Where a data set lies: on the hub, and in a package, which may cut it off."""
+    """The sources of a data set.
+
+    Attributes:
+        hub: the file on the hub.
+        package: the same file in a package, which may be cut off at the end.
+    """
 
     hub: HubFile
     package: PackagedFile
@@ -37,16 +43,16 @@ DATA_SETS = {
 
 
 def find_data_file(name: str, say: Callable[[str], None] = lambda line: None) -> Path:
-    """The file of a known data set, as JSONL in treespec's cache; any other name as it is.
+    """Find the JSONL file of a known data set in treespec's cache, or fetch it; any other name is a path.
 
-    say: receives where the data came from. Raises InputError where it cannot be had.
+    say: called with a line about where the data came from. Raises InputError if it cannot be fetched.
     """
     if name not in DATA_SETS or Path(name).exists():
         return Path(name)
     folder = cache_folder() / "data"
     path = folder / f"{name}.jsonl"
     origin = "fetched before"
-    if not path.exists():  # each process of a training asks for it, and one fetches it
+    if not path.exists():  # all processes of a training come here, and one fetches it
         with locked(folder, lambda holder: say(f"{name}: waiting for {holder}, which fetches it")):
             if not path.exists():
                 origin, text = fetch_data_set(DATA_SETS[name], say)
@@ -56,13 +62,14 @@ def find_data_file(name: str, say: Callable[[str], None] = lambda line: None) ->
 
 
 def fetch_data_set(data_set: DataSet, say: Callable[[str], None]) -> tuple[str, str]:
-    """Where the data set came from, and its text."""
+    """Fetch a data set: returns where it came from, and its text."""
     file = data_set.hub.fetch_path()
     if file:
         return f"from the hub, {data_set.hub.repository}", file.read_text(encoding="utf-8")
     say(f"the hub does not give it: fetching {data_set.package}")
     content = data_set.package.read()
-    return f"from {data_set.package}", content.decode(errors="ignore")  # cut within a character
+    # The cut may be inside a character.
+    return f"from {data_set.package}", content.decode(errors="ignore")
 
 
 def write_conversations(path: Path, text: str) -> None:
@@ -74,12 +81,12 @@ def write_conversations(path: Path, text: str) -> None:
 
 
 def iterate_whole_objects(text: str) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON list, up to its end or to where it is cut off."""
-    place = text.find("{")
-    while place >= 0:
+    """Yield the objects of a JSON list, up to its end or to where it is cut off."""
+    start = text.find("{")
+    while start >= 0:
         try:
-            value, end = json.JSONDecoder().raw_decode(text, place)
+            value, end = json.JSONDecoder().raw_decode(text, start)
         except ValueError:
             return
         yield value
-        place = text.find("{", end)
+        start = text.find("{", end)

@@ -1,4 +1,4 @@
-"""What a run trains on: encoded conversations, split, with their features."""
+"""Prepare the data of a run: encode the conversations, split them, and provide the target's features."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +23,13 @@ from treespec.train.data.known import find_data_file
 
 @dataclass(frozen=True)
 class Data:
-    """train, held_out: examples. features: (numbers of train examples) -> [B, T, F] padded."""
+    """The data of a run.
+
+    Attributes:
+        train: the examples to train on.
+        held_out: the examples to validate on.
+        features: (numbers of examples in `train`) -> the target's features [B, T, F], padded on the right.
+    """
 
     train: list[Example]
     held_out: list[Example]
@@ -31,40 +37,42 @@ class Data:
 
     @property
     def answers(self) -> Tensor:
-        """[N] the tokens of all answers."""
+        """[N] int64 the tokens of all answers to train on."""
         return torch.cat([example.input_ids[example.loss_mask] for example in self.train])
 
 
 def read_examples(config: TrainConfig, accelerator: Accelerator) -> list[Example]:
-    """The conversations of the data as rows of tokens, by their digests; prints what is wrong with the others.
+    """Read and encode the conversations, sorted by their digests; print the problems of those left out.
 
     Raises InputError for data or a tokenizer that cannot be used.
     """
-    # 1. The tokens.
+    # 1. Read and encode.
     tokenizer = load_tokenizer(config.target, config.placement)
     if tokenizer is None:
         raise InputError(f"the target {config.target} has no tokenizer: training needs one")
     model = load_config(config.target, config.placement)
     length = min(config.max_length, find_context_length(model.get_text_config()).length)
-    conversations, found = read_conversations(find_data_file(config.data, accelerator.print))
-    examples, encoded = encode_conversations(tokenizer, conversations, config.template, length)
+    conversations, read_report = read_conversations(find_data_file(config.data, accelerator.print))
+    examples, encoding_report = encode_conversations(
+        tokenizer, conversations, config.template, length
+    )
 
-    # 2. What was left out.
-    accelerator.print(f"{config.data}: {found}")
-    if encoded.left_out or encoded.cut or encoded.thoughtless:
-        accelerator.print(f"encoded: {encoded}")
-    for problem in list(found.problems) + list(encoded.problems):
+    # 2. Report what was left out.
+    accelerator.print(f"{config.data}: {read_report}")
+    if encoding_report.left_out or encoding_report.cut or encoding_report.thoughtless:
+        accelerator.print(f"encoded: {encoding_report}")
+    for problem in list(read_report.problems) + list(encoding_report.problems):
         accelerator.print(f"  {to_one_line(problem)}")
 
-    # 3. Each conversation once.
+    # 3. Remove repeated conversations.
     unique = {(example.key, example.part): example for example in examples}
     repeats = len(examples) - len(unique)
     if repeats:
         accelerator.print(f"{repeats} of them stand there already, and count once")
-    talks = len({example.key for example in examples})
-    if talks < len(unique):
+    number = len({example.key for example in examples})
+    if number < len(unique):
         accelerator.print(
-            f"{len(unique)} rows of {talks} conversations: each answer in the text that it was generated in"
+            f"{len(unique)} rows of {number} conversations: each answer in the text that it was generated in"
         )
     return [unique[key] for key in sorted(unique)]
 
@@ -76,19 +84,19 @@ def prepare(
     examples: list[Example],
     accelerator: Accelerator,
 ) -> Data:
-    """Split the conversations, and store the target's features with --features.
+    """Split the conversations into training and held-out ones, and store the target's features with --features.
 
     Args:
         config: the run's options.
         target: the target.
-        aux_layers: the head's.
+        aux_layers: the head's aux layers.
         examples: the encoded conversations.
         accelerator: the processes.
 
     Raises:
-        InputError: for tokens that the target does not have, and where nothing is left to train on.
+        InputError: for tokens that the target does not have, and if no conversation is left to train on.
     """
-    # 1. The split.
+    # 1. Check the tokens, and split.
     largest = max(int(example.input_ids.max()) for example in examples)
     if largest >= target.vocab_size:
         raise InputError(
@@ -110,14 +118,14 @@ def prepare(
     # 2. The features.
     rows = [example.input_ids for example in train]
     if config.features is not None:
-        stored = store(config, target, rows, aux_layers, accelerator)
+        stored_features = store(config, target, rows, aux_layers, accelerator)
 
         def read_stored(numbers: list[int]) -> Tensor:
-            return pad_rows([stored.read_row(i) for i in numbers]).to(accelerator.device)
+            return pad_rows([stored_features.read_row(i) for i in numbers]).to(accelerator.device)
 
         return Data(train, held_out, read_stored)
 
-    def computed(numbers: list[int]) -> Tensor:
+    def compute_features(numbers: list[int]) -> Tensor:
         return target.compute_features(pad_rows([rows[i] for i in numbers]), aux_layers, last=True)
 
-    return Data(train, held_out, computed)
+    return Data(train, held_out, compute_features)

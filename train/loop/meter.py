@@ -1,6 +1,6 @@
-"""What a run reports of its steps: metrics.jsonl, the tracker and the terminal get the same means.
+"""Report the steps of a run: metrics.jsonl, the tracker and the terminal get the same means.
 
-Each line is over the steps since the line before, and over all processes.
+Each line has means over the steps since the last line, and over all processes.
 """
 
 import json
@@ -21,16 +21,20 @@ from treespec.files.atomic import write_text
 from treespec.train.checkpoints import Place
 from treespec.train.losses.tokens import Loss
 
-LINE_EVERY_STEPS = 20  # steps between lines, or
-LINE_EVERY_SECONDS = 30.0  # where steps are slow; also between lines on the terminal
+LINE_EVERY_STEPS = 20  # steps between lines
+LINE_EVERY_SECONDS = (
+    30.0  # seconds between lines if steps are slow, and between lines on the terminal
+)
 
 
 @final
 class Meter:
-    """Means of a run's steps, a line at a time. Only the main process writes.
+    """Collects the losses of steps, and writes their means as lines. Only the main process writes.
 
-    path: of metrics.jsonl. place: where the run goes on. Lines of later steps are cut: those steps
-    run again.
+    Args:
+        accelerator: the processes.
+        path: metrics.jsonl. Its lines of steps after `place` are removed, because those steps run again.
+        place: the progress of the run.
     """
 
     def __init__(self, accelerator: Accelerator, path: Path, place: Place) -> None:
@@ -43,32 +47,32 @@ class Meter:
             write_text(path, "".join(iterate_lines_until(path, place.step)))
 
     def count(self, losses: list[Loss]) -> None:
-        """A step. losses: of this process. A part may be new: a later draft step."""
+        """Count a step. losses: this process's. They may have new parts, when a further draft step begins."""
         for total, parts in losses:
             for name, value in ({"total": total} | parts).items():
                 self.values[name].append(value)
 
     def is_due(self, step: int, seconds: float) -> bool:
-        """Whether it is time for a line."""
+        """Whether a line is due after this step."""
         slow = seconds > self.since + LINE_EVERY_SECONDS
         return slow or step % LINE_EVERY_STEPS == 0
 
-    def write_line(self, step: int, seconds: float, behind: float, rate: float) -> None:
-        """Write a line over the steps since the last one, if there were good ones. All processes call it.
+    def write_line(self, step: int, seconds: float, progress: float, rate: float) -> None:
+        """Write a line over the steps since the last line, if any step was not skipped. All processes call it.
 
         Args:
             step: finished steps.
-            seconds: of training so far.
-            behind: the share of the run that is behind.
+            seconds: seconds of training so far.
+            progress: the share of the run so far, in (0, 1].
             rate: the learning rate.
         """
-        # 1. The means.
+        # 1. Compute the means.
         if not self.values:
             return
         accelerator = self.accelerator
         forwards = len(self.values["total"]) * accelerator.num_processes
-        own = torch.stack([torch.stack(values).mean() for values in self.values.values()])
-        means = accelerator.reduce(own.to(accelerator.device), reduction="mean").tolist()
+        local_means = torch.stack([torch.stack(values).mean() for values in self.values.values()])
+        means = accelerator.reduce(local_means.to(accelerator.device), reduction="mean").tolist()
         line = {name: round(mean, 5) for name, mean in zip(self.values, means, strict=True)}
         speed = line.pop("tokens") * forwards / max(seconds - self.since, 1e-9)
         line |= {
@@ -79,18 +83,18 @@ class Meter:
         self.values.clear()
         self.since = seconds
 
-        # 2. Who gets them.
+        # 2. Report them.
         self.write({"step": step} | line)
         accelerator.log(line, step=step)
         if time.monotonic() >= self.printed + LINE_EVERY_SECONDS:
             self.printed = time.monotonic()
-            left = timedelta(seconds=round(seconds / behind - seconds))
+            remaining = timedelta(seconds=round(seconds / progress - seconds))
             accelerator.print(
-                f"step {step}: loss {line['total']:.3f}, {speed:,.0f} tokens/s, {left} left"
+                f"step {step}: loss {line['total']:.3f}, {speed:,.0f} tokens/s, {remaining} left"
             )
 
     def write(self, line: Mapping[str, object]) -> None:
-        """Append to metrics.jsonl. Raises InputError where there is no room."""
+        """Append a line to metrics.jsonl. Raises InputError if the disk is full."""
         if self.accelerator.is_main_process:
             try:
                 with self.path.open("a", encoding="utf-8") as file:
@@ -100,7 +104,7 @@ class Meter:
 
 
 def iterate_lines_until(path: Path, last: int) -> Iterator[str]:
-    """The lines of metrics.jsonl up to step `last`, without one that a kill left half-written."""
+    """Yield the lines of metrics.jsonl up to step `last`, without a line that a kill left half-written."""
     if not path.exists():
         return
     text = path.read_text(encoding="utf-8", errors="replace")

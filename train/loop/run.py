@@ -1,7 +1,6 @@
-"""A run that has begun, and how well its head agrees with the target, predicted and decoded.
+"""The state of a training run, and its validations: predicted agreement and decoded acceptance length.
 
-The best head of a run's validations is the directory OUT/training/best, for any command that takes a
-head.
+The head with the best validation is kept in the directory OUT/training/best, which any command accepts as a head.
 """
 
 import copy
@@ -29,12 +28,18 @@ from treespec.train.loop.meter import Meter
 from treespec.train.machine import whole
 from treespec.train.record import Record, Validation
 
-DRAFT_STEPS = 5  # of a validation
-DECODE_TOKENS = 64  # most tokens of an answer that is decoded
+DRAFT_STEPS = 5  # draft steps of a validation
+DECODE_TOKENS = 64  # most tokens of a decoded answer
 
 
 class ValidationRow(NamedTuple):
-    """A conversation to validate on. tokens: [T] int64. loss_mask: [T] bool. features: [T, F] the target's."""
+    """A conversation to validate on.
+
+    Attributes:
+        tokens: [T] int64.
+        loss_mask: [T] bool, true at the assistant's tokens.
+        features: [T, F] the target's.
+    """
 
     tokens: Tensor
     loss_mask: Tensor
@@ -43,11 +48,17 @@ class ValidationRow(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """record: the content of OUT/training/config.json. model: the head, wrapped where accelerate
-    needs it.
+    """The state of a training run.
 
-    vocabulary: [N] int64, the tokens that a head without an output layer of its own drafts; None is
-    all.
+    Attributes:
+        config: the options.
+        record: the content of OUT/training/config.json.
+        accelerator: the processes.
+        target: the target, or its ends only.
+        data: the conversations.
+        model: the head, wrapped by accelerate.
+        optimizer: the optimizer, wrapped by accelerate.
+        vocabulary: [N] int64 the draft vocabulary of a head without its own output layer; None: all.
     """
 
     config: TrainConfig
@@ -70,12 +81,15 @@ class TrainingRun:
         return self.accelerator.unwrap_model(self.model)
 
     def copy_as_served(self) -> Head:
-        """A copy of the head as it will be served: from its file, in the target's dtype.
+        """Copy the head as it will be served: in the target's dtype.
 
-        What the target shares with it, such as the embedding, is not copied.
+        Parameters that it shares with the target, such as the embedding, are not copied.
         """
-        own = dict(self.head.named_parameters())
-        shared = {id(own[name]): own[name] for name in self.head.optional & own.keys()}
+        parameters = dict(self.head.named_parameters())
+        shared = {
+            id(parameters[name]): parameters[name]
+            for name in self.head.optional & parameters.keys()
+        }
         head = copy.deepcopy(self.head, shared)
         for name, parameter in head.named_parameters():
             if name not in head.optional:
@@ -83,7 +97,7 @@ class TrainingRun:
         return head.eval()
 
     def iterate_validation_rows(self, examples: Sequence[Example]) -> Iterator[ValidationRow]:
-        """Tokens [T], loss mask [T] and features [T, F] of the conversations to validate on."""
+        """Yield the conversations to validate on, with the target's features; at most `--validate-on` of them."""
         for example in examples[: self.config.validate_on]:
             tokens = example.input_ids.to(self.target.output_device)
             features = self.target.compute_features(tokens[None], self.head.aux_layers, last=True)[
@@ -92,51 +106,50 @@ class TrainingRun:
             yield ValidationRow(tokens, example.loss_mask.to(tokens.device), features)
 
 
-def check_head_weights(head: Head, what: str, folder: Path) -> None:
-    """Raises InputError for weights that are not finite. what: whose weights they are."""
+def check_head_weights(head: Head, owner: str, folder: Path) -> None:
+    """Raises InputError for weights that are not finite. owner: whose weights they are, for the message."""
     if any(not value.isfinite().all() for value in head.state_dict().values()):
-        raise build_divergence_error(f"the weights of {what} are not finite", folder)
+        raise build_divergence_error(f"the weights of {owner} are not finite", folder)
 
 
-def build_divergence_error(what: str, folder: Path) -> InputError:
-    """The error of a run that cannot go on. It says which checkpoint is left in OUT/training."""
+def build_divergence_error(problem: str, folder: Path) -> InputError:
+    """Build the error of a run that diverged. It names the last checkpoint in OUT/training."""
     step = find_latest_step(folder)
-    kept = "no checkpoint was written"
+    checkpoint = "no checkpoint was written"
     if step is not None:
-        kept = f"the checkpoint of step {step} is kept in {folder}"
+        checkpoint = f"the checkpoint of step {step} is kept in {folder}"
     return InputError(
-        f"{what}; {kept}. Lower --learning-rate, or look at the loss's options and the target's "
+        f"{problem}; {checkpoint}. Lower --learning-rate, or look at the loss's options and the target's "
         "--dtype"
     )
 
 
 @torch.no_grad()
 def validate(head: Head, target: Target, rows: Iterable[ValidationRow], steps: int) -> Validation:
-    """Measure how often a head finds the target's most likely token, at each draft step.
+    """Measure how often the head's most likely token is the target's, at each draft step.
 
-    Step d from position r agrees where it finds that token. `draft.trained.kinds.rollout` says what a
-    draft step is along a sequence.
+    `treespec.draft.heads.loading.roll_out_drafts` draws the draft steps along a sequence.
 
     Args:
-        head: as it will be served.
+        head: the head as it will be served.
         target: the target.
-        rows: the held-out conversations.
-        steps: draft steps to validate; a head may have fewer.
+        rows: the conversations.
+        steps: the number of draft steps to validate; a head may have fewer.
     """
     steps = draft_steps(head, steps)
-    agreed = [torch.zeros(0, steps)]
+    agreements = [torch.zeros(0, steps)]
     for tokens, mask, features in rows:
         inputs, last = target.split_features(features, head.aux_layers)
-        wanted = target.compute_output_logits(last).argmax(-1)  # [T]
-        by_step = []
+        target_tokens = target.compute_output_logits(last).argmax(-1)  # [T]
+        agrees_by_step = []
         for step, logits in enumerate(
             roll_out_drafts(head, target, tokens, inputs, steps), start=1
         ):
-            by_step.append(logits.argmax(-1) == wanted[step : step + len(logits)])
-        if by_step:
-            agree = torch.stack(by_step, dim=1).float()  # [R, steps]
-            agreed.append(agree[mask[2 : 2 + len(agree)]].cpu())
-    agree = torch.cat(agreed)
+            agrees_by_step.append(logits.argmax(-1) == target_tokens[step : step + len(logits)])
+        if agrees_by_step:
+            agree = torch.stack(agrees_by_step, dim=1).float()  # [R, steps]
+            agreements.append(agree[mask[2 : 2 + len(agree)]].cpu())
+    agree = torch.cat(agreements)
     positions = len(agree)
     shares = agree.sum(0) / max(positions, 1)
     runs = float(agree.cumprod(-1).sum()) / max(positions, 1)
@@ -147,15 +160,15 @@ def validate(head: Head, target: Target, rows: Iterable[ValidationRow], steps: i
 def measure_decoded_length(
     head: Head, target: Target, prompts: Sequence[list[int]], steps: int, tokens: int
 ) -> float:
-    """Measure tokens a cycle over answers to prompts at temperature 0, drafted as chains.
+    """Measure tokens a cycle while answers to prompts are decoded at temperature 0 with chains of drafts.
 
-    A chain is what `validate` predicts for.
+    `validate` predicts this number.
 
     Args:
-        head: as it will be served.
+        head: the head as it will be served.
         target: the target.
-        prompts: token ids of each.
-        steps: tokens of a chain; a head may draft fewer.
+        prompts: the token ids of each prompt.
+        steps: the number of tokens of a chain; a head may draft fewer.
         tokens: most tokens of an answer.
     """
     spec = Spec(target, head, f"chain:{draft_steps(head, steps)}", "topk")
@@ -175,7 +188,7 @@ def validate_head(run: TrainingRun) -> Validation:
         prompts = []
         for example in run.data.held_out[: config.decode_on]:
             answer = int(example.loss_mask.int().argmax())
-            if 0 < answer < target.context_length // 2:  # the other half is left for the answer
+            if 0 < answer < target.context_length // 2:  # the other half is for the answer
                 prompts.append(example.input_ids[:answer].tolist())
         if prompts:
             decoded = measure_decoded_length(head, target, prompts, DRAFT_STEPS, DECODE_TOKENS)
@@ -184,9 +197,9 @@ def validate_head(run: TrainingRun) -> Validation:
 
 
 def look(run: TrainingRun, place: Place, meter: Meter) -> None:
-    """Validate within a run, report it, and keep the head in OUT/training/best if it is that.
+    """Validate during a run, report the result, and keep the head in OUT/training/best if it is the best so far.
 
-    Heads are compared by the acceptance length that was decoded, or else predicted.
+    Heads are compared by the decoded acceptance length, or by the predicted one if nothing was decoded.
     """
     result = validate_head(run)
     meter.write({"step": place.step, **asdict(result)})

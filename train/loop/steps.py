@@ -1,15 +1,15 @@
-"""The steps of a run, which resumes to the same weights.
+"""The optimizer steps of a run. A resumed run reaches the same weights.
 
-One clock tells how far a run is; warm-up, decay, growth and the end of the run all read it. It
-counts steps, or minutes where they end the run first; so the rates are a function of the clock and
-not a scheduler of torch, which counts steps alone. A run of 100 steps, or as long:
+Warm-up, decay, the growth of draft steps and the end of the run follow the progress, from 0 to 1. It counts
+steps, or minutes if these end the run first. We compute the learning rate from it, because torch's schedulers
+only count steps:
 
-    behind          0      0.1              0.5               1
+    progress        0      0.1              0.5               1
     learning rate   rises  is highest       falls             is the recipe's last rate
     draft steps     1                       all of them
 
-A step whose gradient is not finite would fill the weights with NaN. It is skipped, and the weights
-stay as they were. Many skipped steps in a row end the run.
+A step whose gradient is not finite would fill the weights with NaN. It is skipped: the weights stay as they
+were. Many skipped steps in a row end the run.
 """
 
 import math
@@ -36,82 +36,101 @@ from treespec.train.loop.run import TrainingRun, build_divergence_error, check_h
 from treespec.train.losses.objectives import TrainingBatch
 from treespec.train.losses.tokens import Loss
 
-MOST_WARM_UP = 0.1  # of the run
-# Skipped steps that end a run. Loss scaling of float16 skips up to 16 while it finds its scale.
+MOST_WARM_UP = 0.1  # largest share of the run for the warm-up
+# Skipped steps in a row that end a run. Loss scaling of float16 skips up to 16 while it finds its scale.
 IN_A_ROW = 20
 
 
 @dataclass(frozen=True)
 class Clock:
-    """total: steps after which the run ends. minutes: after which it ends; 0 is no limit."""
+    """The length of a run. It ends after `total` steps or after `minutes`, whichever is first.
+
+    Attributes:
+        total: steps.
+        minutes: minutes of training; 0: no limit.
+    """
 
     total: int
     minutes: float = 0.0
 
     def measure_progress(self, step: int, seconds: float) -> float:
-        """The share of the run that is behind after `step` steps and `seconds`; 1 is its end."""
+        """Compute the progress after `step` steps and `seconds`: from 0 to 1, the end of the run."""
         by_time = seconds / (60 * self.minutes) if self.minutes else 0.0
         return min(1.0, max(step / self.total, by_time))
 
 
 def compute_learning_rate(recipe: Recipe, clock: Clock, step: int, seconds: float) -> float:
-    """The rate of the step after `step` steps and `seconds`.
+    """Compute the learning rate of the next step, after `step` steps and `seconds`.
 
-    It rises in a line over the warm-up, at most a tenth of the run, and then falls as the recipe
-    says.
+    The rate rises linearly during the warm-up, at most a tenth of the run, and then falls as the recipe
+    says. If minutes end the run, its number of steps is estimated from the speed so far.
+
+    Args:
+        recipe: the kind's recipe.
+        clock: the length of the run.
+        step: finished steps.
+        seconds: seconds of training so far.
     """
-    steps = (
-        step / clock.measure_progress(step, seconds) if step else clock.total
-    )  # at the pace so far
-    most = MOST_WARM_UP * steps
-    warm_up = most if recipe.warm_up is None else min(recipe.warm_up, most)
+    # Steps of the whole run, at the speed so far.
+    steps = step / clock.measure_progress(step, seconds) if step else clock.total
+    max_warm_up = MOST_WARM_UP * steps
+    warm_up = max_warm_up if recipe.warm_up is None else min(recipe.warm_up, max_warm_up)
     rising = (step + 1) / max(warm_up, 1)
-    behind = min(1.0, max(0.0, step - warm_up) / (steps - warm_up))
-    left = 1 - behind if recipe.decay == "linear" else (1 + math.cos(math.pi * behind)) / 2
-    falling = recipe.last_rate + (1 - recipe.last_rate) * left
+    decay_progress = min(1.0, max(0.0, step - warm_up) / (steps - warm_up))
+    decay = (
+        1 - decay_progress
+        if recipe.decay == "linear"
+        else (1 + math.cos(math.pi * decay_progress)) / 2
+    )
+    falling = recipe.last_rate + (1 - recipe.last_rate) * decay
     return recipe.learning_rate * min(rising, falling)
 
 
-def draft_steps_at(recipe: Recipe, behind: float) -> int:
-    """Draft steps to train over: one at first, and all of them from `--grow-at` on."""
-    return 1 if behind < recipe.grow_at else recipe.unrolled_steps
+def draft_steps_at(recipe: Recipe, progress: float) -> int:
+    """The number of draft steps to train over: one at first, all of them from `--grow-at` on."""
+    return 1 if progress < recipe.grow_at else recipe.unrolled_steps
 
 
 class SharedTimer:
-    """Seconds of training by the main process's clock: by their own, processes would decide otherwise.
+    """Seconds of training by the main process's clock. With separate clocks, processes could decide differently.
 
-    before: the seconds that the run took until now.
+    earlier_seconds: seconds of training before this start of the program.
     """
 
-    def __init__(self, accelerator: Accelerator, before: float) -> None:
+    def __init__(self, accelerator: Accelerator, earlier_seconds: float) -> None:
         self.device = accelerator.device
-        self.started = time.perf_counter() - before
+        self.started = time.perf_counter() - earlier_seconds
 
     def elapsed(self) -> float:
-        """The seconds so far; all processes call it."""
-        own = torch.tensor(time.perf_counter() - self.started, device=self.device)
-        return float(broadcast(own))
+        """The seconds so far. All processes must call it."""
+        seconds = torch.tensor(time.perf_counter() - self.started, device=self.device)
+        return float(broadcast(seconds))
 
 
 @dataclass
 class SkippedSteps:
-    """The steps in a row whose gradient was not finite. first: finished steps as the process began."""
+    """Counts skipped steps, whose gradient was not finite.
+
+    Attributes:
+        first: the number of finished steps when the process started.
+        in_a_row: the number of skipped steps since the last good one.
+    """
 
     first: int
     in_a_row: int = 0
 
     def count(self, good: bool) -> None:
-        """A step. good: whether it was taken."""
+        """Count a step. good: whether it was not skipped."""
         self.in_a_row += 1
         if good:
             self.in_a_row = 0
 
     def check(self, step: int, ends: bool, folder: Path) -> None:
-        """Raises InputError after `IN_A_ROW` of them, and at the end of a run where no step was good.
+        """Raises InputError after `IN_A_ROW` skipped steps, and at the end of a run without a good step.
 
         Args:
             step: finished steps.
-            ends: whether the run ends here.
+            ends: whether the run ends with this step.
             folder: OUT/training, for the message.
         """
         none_good = ends and 0 < self.in_a_row == step - self.first
@@ -122,9 +141,12 @@ class SkippedSteps:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The forwards of a run. per_step: those of a process in an optimizer step.
+    """The plan of a run.
 
-    batches_of: the batches of an epoch, each for all processes together. clock: when the run ends.
+    Attributes:
+        per_step: the number of forwards of a process in an optimizer step.
+        batches_of: (epoch) -> its batches, each for all processes together.
+        clock: the length of the run.
     """
 
     per_step: int
@@ -133,7 +155,7 @@ class RunPlan:
 
 
 def plan_run(run: TrainingRun) -> RunPlan:
-    """How many forwards a step has, which conversations they take, and how long the run goes."""
+    """Plan a run: the forwards of a step, the conversations of each forward, and the length of the run."""
     config = run.config
     processes = run.accelerator.num_processes
     per_step = config.count_forwards(processes)
@@ -148,9 +170,9 @@ def plan_run(run: TrainingRun) -> RunPlan:
 def compute_ready_forwards(
     run: TrainingRun, plan: RunPlan, step: int
 ) -> Iterator[tuple[Forward, Tensor]]:
-    """The forwards of this process after `step` steps, with the target's features [B, T, F].
+    """Yield this process's forwards after `step` steps, with the target's features [B, T, F], without end.
 
-    Stored features of the next forward are read while this one is computed.
+    With stored features, those of the next forward are read while the present one is computed.
     """
     accelerator = run.accelerator
     first = step * plan.per_step
@@ -165,11 +187,12 @@ def compute_ready_forwards(
 
 
 def run_training_steps(run: TrainingRun, after_step: Callable[[int], None]) -> Place:
-    """Take all optimizer steps that are left, with progress, checkpoints and validations.
+    """Run the remaining optimizer steps, with reports, checkpoints and validations.
 
-    Returns where the run ended. Raises InputError for a run that diverges.
+    after_step is called after each step with the number of finished steps. Returns the progress at the end.
+    Raises InputError for a run that diverges.
     """
-    # 1. Where the run is, and how long it goes.
+    # 1. Load the last checkpoint, and plan the run.
     config = run.config
     accelerator = run.accelerator
     recipe = run.config.recipe
@@ -182,44 +205,44 @@ def run_training_steps(run: TrainingRun, after_step: Callable[[int], None]) -> P
     meter = Meter(accelerator, run.folder / "metrics.jsonl", place)
     skipped = SkippedSteps(place.step)
     place.seconds = timer.elapsed()
-    behind = clock.measure_progress(place.step, place.seconds)
-    while behind < 1:
-        # 2. A step; one whose gradient is not finite is skipped.
+    progress = clock.measure_progress(place.step, place.seconds)
+    while progress < 1:
+        # 2. Run a step; it is skipped if its gradient is not finite.
         rate = compute_learning_rate(recipe, clock, place.step, place.seconds)
         for group in run.optimizer.param_groups:
             group["lr"] = rate
-        draft_steps = draft_steps_at(recipe, behind)
+        draft_steps = draft_steps_at(recipe, progress)
         result = run_optimizer_step(run, islice(ready, plan.per_step), draft_steps)
         place.step += 1
         place.seconds = timer.elapsed()
-        behind = clock.measure_progress(place.step, place.seconds)
+        progress = clock.measure_progress(place.step, place.seconds)
 
-        # 3. What is reported of it.
+        # 3. Report it.
         skipped.count(result.good)
         if result.good:
             meter.count(result.losses)
         else:
             meter.write({"step": place.step, "skipped": skipped.in_a_row})
-        skipped.check(place.step, behind == 1, run.folder)
-        if behind == 1 or meter.is_due(place.step, place.seconds):
-            meter.write_line(place.step, place.seconds, behind, rate)
+        skipped.check(place.step, progress == 1, run.folder)
+        if progress == 1 or meter.is_due(place.step, place.seconds):
+            meter.write_line(place.step, place.seconds, progress, rate)
 
-        # 4. Validate and save, where it is time. The end of the run is validated later.
-        if behind < 1 and is_multiple(place.step, config.validate_every):
+        # 4. Validate and save, if they are due. The validation at the end of the run comes later.
+        if progress < 1 and is_multiple(place.step, config.validate_every):
             look(run, place, meter)
-        if result.good and (behind == 1 or is_multiple(place.step, config.checkpoint_every)):
+        if result.good and (progress == 1 or is_multiple(place.step, config.checkpoint_every)):
             save_run_checkpoint(run, place)
         after_step(place.step)
     return place
 
 
 def is_multiple(step: int, every: int) -> bool:
-    """Whether something that happens every so many steps happens after this one; 0 is never."""
+    """Whether an action that is due every `every` steps is due after this step; 0: never."""
     return every > 0 and step % every == 0
 
 
 def save_run_checkpoint(run: TrainingRun, place: Place) -> None:
-    """Write the checkpoint of a step, by the main process. Weights that are not finite are never saved."""
+    """Write the checkpoint of a step, in the main process. Raises InputError for weights that are not finite."""
     if not run.accelerator.is_main_process:
         return
     check_head_weights(run.head, f"the head after step {place.step}", run.folder)
@@ -228,8 +251,11 @@ def save_run_checkpoint(run: TrainingRun, place: Place) -> None:
 
 
 class StepResult(NamedTuple):
-    """losses: of this process's forwards, without gradients. good: whether losses and gradient are
-    finite in all processes, so that the step was taken.
+    """The result of an optimizer step.
+
+    Attributes:
+        losses: the losses of this process's forwards, without gradients.
+        good: whether losses and gradients were finite in all processes. If not, the step was skipped.
     """
 
     losses: list[Loss]
@@ -237,23 +263,26 @@ class StepResult(NamedTuple):
 
 
 def run_optimizer_step(
-    run: TrainingRun, mine: Iterable[tuple[Forward, Tensor]], steps: int
+    run: TrainingRun, forwards: Iterable[tuple[Forward, Tensor]], steps: int
 ) -> StepResult:
-    """Take one optimizer step over the gradients of all forwards, unless they are not finite.
+    """Run one optimizer step over the gradients of all forwards; skip it if they are not finite.
 
-    mine: this process's, with features [B, T, F]. steps: draft steps to train over.
+    Args:
+        run: the run.
+        forwards: this process's forwards, with features [B, T, F].
+        steps: the number of draft steps to train over.
     """
-    # 1. The gradients of all losses. Their graphs are not kept.
+    # 1. Compute the gradients of all losses. Their graphs are not kept.
     accelerator = run.accelerator
     losses = []
-    for forward, features in mine:
+    for forward, features in forwards:
         with accelerator.accumulate(run.model):
             loss = compute_forward_loss(run, forward, features, steps)
             accelerator.backward(loss.total)
             losses.append(loss._replace(total=loss.total.detach()))
 
-    # 2. A step of all processes or of none, as their weights must stay the same; a scaler skips a
-    #    bad one itself, and lowers its scale.
+    # 2. Step in all processes or in none, because their weights must stay equal. A gradient scaler skips
+    #    bad steps itself, and lowers its scale.
     total = torch.stack([loss.total for loss in losses]).sum().to(accelerator.device)
     norm = accelerator.clip_grad_norm_(run.head.parameters(), run.config.recipe.clip)
     if norm is not None:
@@ -266,7 +295,14 @@ def run_optimizer_step(
 
 
 def compute_forward_loss(run: TrainingRun, forward: Forward, features: Tensor, steps: int) -> Loss:
-    """The loss of one forward. Its noise and dropout follow from the seed and its place."""
+    """Compute the loss of one forward. Noise and dropout follow from the seed, the batch and the process.
+
+    Args:
+        run: the run.
+        forward: the numbers of the conversations.
+        features: [B, T, F] the target's features.
+        steps: the number of draft steps to train over.
+    """
     config = run.config
     device = features.device
     seed = (config.seed * 1_000_003 + forward.batch) * 1009 + run.accelerator.process_index
@@ -283,6 +319,7 @@ def compute_forward_loss(run: TrainingRun, forward: Forward, features: Tensor, s
         steps=steps,
         vocabulary=run.vocabulary,
     )
-    with run.accelerator.autocast():  # for the output layers, which the loss applies itself
+    # Autocast holds for the output layers too: the loss applies them, not the model.
+    with run.accelerator.autocast():
         total, parts = config.training.load_objective()(config, run.target, run.model, batch)
     return Loss(total, parts | {"tokens": lengths.sum().float().to(device)})

@@ -1,36 +1,36 @@
-"""The loss of each kind of head over a batch: the draft steps of EAGLE's, the heads of Medusa's and Hydra's.
+"""The loss of each kind of head over a batch, summed over draft steps (EAGLE) or over heads (Medusa, Hydra).
 
-Five tokens, of which d and e are the assistant's. EAGLE's heads draft from every pair at once; a
-pair counts if the token whose distribution it learns is the assistant's:
+Five tokens; d and e are the assistant's. EAGLE's heads draft from every pair at once. A pair counts if it
+learns the distribution of an assistant's token:
 
     token              a  b  c  d  e
     pair (f, tok)         f0,b f1,c f2,d       learns the next feature, and the distribution below
-    gives                 f1'  f2'  f3'        f1' for d and f2' for e
+    output                f1'  f2'  f3'        f2' and f3' count
     distribution of       c    d    e
 
-Later draft steps see the features that the head gave before (HASS, Zhang et al. 2024, 2408.15766;
+Later draft steps read the features that the head returned (HASS, Zhang et al. 2024, 2408.15766;
 training-time test, Li et al. 2025, 2503.01840, section 3.2):
 
-    step 2                f1',c f2',d          gives f2'' f3'', distributions of d and e
+    step 2                f1',c f2',d          returns f2'' f3'', for the distributions of d and e
 
 EAGLE-1's loss is SmoothL1 between features plus the loss between the tokens' distributions (Li et
-al. 2024, 2401.15077, section 4.2). EAGLE-3's is the latter alone, 0 where the target's most likely
-token is none that the head drafts.
+al. 2024, 2401.15077, section 4.2). EAGLE-3's loss is only the latter. It is 0 at positions where the target's
+most likely token is not in the draft vocabulary.
 
-Of Medusa and Hydra, the state at position t drafts tokens t + 2, t + 3, …:
+In Medusa and Hydra, the state at position t drafts tokens t + 2, t + 3, …:
 
     state              h0 h1 h2
     head 0 drafts      c  d  e              d and e count
     head 1 drafts      d  e                 d and e count
 
-Medusa learns the text's tokens (Cai et al. 2024, section 2.2.1), Hydra the target's distributions
-(Ankner et al. 2024, section 4.1); with another `--loss` than the published one, so does Medusa.
+Medusa learns the sequence's tokens (Cai et al. 2024, section 2.2.1), Hydra the target's distributions
+(Ankner et al. 2024, section 4.1). With another `--loss` than the published one, Medusa does too.
 
-A position's place says how many draft steps reach it:
+The place of a counted state is its row in the first draft step. Step s, from 0, reaches places s and later:
 
     token              a  b  c  d  e
     state              h0 h1 h2 h3          counted: h2 (distribution of d) and h3 (of e)
-    place                 0  1  2           from the second state on
+    place                 0  1  2           h2 is reached by steps 0 and 1, h3 by steps 0 to 2
 """
 
 from itertools import repeat
@@ -51,13 +51,16 @@ STEP_DECAY = 0.8  # weight of a draft step's loss, or of a Medusa head's, relati
 
 
 class TrainingBatch(NamedTuple):
-    """Conversations of one forward, padded on the right.
+    """The conversations of one forward, padded on the right.
 
-    tokens: [B, T] int64. loss_mask: [B, T] bool, true at the assistant's tokens. features: [B, T,
-    F] the target's. lengths: [B] tokens of each conversation. generator: draws this batch's noise,
-    on the device of the features. steps: draft steps to train over, from step 2 on the head's own
-    features. vocabulary: [N] int64, the tokens that EAGLE-1's loss between distributions is over;
-    None is all.
+    Attributes:
+        tokens: [B, T] int64.
+        loss_mask: [B, T] bool, true at the assistant's tokens.
+        features: [B, T, F] the target's.
+        lengths: [B] the number of tokens of each conversation.
+        generator: generator of this batch's noise, on the device of the features.
+        steps: the number of draft steps to train over.
+        vocabulary: [N] int64 the tokens of EAGLE-1's loss between distributions; None: all.
     """
 
     tokens: Tensor
@@ -70,16 +73,16 @@ class TrainingBatch(NamedTuple):
 
     @property
     def counts(self) -> Tensor:
-        """[B, T - 2] bool, whether the token after the next one is the assistant's."""
+        """[B, T - 2] bool: whether token t + 2 is the assistant's, so that row t of step 0 counts."""
         return self.loss_mask[:, 2:]
 
     @property
     def places(self) -> Tensor:
-        """[M] int64, the place of each counted position."""
+        """[M] int64, the place of each counted state."""
         return self.counts.nonzero()[:, 1]
 
     def select_states(self, last: Tensor) -> Tensor:
-        """[B, T, H] the target's last hidden states -> [M, H] those of the counted positions."""
+        """Select the counted states: the target's last hidden states [B, T, H] -> [M, H]."""
         return last[:, 1:-1][self.counts]
 
 
@@ -88,32 +91,38 @@ def compute_eagle_loss(
 ) -> Loss:
     """Compute EAGLE-1's loss: the sum over draft steps of decay^step times the step's loss.
 
-    The features that the head sees at step 1 carry noise. model: the head.
+    The target's features, which the head reads in the first step, get noise.
+
+    Args:
+        config: the run's options.
+        target: the target, or its ends.
+        model: the head, wrapped by accelerate.
+        batch: the conversations, with the target's features.
     """
-    # 1. The head's states from every position, and the target's at the counted ones.
-    # No position counts where answers are cut to their first token: the loss is 0 and still
-    # depends on the head, so that this process takes part in the gradient's mean.
+    # 1. The head's states from every position, and the target's counted states. If all answers are cut
+    #    to their first token, no state counts: the loss is 0, but still depends on the head, so that this
+    #    process takes part in the mean of the gradients.
     features = add_feature_noise(batch, config.noise)
     steps = model(batch.tokens, features, batch.counts, batch.steps, target.embed_tokens)
     places = batch.places
-    wanted = batch.select_states(batch.features).to(target.dtype)
+    target_states = batch.select_states(batch.features).to(target.dtype)
     rows = None
     if batch.vocabulary is not None:
         rows = target.copy_output_rows(batch.vocabulary)
 
-    # 2. The loss between distributions, of all steps together.
+    # 2. The loss between distributions, over all steps.
     def project(states: Tensor) -> Tensor:
         return target.compute_output_logits(states.to(target.dtype), rows)
 
     guesses = [StepLogits(states, project, STEP_DECAY**step) for step, states in enumerate(steps)]
     total, parts = compute_token_losses(
-        guesses, build_target_teacher(target, wanted, rows), places, config.loss
+        guesses, build_target_teacher(target, target_states, rows), places, config.loss
     )
     total = config.token_weight * total
 
     # 3. The loss between features, of each step.
     for step, states in enumerate(steps):
-        expected = wanted[places >= step].float()
+        expected = target_states[places >= step].float()
         feature = F.smooth_l1_loss(states.float(), expected, reduction="sum")
         feature = feature / max(states.numel(), 1)
         total = total + STEP_DECAY**step * feature
@@ -122,22 +131,22 @@ def compute_eagle_loss(
 
 
 def add_feature_noise(batch: TrainingBatch, noise: float) -> Tensor:
-    """[B, T - 2, H] the target's features, with uniform noise of ± noise · 512 / length.
+    """Add uniform noise of ± noise · 512 / length to the target's features -> [B, T - 2, H].
 
-    The noise is drawn where the features lie.
+    The noise is drawn on the device of the features.
     """
     features = to_float32(batch.features[:, :-2])
-    drawn = torch.rand(features.shape, generator=batch.generator, device=features.device)
+    uniform = torch.rand(features.shape, generator=batch.generator, device=features.device)
     widths = (noise * 512 / batch.lengths).to(features.device)
-    return features + (drawn * 2 - 1) * widths[:, None, None]
+    return features + (uniform * 2 - 1) * widths[:, None, None]
 
 
 def build_own_output_objective(
     config: TrainConfig, target: Target, model: nn.Module, batch: TrainingBatch
 ) -> Loss:
-    """Compute the loss of a head with an output layer of its own: the sum over steps of decay^step times the mean.
+    """Compute the loss of a head with its own output layer: the sum over steps of decay^step times the step's mean.
 
-    The parts are those of each step; of a block head a level is a step. model: the head.
+    A block head's steps are its levels. Arguments as for `compute_eagle_loss`.
     """
     head: LlamaHead = extract_model_from_parallel(model)
     inputs, last = target.split_features(batch.features, head.aux_layers)
@@ -153,16 +162,16 @@ def compute_depth_loss(
 ) -> Loss:
     """Compute the loss of Medusa's or Hydra's heads: the sum of decay^i times the mean of head i.
 
-    Hydra's decay is 1.     model: the heads.
+    Hydra's decay is 1. Arguments as for `compute_eagle_loss`.
     """
-    # 1. Each head's states before its output layer, [M_i, H]. Hydra's heads see the tokens that follow.
+    # 1. Each head's states before its output layer, [M_i, H]. Hydra's heads read the next tokens.
     heads: DepthHeads = extract_model_from_parallel(model)
     counts = batch.counts
     medusa = heads.kind == "medusa"
     features = to_float32(batch.features[:, :-2])
     states = model(batch.tokens, features, counts, heads.max_depth, target.embed_tokens)
 
-    # 2. What they learn, and their losses.
+    # 2. The distributions that they learn, and their losses.
     teacher = build_target_teacher(target, batch.select_states(batch.features))
     if medusa and config.loss == "published":
         teacher = build_text_teacher(batch.tokens[:, 2:][counts], target.vocab_size)
@@ -176,10 +185,14 @@ def compute_depth_loss(
 def build_target_teacher(
     target: Target, states: Tensor, rows: nn.Linear | None = None, vocabulary: Tensor | None = None
 ) -> Teacher:
-    """The target's own distributions. states: [M, H]. rows: `copy_output_rows`; default: all tokens.
+    """Build the teacher of the target's distributions.
 
-    vocabulary: [Vd] int64. The distributions are over it, 0 where the target's most likely token is
-    not in it. A distribution's sum is the mass that the target has on the vocabulary.
+    Args:
+        target: the target.
+        states: [M, H] its last hidden states at the counted positions.
+        rows: the output layer of `copy_output_rows`, for distributions over few tokens; default: all tokens.
+        vocabulary: [Vd] int64 the draft vocabulary. The distributions are the target's probabilities of its
+            tokens, and sum to less than 1. They are 0 if the target's most likely token is another one.
     """
 
     def probabilities(chunk: slice) -> Tensor:
@@ -195,7 +208,7 @@ def build_target_teacher(
 
 
 def build_text_teacher(tokens: Tensor, vocab_size: int) -> Teacher:
-    """All probability on the text's tokens [M]."""
+    """Build the teacher of one-hot distributions: all probability on the sequence's tokens [M]."""
     zeros = tokens.new_zeros(1, vocab_size, dtype=torch.float32)
 
     def probabilities(chunk: slice) -> Tensor:

@@ -1,19 +1,18 @@
-"""The losses between the target's distribution p and the head's q, a chunk of positions at a time.
+"""The losses between the target's distribution p and the head's q, computed in chunks of positions.
 
-`--loss` takes their names. α = Σ min(p, q) is the probability that a single draft is accepted:
+These are the values of `--loss`. α = Σ min(p, q) is the probability that a single draft token is accepted:
 
     loss              value
     cross-entropy     -Σ p log q
     tv                1 - α
 
-p may sum to less than 1, where a draft vocabulary leaves tokens out: they are never accepted. Where
-it sums to 0 a position has no loss.
-Cross-entropy is then that of p divided by its sum, as published.
+p sums to less than 1 if a draft vocabulary leaves tokens out: these are never accepted. Cross-entropy
+divides p by its sum, as published. A position has no loss if p sums to 0.
 
-Logits of all counted positions would take most of a run's memory: at 49,152 tokens 200 kB a
-position in float32, several times over and for each draft step. So the forward pass computes a
-chunk's logits, its loss and the gradients, and keeps no more than those of hidden states and output
-weights, which the backward pass scales:
+Logits of all counted positions would take most of a run's memory: at 49,152 tokens 200 kB a position in
+float32, in several copies and for each draft step. So the forward pass computes a chunk's logits, its loss
+and the gradients, and keeps only the gradients of hidden states and output weights. The backward pass scales
+these. Ten positions in chunks of four:
 
     positions    0 1 2 3 | 4 5 6 7 | 8 9     one chunk after another
     target       probabilities of the chunk, once for all draft steps
@@ -29,9 +28,11 @@ import torch
 from torch import Tensor, nn
 
 MIN_PROBABILITY = torch.finfo(torch.float32).tiny
-BYTES_PER_LOGIT = 6  # bytes for each counted position and token, at most
-# Numbers in an array of a chunk. On a CPU 8 MB in float32, which the heap reuses and caches hold in
-# part; elsewhere more, because large products are faster.
+BYTES_PER_LOGIT = (
+    6  # most bytes of a chunk's arrays, for each counted position and token of the vocabulary
+)
+# Most elements of a chunk's array. On a CPU 8 MB in float32: the heap reuses such arrays, and caches hold
+# parts of them. On other devices more, because large products are faster there.
 CHUNK_LOGITS_ON_CPU = 2 << 20
 CHUNK_LOGITS_ELSEWHERE = 64 << 20
 
@@ -39,17 +40,17 @@ TokenLoss = Callable[[Tensor, Tensor], Tensor]  # (p [M, N], log q [M, N]) -> lo
 
 
 def compute_cross_entropy(p: Tensor, logs: Tensor) -> Tensor:
-    """-Σ p log q, of p divided by its sum."""
+    """Compute -Σ p log q for each position [M], with p divided by its sum. logs: log q [M, N]."""
     return -(p * logs).sum(-1) / sum_mass(p)
 
 
 def compute_rejection_rate(p: Tensor, logs: Tensor) -> Tensor:
-    """1 - α."""
+    """Compute 1 - α for each position [M], the probability that a draft token is rejected. logs: log q [M, N]."""
     return 1 - torch.minimum(p, logs.exp()).sum(-1)
 
 
 def sum_mass(p: Tensor) -> Tensor:
-    """[M] the sum of each distribution."""
+    """[M] the sum of each row of p, at least `MIN_PROBABILITY`, to divide by."""
     return p.sum(-1).clamp(min=MIN_PROBABILITY)
 
 
@@ -61,10 +62,11 @@ TOKEN_LOSSES: dict[str, TokenLoss] = {  # by `--loss`
 
 
 class Teacher(NamedTuple):
-    """The target's distributions at the counted positions, computed a chunk at a time.
+    """The distributions that a head learns, at the counted positions, computed in chunks.
 
-    width: the largest number of logits that a position needs, V. of: the probabilities [m, N] of a
-    slice of the positions, in float32 or float64; a row may sum to less than 1.
+    Attributes:
+        width: the largest number of logits that a position needs, usually V.
+        of: (slice of the positions) -> probabilities [m, N] in float32 or float64. A row may sum to less than 1.
     """
 
     width: int
@@ -72,11 +74,13 @@ class Teacher(NamedTuple):
 
 
 class StepLogits(NamedTuple):
-    """The output of one draft step, or of the head of one depth.
+    """The output of one draft step, or of the head of one depth: a guess at the target's distributions.
 
-    states: [M_i, H] its hidden states at the counted positions that it reaches. output: states
-    [m, H] -> logits [m, N]. share: the factor of its loss in the total. weights: parameters of
-    `output` that learn.
+    Attributes:
+        states: [M_i, H] its hidden states at the counted positions that it reaches.
+        output: states [m, H] -> logits [m, N].
+        share: the factor of its loss in the total.
+        weights: the parameters of `output` that are trained.
     """
 
     states: Tensor
@@ -88,9 +92,7 @@ class StepLogits(NamedTuple):
     def from_output_layers(
         cls, steps: Iterable[Tensor], layers: Iterable[nn.Module], decay: float
     ) -> list["StepLogits"]:
-        """A guess for each step, by output layers of the head's own. Each has `decay` of the share
-        of the one before.
-        """
+        """Build a guess for each step from its states and output layer. The share of step i is decay^i."""
         guesses = []
         for number, (states, layer) in enumerate(zip(steps, layers, strict=False)):
             guesses.append(cls(states, layer, decay**number, tuple(layer.parameters())))
@@ -98,9 +100,11 @@ class StepLogits(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """total: the number that a step lowers. parts: numbers that a run reports next to it, without a gradient.
+    """The loss of a forward. All numbers are means over the counted positions.
 
-    All are means over the counted positions.
+    Attributes:
+        total: the number to minimise.
+        parts: by name, further numbers for reports, without gradients.
     """
 
     total: Tensor
@@ -110,7 +114,10 @@ class Loss(NamedTuple):
 class TargetChunk(NamedTuple):
     """The target's distributions at the m counted positions of a chunk.
 
-    probabilities: [m, N]. sums: [m] of each distribution. best: [m] its most likely token.
+    Attributes:
+        probabilities: [m, N].
+        sums: [m] the sum of each distribution.
+        best: [m] the most likely token of each distribution.
     """
 
     probabilities: Tensor
@@ -120,11 +127,15 @@ class TargetChunk(NamedTuple):
 
 @final
 class LossSums:
-    """What the chunks so far add up to, for each guess.
+    """Sums over the chunks so far, for each guess.
 
-    done: counted positions that are behind. losses: sums of the guesses' losses. agreeing: positions
-    with the target's most likely token. state_gradients: of each guess's states [M_i, H].
-    weight_gradients: of each output weight that learns, which guesses may share.
+    Attributes:
+        guesses: the guesses.
+        done: the number of counted positions so far, for each guess.
+        losses: the sum of each guess's losses.
+        agreeing: the number of positions at which a guess's most likely token is the target's.
+        state_gradients: the gradients at each guess's states [M_i, H].
+        weight_gradients: the gradient at each trained output weight; guesses may share a weight.
     """
 
     def __init__(self, guesses: Sequence[StepLogits], device: torch.device) -> None:
@@ -142,39 +153,39 @@ class LossSums:
         """Add a guess's loss over a chunk, and its gradients.
 
         Args:
-            number: of the guess, from 0.
+            number: the number of the guess, from 0.
             chunk: the target's distributions.
-            reached: [m] bool, the positions of the chunk that the guess reaches.
-            loss_of: the loss of each position.
+            reached: [m] bool: whether the guess reaches each position of the chunk.
+            loss_of: (p, log q) -> the loss of each position.
         """
         # 1. The part of the chunk that the guess reaches.
         guess = self.guesses[number]
         count = int(reached.sum())
         if count == 0:
             return
-        here = slice(self.done[number], self.done[number] + count)
-        self.done[number] = here.stop
+        rows = slice(self.done[number], self.done[number] + count)
+        self.done[number] = rows.stop
         p = chunk.probabilities
         if count < len(p):
             p = p[reached]
         learns = chunk.sums[reached] > 0
         likely = chunk.best[reached]
 
-        # 2. Its loss and the gradients. They are those of the sum: divided by the number of
-        #    positions, much of them would be too small for float16.
-        states = guess.states[here].detach().requires_grad_()
+        # 2. Its loss and the gradients of the summed loss. The mean's gradients would be too small for float16;
+        #    they are divided afterwards.
+        states = guess.states[rows].detach().requires_grad_()
         logs = to_float32(guess.output(states)).log_softmax(-1)
         loss = loss_of(p, logs).where(learns, 0).sum()
         gradients = torch.autograd.grad(loss, (states,) + guess.weights)
         self.losses[number] += loss.detach()
         self.agreeing[number] += (learns & (logs.max(-1).indices == likely)).sum()
         share = guess.share / len(guess.states)
-        self.state_gradients[number][here] = gradients[0] * share
+        self.state_gradients[number][rows] = gradients[0] * share
         for weight, gradient in zip(guess.weights, gradients[1:], strict=True):
             self.weight_gradients[weight].add_(gradient, alpha=share)
 
     def to_loss(self) -> Loss:
-        """The means over all positions, as a loss whose gradients are known."""
+        """Build the loss: means over all positions, with the gradients that were computed already."""
         device = self.losses.device
         counts = torch.tensor([max(count, 1) for count in self.done], device=device)
         means = self.losses / counts
@@ -185,9 +196,9 @@ class LossSums:
             parts[f"token_{step}"] = mean
             parts[f"agreement_{step}"] = share
         shares = torch.tensor([guess.share for guess in self.guesses], device=device)
-        learnt = [guess.states for guess in self.guesses] + list(self.weight_gradients)
+        learnt_tensors = [guess.states for guess in self.guesses] + list(self.weight_gradients)
         gradients = self.state_gradients + list(self.weight_gradients.values())
-        total = Scaled.apply(torch.dot(means, shares), gradients, *learnt)
+        total = Scaled.apply(torch.dot(means, shares), gradients, *learnt_tensors)
         return Loss(total, parts)
 
 
@@ -198,17 +209,19 @@ def compute_token_losses(
     loss: str,
     rows: int | None = None,
 ) -> Loss:
-    """Compute the losses of draft steps against the target, each the mean over its positions.
+    """Compute the loss of each draft step against the target, as means over positions, in chunks.
 
     Args:
-        guesses: one for each draft step, or each depth.
+        guesses: a guess for each draft step, or each depth.
         teacher: the target's distributions at all counted positions.
-        places: [M] int64; guess i, from 0, reaches the positions whose place is i or more, in order.
-        loss: as `--loss`.
-        rows: positions per chunk; default: the most that keep the memory in `BYTES_PER_LOGIT`.
+        places: [M] int64 the place of each counted position (see `treespec.train.losses.objectives`). Guess i,
+            from 0, reaches the positions with place i or more, in order.
+        loss: the name of the loss, a value of `--loss`.
+        rows: positions per chunk; default: `choose_chunk_rows`.
 
-    Returns the sum of the guesses' losses times their shares. Its parts are for guess 1, 2, … the
-    loss, `token_1`, and the share of positions with the target's most likely token, `agreement_1`.
+    Returns:
+        The sum of the guesses' losses times their shares. Its parts are, for guess 1, 2, …, the loss
+        (`token_1`) and the share of positions with the target's most likely token (`agreement_1`).
     """
     device = places.device
     loss_of = TOKEN_LOSSES[loss]
@@ -224,15 +237,15 @@ def compute_token_losses(
 
 
 def choose_chunk_rows(width: int, positions: int, loss_of: TokenLoss, device: torch.device) -> int:
-    """The positions of a chunk: the most that fit an array, and keep the memory in `BYTES_PER_LOGIT`.
+    """Choose the positions of a chunk: as many as fit an array's limit and the limit `BYTES_PER_LOGIT`.
 
     Args:
-        width: logits of a position, V.
-        positions: all counted positions.
+        width: the number of logits of a position, V.
+        positions: the number of all counted positions.
         loss_of: the loss, which decides how many arrays a chunk has at once.
         device: where the chunk is computed.
     """
-    row_bytes = 36  # for each token of a chunk
+    row_bytes = 36  # bytes of all arrays for each logit of a chunk
     if loss_of is compute_cross_entropy:
         row_bytes = 28
     elements = CHUNK_LOGITS_ELSEWHERE
@@ -243,7 +256,7 @@ def choose_chunk_rows(width: int, positions: int, loss_of: TokenLoss, device: to
 
 @torch.no_grad()
 def compute_target_chunk(teacher: Teacher, positions: slice, device: torch.device) -> TargetChunk:
-    """The target's distributions of a chunk, in its own precision, once for all guesses."""
+    """Compute the target's distributions of a chunk, without autocast, once for all guesses."""
     with torch.autocast(device.type, enabled=False):
         probabilities = teacher.of(positions)
         best = probabilities.max(-1).indices  # faster than argmax
@@ -252,7 +265,7 @@ def compute_target_chunk(teacher: Teacher, positions: slice, device: torch.devic
 
 @final
 class Scaled(torch.autograd.Function):
-    """A total whose gradients at `tensors` are known already: the backward pass scales them."""
+    """Autograd function of a total with known gradients at `tensors`: the backward pass only scales them."""
 
     @staticmethod
     def forward(ctx: Any, total: Tensor, gradients: list[Tensor], *tensors: Tensor) -> Tensor:
@@ -261,7 +274,7 @@ class Scaled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> Any:
-        # In place, and handed over: gradients of weights are as large as the weights.
+        # In place, and not kept: gradients of weights are as large as the weights.
         gradients = ctx.gradients
         ctx.gradients = None
         if gradients is None:
@@ -271,7 +284,7 @@ class Scaled(torch.autograd.Function):
 
 
 def to_float32(x: Tensor) -> Tensor:
-    """In float32, or float64 where it is that already."""
+    """Convert to float32; float64 stays as it is."""
     if x.dtype == torch.float64:
         return x
     return x.float()

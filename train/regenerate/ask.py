@@ -1,7 +1,6 @@
-"""Who answers: the target here, or a server with OpenAI's interface, such as vLLM or SGLang.
+"""Get answers from the target in this process, or from a server with OpenAI's interface (vLLM, SGLang).
 
-An answer's draws come from a seed of its own, so it does not depend on the rows that run at the same
-time, but for rounding.
+Each answer is sampled with its own seed. So requests that run at the same time change it only by rounding.
 """
 
 import time
@@ -20,19 +19,24 @@ from treespec.train.regenerate.config import RegenerateConfig
 Messages = list[dict[str, str]]
 
 REQUEST_TRIES = 6
-RETRY_PAUSE_SECONDS = 1.0  # seconds before a failed request is repeated, doubled each time
-REFUSED_STATUSES = {400, 413, 422}  # statuses that mean this conversation
-FOR_GOOD = {401, 403, 404}  # statuses that mean every request; the others go by
-CHARACTERS_PER_TOKEN = 4  # of a token, about: the server alone has the tokenizer
-WITH_IDS = "return_token_ids"  # vLLM's field of a request
+RETRY_PAUSE_SECONDS = 1.0  # pause before the first retry of a request, doubled each time
+REFUSED_STATUSES = {400, 413, 422}  # HTTP statuses that refuse this conversation only
+FOR_GOOD = {401, 403, 404}  # HTTP statuses that refuse every request; after others we retry
+CHARACTERS_PER_TOKEN = 4  # estimate, because only the server has the tokenizer
+WITH_IDS = "return_token_ids"  # vLLM's field that asks for token ids
 
 
 @dataclass(frozen=True)
 class RegeneratedAnswer:
-    """ended: by `model`, or by the limit `max_new_tokens`. thought: as a server tells it apart.
+    """An answer.
 
-    prompt_ids, token_ids: what was answered, and the answer with its thoughts and end; () where a server does not
-    tell them.
+    Attributes:
+        text: the answer, without its thoughts.
+        tokens: the number of its tokens, with its thoughts.
+        ended: what ended it: "model", or the limit "max_new_tokens".
+        thought: the thoughts before the answer.
+        prompt_ids: the token ids of the prompt; () if a server does not return them.
+        token_ids: the token ids of the answer with its thoughts and end; () if a server does not return them.
     """
 
     text: str
@@ -44,7 +48,7 @@ class RegeneratedAnswer:
 
     @property
     def message(self) -> dict[str, str]:
-        """The answer as a message. Its thoughts stand where templates and other tools look for them."""
+        """The answer as a message, with its thoughts in `reasoning_content`, where templates look for them."""
         message = {"role": "assistant", "content": self.text}
         if self.thought.strip():
             message["reasoning_content"] = self.thought
@@ -52,7 +56,7 @@ class RegeneratedAnswer:
 
 
 class LeftOut(Exception):
-    """A question that cannot be answered; the message says why. Its conversation ends before it."""
+    """Raised for a question that is left out; the message says why. Its conversation ends before the question."""
 
 
 Ask = Callable[
@@ -61,7 +65,7 @@ Ask = Callable[
 
 
 def check_lengths(config: RegenerateConfig, question: int, messages: int) -> None:
-    """Raises LeftOut for a question or a conversation of too many tokens."""
+    """Raises LeftOut for too long a question or conversation. question, messages: their numbers of tokens."""
     if question > config.question_tokens:
         raise LeftOut("a question is too long")
     if messages + config.max_new_tokens > config.max_length:
@@ -69,7 +73,7 @@ def check_lengths(config: RegenerateConfig, question: int, messages: int) -> Non
 
 
 def ask_target(engine: Engine, config: RegenerateConfig) -> Ask:
-    """Asks the target of an engine."""
+    """Make the function that asks the target of an engine."""
     tokenizer = engine.spec.target.tokenizer
 
     def ask(messages: Messages, seed: int, greedy: bool) -> RegeneratedAnswer:
@@ -81,10 +85,10 @@ def ask_target(engine: Engine, config: RegenerateConfig) -> Ask:
         except InputError as error:
             raise LeftOut(f"cannot be asked: {error}") from error
         output = completion.result()
-        written = tokenizer.decode(output.token_ids, clean_up_tokenization_spaces=False)
+        decoded_answer = tokenizer.decode(output.token_ids, clean_up_tokenization_spaces=False)
         thought = ""
         text = output.text
-        parts = split_thought(tokenizer, engine.spec.template, messages, written)
+        parts = split_thought(tokenizer, engine.spec.template, messages, decoded_answer)
         if parts is not None:
             thought, text = parts
         ended = "model"
@@ -103,51 +107,56 @@ def ask_target(engine: Engine, config: RegenerateConfig) -> Ask:
 
 
 def ask_endpoint(config: RegenerateConfig) -> Ask:
-    """Asks a server. One that takes seeds draws each answer from one of its own."""
+    """Make the function that asks a server. Each request has its own seed, for servers that read it."""
     url = str(config.endpoint).rstrip("/")
-    more: dict[str, object] = {WITH_IDS: True}  # until the server turns out not to know it
-    is_known = Event()
+    id_fields: dict[str, object] = {WITH_IDS: True}  # emptied if the server refuses it
+    has_replied = Event()
 
     def ask(messages: Messages, seed: int, greedy: bool) -> RegeneratedAnswer:
         lengths = [len(message["content"]) // CHARACTERS_PER_TOKEN for message in messages]
         check_lengths(config, lengths[-1], sum(lengths))
-        said = [{name: message[name] for name in ("role", "content")} for message in messages]
-        body = {"model": config.target, "messages": said, "seed": seed % 2**31}
+        plain_messages = [
+            {name: message[name] for name in ("role", "content")} for message in messages
+        ]
+        body = {"model": config.target, "messages": plain_messages, "seed": seed % 2**31}
         body |= config.to_sampling_options(greedy)
         body["max_tokens"] = body.pop("max_new_tokens")
         if not body["top_k"]:  # not OpenAI's, but vLLM's and SGLang's
             del body["top_k"]
         try:
-            reply = post_request(url, body | more)
-            is_known.set()
+            reply = post_request(url, body | id_fields)
+            has_replied.set()
         except LeftOut:
-            if is_known.is_set() or not more:
+            if has_replied.is_set() or not id_fields:
                 raise
             reply = post_request(url, body)
-            more.clear()
+            id_fields.clear()
         return read_reply(reply)
 
     return ask
 
 
 def read_reply(reply: EndpointReply) -> RegeneratedAnswer:
-    """A server's reply as an answer.
+    """Turn a server's reply into an answer.
 
-    Raises LeftOut where the server counts thoughts that it does not tell: a head would learn answers without them.
+    Raises LeftOut if the server counts thoughts but does not return them: the head would learn answers without them.
     """
-    # 1. Token ids count where they are all of the answer's.
-    counted = reply.usage.get("completion_tokens")
+    # 1. Use the token ids if they are complete.
+    completion_tokens = reply.usage.get("completion_tokens")
     ids = reply.token_ids
-    if not reply.prompt_ids or (counted and counted != len(ids)):
+    if not reply.prompt_ids or (completion_tokens and completion_tokens != len(ids)):
         ids = []
 
-    # 2. Its thoughts.
+    # 2. Check that the thoughts are there.
     details = reply.usage.get("completion_tokens_details") or {}
     if details.get("reasoning_tokens") and not (ids or reply.thought):
         raise LeftOut("the server does not tell the thoughts of an answer")
+    tokens = completion_tokens
+    if not tokens:
+        tokens = len(reply.text + reply.thought) // CHARACTERS_PER_TOKEN
     return RegeneratedAnswer(
         reply.text,
-        counted or len(reply.text + reply.thought) // CHARACTERS_PER_TOKEN,
+        tokens,
         "max_new_tokens" if reply.cut else "model",
         reply.thought,
         reply.prompt_ids if ids else (),
@@ -156,9 +165,9 @@ def read_reply(reply: EndpointReply) -> RegeneratedAnswer:
 
 
 def post_request(url: str, body: dict[str, Any]) -> EndpointReply:
-    """The server's reply. A request is repeated where the server is busy or the connection breaks.
+    """Send a request, and return the reply. It is repeated if the server is busy or the connection breaks.
 
-    Raises LeftOut where the server refuses this conversation, InputError where it answers no more.
+    Raises LeftOut if the server refuses this conversation, InputError if it refuses all or stops answering.
     """
     why = ""
     for attempt in range(REQUEST_TRIES):

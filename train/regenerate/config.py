@@ -1,4 +1,4 @@
-"""What a regeneration is: whose questions, who answers them, and how."""
+"""The options of `treespec regenerate`: whose questions, who answers them, and how."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from treespec.train.regenerate.questions import QUESTION_FILTERS
 
 @dataclass(frozen=True, kw_only=True)
 class RegenerateConfig(ModelOptions, SamplingOptions):
-    """Raises InputError for options that contradict each other and for numbers out of their range."""
+    """The options. Raises InputError for options that contradict each other and for numbers out of range."""
 
     target: str = option(
         "the model that answers: a directory, a hub id or demo; with --endpoint its name there"
@@ -69,11 +69,11 @@ class RegenerateConfig(ModelOptions, SamplingOptions):
     )
 
     def __post_init__(self) -> None:
-        needless = None  # the first option that a server does not read
+        needless = None  # the first option that has no effect with a server
         for name in ("from-template", "head", "drafter", "tree", "template"):
             if needless is None and getattr(self, name.replace("-", "_")):
                 needless = name
-        super().__post_init__()  # which may choose a drafter
+        super().__post_init__()  # it may choose a drafter, so the options are checked before
         samples_questions = self.from_template is not None
         endpoint = self.endpoint
         if (self.data is None) != samples_questions:
@@ -92,7 +92,7 @@ class RegenerateConfig(ModelOptions, SamplingOptions):
             raise InputError(f"--endpoint answers by itself: leave out --{needless}")
 
     def to_sampling_options(self, greedy: bool) -> dict[str, Any]:
-        """The options of `Spec.request`. greedy: at temperature 0."""
+        """Build the options of `Spec.request`. greedy: whether to answer at temperature 0."""
         return {
             "temperature": 0.0 if greedy else self.temperature,
             "top_k": self.top_k,

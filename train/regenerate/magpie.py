@@ -1,7 +1,7 @@
-"""Questions that the target writes, with --from-template: it continues the user's turn of its template.
+"""Questions that the target writes itself, with --from-template: it continues the user's turn of its template.
 
-Magpie (Xu et al. 2024, 2406.08464). A chat model was trained on whole conversations, so after the
-words that open a user's turn it writes a question. Of ChatML's template, cut at the marks:
+Magpie (Xu et al. 2024, 2406.08464). A chat model was trained on whole conversations, so it writes a
+question after the tokens that open a user's turn. ChatML's template, cut at the bars:
 
     <|im_start|>system …<|im_end|> <|im_start|>user |QUESTION| <|im_end|> <|im_start|>assistant
     the prompt                                              the end of the question
@@ -21,24 +21,24 @@ from treespec.train.regenerate.config import RegenerateConfig
 from treespec.train.regenerate.questions import draw_number, matches_filter
 
 QUESTION_MARK = "QUESTION"
-# The replacement character, and control characters but \n, \t and \r.
+# The replacement character, and control characters except \n, \t and \r.
 UNSEEN_PATTERN = re.compile(rf"[\x00-\x08\x0b\x0c\x0e-\x1f{INCOMPLETE_CHARACTER}]")
-MIN_DISTINCT_SHARE = 0.5  # least share of different ones among a question's runs of three words
+MIN_DISTINCT_SHARE = 0.5  # least share of distinct ones among a question's runs of three words
 
 
 def build_question_writer(
-    engine: Engine, config: RegenerateConfig, done: list[dict[str, Any]]
+    engine: Engine, config: RegenerateConfig, done_lines: list[dict[str, Any]]
 ) -> Callable[[str], str]:
-    """Make the function (key of a row) -> its question, whose draws follow from the key.
+    """Make the function (key of a row) -> its question. The seed of the question follows from the key.
 
-    done: lines of a run before. The function raises LeftOut for a question that is of no use, or that
-    another row has.
+    done_lines: lines of earlier runs, whose questions must not repeat. The function raises LeftOut for a
+    useless question, and for a question that another row has.
     """
     turn = find_user_turn(engine.spec)
     options = config.to_sampling_options(greedy=False)
     options["max_new_tokens"] = config.question_tokens
     options["stop"] = (turn.end,)
-    rows = {normalize_question(line["messages"][0]["content"]): line["row"] for line in done}
+    rows = {normalize_question(line["messages"][0]["content"]): line["row"] for line in done_lines}
 
     def write(key: str) -> str:
         seed = draw_number(config.seed, key, "question")
@@ -55,30 +55,35 @@ def build_question_writer(
 
 
 class UserTurn(NamedTuple):
-    """What surrounds a question in a chat template. opening: token ids before it. end: the string after it."""
+    """The text around a question in a chat template.
+
+    Attributes:
+        opening: the token ids before the question.
+        end: the string after it.
+    """
 
     opening: list[int]
     end: str
 
 
 def find_user_turn(spec: Spec) -> UserTurn:
-    """Find what opens a user's turn in the target's template, and what ends it.
+    """Find the opening and the end of a user's turn in the target's template.
 
-    Raises InputError for a template that does not say where a question lies.
+    Raises InputError for a template without text on both sides of the question.
     """
     tokenizer: Any = spec.target.tokenizer
     if tokenizer is None:
         raise InputError("the target has no tokenizer: --from-template needs its chat template")
     text = templates.render(tokenizer, [{"role": "user", "content": QUESTION_MARK}], spec.template)
-    before, _, after = text.rpartition(QUESTION_MARK)
+    opening_text, _, ending_text = text.rpartition(QUESTION_MARK)
     special = sorted(templates.list_special_tokens(tokenizer), key=len, reverse=True)
-    end = after.strip()
+    end = ending_text.strip()
     for token in reversed(special):  # the longest one counts
-        if after.lstrip().startswith(token):
+        if ending_text.lstrip().startswith(token):
             end = token
-    if not before or not end:
+    if not opening_text or not end:
         raise InputError("the chat template does not mark a user's turn on both sides: give --data")
-    ids: list[int] = tokenizer(before.rstrip(" "), add_special_tokens=False)["input_ids"]
+    ids: list[int] = tokenizer(opening_text.rstrip(" "), add_special_tokens=False)["input_ids"]
     start = templates.list_start_tokens(tokenizer, spec.template)
     if ids[: len(start)] != start:
         ids = start + ids
@@ -86,7 +91,7 @@ def find_user_turn(spec: Spec) -> UserTurn:
 
 
 def find_problem(question: str, cut: bool, filter: str) -> str | None:
-    """Why a question is of no use; None for one that is."""
+    """Find why a question is useless; None for a good question."""
     words = question.split()
     runs = list(zip(words, words[1:], words[2:], strict=False))
     if cut:
@@ -103,5 +108,5 @@ def find_problem(question: str, cut: bool, filter: str) -> str | None:
 
 
 def normalize_question(question: str) -> str:
-    """A question in lower case without punctuation: equal for two that differ only in these and in spaces."""
+    """Normalize a question to lower case without punctuation, so that near-equal questions become equal."""
     return " ".join(re.findall(r"\w+", question.lower()))

@@ -1,12 +1,12 @@
 """The questions of conversations: which are asked, in what order, and the seeds of their answers.
 
-All of it follows from a row's content and the seed. So an answer depends neither on the position of
-its row in the file, nor on other rows, and a run of more rows contains a run of fewer.
+Order and seeds follow from a row's content and the run's seed. So an answer depends neither on the position
+of its row in the file nor on other rows, and a run over more rows contains a run over fewer.
 
-A plain test for English and code, without a model, keeps most other languages out. `ascii`: at least
-97 % of a question's letters are ASCII, so other scripts and most accents go. `english`: of those, a
-question goes that has more function words of other languages than of English. One with few such
-words of any language, code for example, stays. A question without a letter goes under both.
+`--filter` is a plain test for English and code, without a model. `ascii` keeps questions with at least 97 % of
+their letters in ASCII, so other scripts and most accents are left out. `english` leaves out, of these, questions
+with more function words of other languages than of English. It keeps a question with few function words, code
+for example. Both leave out questions without a letter.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from itertools import takewhile
 from treespec.text.entries import OPENING_ROLES, Conversation
 
 QUESTION_FILTERS = ("all", "ascii", "english")
-LEAST_ASCII = 0.97  # share of the letters
+LEAST_ASCII = 0.97  # least share of ASCII letters
 ENGLISH_WORD_TEXT = """
     the and is of to that this it for with you your are what how can be was as not have which from write
     please my if do does we they will should would there about when where why who into than then these those i
@@ -43,10 +43,14 @@ OTHER_WORDS = frozenset(OTHER_LANGUAGES_TEXT.split())
 
 @dataclass(frozen=True)
 class QuestionRow:
-    """What is asked of the target, turn by turn.
+    """The questions of a conversation, which are asked turn by turn.
 
-    key: a digest of system message and questions. source: the id of its conversation in the data.
-    questions: none where the target writes one itself. system_role: OpenAI's `developer`, or `system`.
+    Attributes:
+        key: a digest of system message and questions.
+        source: the id of the conversation in the data.
+        system: the system message, if there is one.
+        questions: the questions in order; () if the target writes the question itself.
+        system_role: the role of the system message, `system` or OpenAI's `developer`.
     """
 
     key: str
@@ -59,9 +63,9 @@ class QuestionRow:
 def list_question_rows(
     conversations: Iterable[Conversation], turns: int, filter: str
 ) -> list[QuestionRow]:
-    """The first questions of each conversation, up to one that a `--filter` leaves out.
+    """List the first `turns` questions of each conversation, up to the first that `--filter` leaves out.
 
-    Leaving out later questions changes no answer. Only the first of equal rows counts.
+    The key and thus the answers do not depend on the filter. Only the first of equal rows counts.
     """
     rows: dict[str, QuestionRow] = {}
     for conversation in conversations:
@@ -71,26 +75,32 @@ def list_question_rows(
         if messages[0]["role"] in OPENING_ROLES:
             system = messages[0]["content"]
             role = messages[0]["role"]
-        asked = [message["content"] for message in messages if message["role"] == "user"][:turns]
-        kept = tuple(takewhile(lambda question: matches_filter(question, filter), asked))
-        key = hash_json([system, asked]).hex()
-        if kept:
-            rows.setdefault(key, QuestionRow(key, conversation.source, system, kept, role))
+        questions = [message["content"] for message in messages if message["role"] == "user"][
+            :turns
+        ]
+        passing_questions = tuple(
+            takewhile(lambda question: matches_filter(question, filter), questions)
+        )
+        key = hash_json([system, questions]).hex()
+        if passing_questions:
+            rows.setdefault(
+                key, QuestionRow(key, conversation.source, system, passing_questions, role)
+            )
     return list(rows.values())
 
 
 def hash_json(value: object) -> bytes:
-    """8 bytes that tell a JSON value apart."""
+    """Hash a JSON value to 8 bytes."""
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).digest()
 
 
 def draw_number(seed: int, key: str, what: str | int) -> int:
-    """A number in [0, 2^63) that is the same on every machine. what: a turn's number gives its seed."""
+    """Draw a number in [0, 2^63), equal on every machine. what: its purpose, such as the number of a turn."""
     return int.from_bytes(hash_json([seed, key, what]), "big") >> 1
 
 
 def matches_filter(text: str, filter: str) -> bool:
-    """Whether a question is asked under a `--filter`, one of FILTERS."""
+    """Whether a `--filter`, one of `QUESTION_FILTERS`, keeps a question."""
     if filter == "all":
         return True
     letters = [character for character in text if character.isalpha()]

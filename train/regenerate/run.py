@@ -1,4 +1,4 @@
-"""A regeneration: rows are answered and kept one by one; a killed one goes on where it was."""
+"""Run a regeneration: answer rows, and append each answer to a file at once, so that a killed run can continue."""
 
 import time
 from collections import Counter
@@ -35,9 +35,9 @@ from treespec.train.regenerate.questions import QuestionRow, draw_number, list_q
 
 CONVERSATIONS_FILE = "conversations.jsonl"
 LEFT_OUT_FILE = "left-out.jsonl"
-REGENERATE_FORMAT = 2  # of config.json
-# Options that change no row, only which are answered, how fast and where. Every lossless drafter gives the
-# target's distribution, so a head may be added on the way.
+REGENERATE_FORMAT = 2  # version of config.json's content
+# Options that change no row, only which rows are answered, how fast and where. Drafting is lossless, so a head
+# may be added between runs.
 CHANGEABLE_OPTIONS = {
     "out",
     "limit",
@@ -53,12 +53,19 @@ CHANGEABLE_OPTIONS = {
     "endpoint",
 }
 
-Report = Callable[[int, int, str], None]  # conversations done, all of them, and how fast
+Report = Callable[[int, int, str], None]  # (conversations done, all conversations, speed in words)
 
 
 @dataclass(frozen=True)
 class RegenerationResult:
-    """What OUT holds in the end. left_out: conversations without an answer, by reason."""
+    """The content of OUT at the end of a run.
+
+    Attributes:
+        path: conversations.jsonl.
+        conversations: the number of its conversations.
+        tokens: the number of tokens of its answers.
+        left_out: the number of conversations without an answer, by reason.
+    """
 
     path: Path
     conversations: int
@@ -80,60 +87,66 @@ def regenerate_answers(
 ) -> RegenerationResult:
     """Answer the rows that have no answer yet.
 
-    Writes OUT/conversations.jsonl, OUT/left-out.jsonl with reasons and OUT/config.json. say: receives
-    what is known of the data. Raises InputError for input that cannot be used, and where OUT holds
-    rows of other options or models.
+    Writes OUT/conversations.jsonl, OUT/left-out.jsonl with reasons, and OUT/config.json.
+
+    Args:
+        config: the options.
+        report: called after each row with (conversations done, all conversations, speed in words).
+        say: called with lines about the data.
+
+    Raises:
+        InputError: for input that cannot be used, and if OUT has rows of other options or models.
     """
-    # 1. What a run before has left, if it is of the same options.
+    # 1. Open the files, and check that an earlier run had the same options.
     out = Path(config.out)
     data: Path | None = None
     if config.data is not None:
         data = find_data_file(config.data, say)
     record = describe_regeneration(config, data)
     with locked(out), ExitStack() as stack:
-        kept = stack.enter_context(opened(out / CONVERSATIONS_FILE))
-        left_out = stack.enter_context(opened(out / LEFT_OUT_FILE))
-        if kept.done or left_out.done:
-            before = read_json(
+        conversations = stack.enter_context(opened(out / CONVERSATIONS_FILE))
+        refusals = stack.enter_context(opened(out / LEFT_OUT_FILE))
+        if conversations.done or refusals.done:
+            earlier = read_json(
                 out / "config.json", f"delete {out} to begin again", REGENERATE_FORMAT
             )
-            refuse_changed(out, before, record, CHANGEABLE_OPTIONS)
+            refuse_changed(out, earlier, record, CHANGEABLE_OPTIONS)
         write_json(out / "config.json", record)
 
-        # 2. The rows that are left.
+        # 2. The rows without an answer.
         rows = load_rows(config, data, say)
-        waiting = list_waiting(rows, kept.done + left_out.done)
+        waiting = list_waiting(rows, conversations.done + refusals.done)
         report(len(rows) - len(waiting), len(rows), "")
 
-        # 3. A thread for each row that is answered at a time; each row is kept as it ends.
+        # 3. Answer `config.batch` rows at a time, each in a thread; write each row when it is done.
         if waiting:
-            answer = begin_answering(config, kept.done, stack)
+            answer = begin_answering(config, conversations.done, stack)
             pool = stack.enter_context(ThreadPool(config.batch))
             pace = Pace(rows=len(rows), waiting=len(waiting))
             for line in pool.imap_unordered(answer, waiting):
-                file = left_out
+                file = refusals
                 if "messages" in line:
-                    file = kept
+                    file = conversations
                 file.append(line)
                 pace.count(line)
                 report(pace.rows - pace.left, pace.rows, str(pace))
 
-        # 4. What is there now.
-        reasons = Counter(str(line["problem"]) for line in left_out.done)
-        total = sum(sum(line["tokens"]) for line in kept.done)
-        return RegenerationResult(out / CONVERSATIONS_FILE, len(kept.done), total, reasons)
+        # 4. Count.
+        reasons = Counter(str(line["problem"]) for line in refusals.done)
+        total = sum(sum(line["tokens"]) for line in conversations.done)
+        return RegenerationResult(out / CONVERSATIONS_FILE, len(conversations.done), total, reasons)
 
 
-def list_waiting(rows: list[QuestionRow], done: list[dict[str, Any]]) -> list[QuestionRow]:
-    """The rows that no line of OUT has yet. done: its lines."""
-    ended = {line["row"] for line in done}
-    return [row for row in rows if row.key not in ended]
+def list_waiting(rows: list[QuestionRow], done_lines: list[dict[str, Any]]) -> list[QuestionRow]:
+    """List the rows that have no line in OUT yet. done_lines: the lines of OUT."""
+    ended_rows = {line["row"] for line in done_lines}
+    return [row for row in rows if row.key not in ended_rows]
 
 
 def describe_regeneration(config: RegenerateConfig, data: Path | None) -> Record:
-    """The options of a regeneration with digests of its data and its target: OUT/config.json.
+    """Build the content of OUT/config.json: the options, with digests of data and target.
 
-    data: the file of the conversations; None where the target writes the questions.
+    data: the file of the conversations; None if the target writes the questions.
     """
     record: Record = {"answers_by": "the target"}
     if config.endpoint:
@@ -149,14 +162,14 @@ def describe_regeneration(config: RegenerateConfig, data: Path | None) -> Record
 
 
 def begin_answering(
-    config: RegenerateConfig, done: list[dict[str, Any]], stack: ExitStack
+    config: RegenerateConfig, done_lines: list[dict[str, Any]], stack: ExitStack
 ) -> Callable[[QuestionRow], dict[str, Any]]:
-    """Load who answers, and return the function that makes a row's line.
+    """Load the target unless a server answers, and return the function (row) -> its line of OUT.
 
     Args:
-        config: the options: a server answers, or the target here.
-        done: lines of a run before, whose questions the target does not write again.
-        stack: ends the target's engine.
+        config: the options.
+        done_lines: lines of earlier runs; the target does not write their questions again.
+        stack: closes the target's engine.
     """
     if config.endpoint:
         return partial(answer_row, config, ask_endpoint(config), None)
@@ -164,12 +177,17 @@ def begin_answering(
     engine = stack.enter_context(Engine(spec, batch=config.batch, queue=config.batch))
     write: Callable[[str], str] | None = None
     if config.data is None:
-        write = build_question_writer(engine, config, done)
+        write = build_question_writer(engine, config, done_lines)
     return partial(answer_row, config, ask_target(engine, config), write)
 
 
 class Pace:
-    """How many rows are answered, and how fast. rows: all of them. waiting: those without an answer at first."""
+    """Measures the speed of a regeneration.
+
+    Args:
+        rows: the number of all rows.
+        waiting: the number of rows without an answer at the start.
+    """
 
     def __init__(self, rows: int, waiting: int) -> None:
         self.rows = rows
@@ -179,7 +197,7 @@ class Pace:
         self.started = time.perf_counter()
 
     def count(self, line: dict[str, Any]) -> None:
-        """The line of a row that has ended."""
+        """Count a row that is done, by its line."""
         self.answered += 1
         self.left -= 1
         self.tokens += sum(line.get("tokens", ()))
@@ -193,12 +211,12 @@ class Pace:
 def load_rows(
     config: RegenerateConfig, data: Path | None, say: Callable[[str], None]
 ) -> list[QuestionRow]:
-    """The rows that are asked, shuffled by the seed: the first of them are a sample of all.
+    """Load the rows to ask, shuffled by the seed, so that the first rows are a sample of all.
 
-    Raises InputError where there is none.
+    Raises InputError if there is no row.
     """
     if data is None:
-        assert config.from_template is not None  # one of both is there
+        assert config.from_template is not None  # the config demands one of the two
         rows = []
         for number in range(config.from_template):
             name = f"template-{number}"
@@ -218,16 +236,16 @@ def load_rows(
 def answer_row(
     config: RegenerateConfig, ask: Ask, write: Callable[[str], str] | None, row: QuestionRow
 ) -> dict[str, Any]:
-    """Ask a row's questions one after the other, and return its line of OUT: text and tokens of the answers.
+    """Ask a row's questions one after the other, and return its line of OUT.
 
-    The line has no messages where the first question has no answer. A problem says why there is none,
-    or no further one.
+    If a question has no answer, the row ends before it, and the line's `problem` says why. The line has no
+    messages if this is the first question.
 
     Args:
         config: the run's options.
-        ask: asks who answers.
-        write: (key) -> the question of a row; None where the row has its questions.
-        row: what is asked.
+        ask: (messages, seed, greedy) -> answer.
+        write: (key) -> the question of a row; None if the row has its questions.
+        row: the row.
     """
     greedy = draw_number(config.seed, row.key, "greedy") < config.greedy * 2**63
     line: dict[str, Any] = {"id": row.source, "row": row.key}
@@ -240,12 +258,12 @@ def answer_row(
         if write is not None:
             questions = (write(row.key),)
         for question in questions:
-            asked = messages + [{"role": "user", "content": question}]
-            answer = ask(asked, draw_number(config.seed, row.key, len(answers)), greedy)
-            if not answer.text.strip():  # no reader of the file takes it
+            prompt_messages = messages + [{"role": "user", "content": question}]
+            answer = ask(prompt_messages, draw_number(config.seed, row.key, len(answers)), greedy)
+            if not answer.text.strip():  # readers of the file refuse it
                 raise LeftOut("an answer is empty")
             answers.append(answer)
-            messages = asked + [answer.message]
+            messages = prompt_messages + [answer.message]
     except LeftOut as problem:
         line["problem"] = str(problem)
     if answers:
@@ -258,7 +276,7 @@ def answer_row(
 
 
 def describe_answers(answers: Sequence[RegeneratedAnswer]) -> dict[str, Any]:
-    """The fields of a line with a value an answer. Token ids are there where all are known."""
+    """Build the fields of a line with one value for each answer. Token ids are there if all answers have them."""
     fields: dict[str, Any] = {
         "tokens": [answer.tokens for answer in answers],
         "ended": [answer.ended for answer in answers],
@@ -267,8 +285,8 @@ def describe_answers(answers: Sequence[RegeneratedAnswer]) -> dict[str, Any]:
         fields["input_ids"] = []
         fields["loss_mask"] = []
         for answer in answers:
-            prompt = list(answer.prompt_ids)
-            written = list(answer.token_ids)
-            fields["input_ids"].append(prompt + written)
-            fields["loss_mask"].append([0] * len(prompt) + [1] * len(written))
+            prompt_ids = list(answer.prompt_ids)
+            answer_ids = list(answer.token_ids)
+            fields["input_ids"].append(prompt_ids + answer_ids)
+            fields["loss_mask"].append([0] * len(prompt_ids) + [1] * len(answer_ids))
     return fields

@@ -1,4 +1,4 @@
-"""Let a contestant complete questions, turn by turn, and make the ledger's entries of its completions."""
+"""Let a system complete questions, turn by turn, and make the ledger's entries of its completions."""
 
 import json
 import time
@@ -21,9 +21,13 @@ from treespec.eval.systems import System
 
 
 class PromptRequest(NamedTuple):
-    """A prompt, as messages and as the target's tokens, and how to complete it.
+    """A prompt and how to complete it.
 
-    seed: of its draws. most: new tokens, which the target's context has room for.
+    Attributes:
+        messages: the prompt as chat messages.
+        ids: the prompt in the target's tokens.
+        seed: seeds the random draws of the completion.
+        max_new_tokens: largest length of the completion; the target's context has room for it. 0 or less: no room.
     """
 
     messages: list[dict[str, str]]
@@ -33,7 +37,13 @@ class PromptRequest(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """A prompt and its completion. seconds: by the clock; of prompts completed together, a share."""
+    """A prompt and its completion.
+
+    Attributes:
+        ask: the prompt.
+        output: its completion.
+        seconds: wall-clock seconds; prompts that are completed together share the time of their batch.
+    """
 
     ask: PromptRequest
     output: Output
@@ -42,8 +52,8 @@ class Turn(NamedTuple):
 
 Answerer = Callable[
     [Sequence[PromptRequest]], list[Output]
-]  # several prompts are completed together
-Fresh = Callable[[System], Spec]
+]  # completes all prompts of one call together
+Fresh = Callable[[System], Spec]  # makes a system's `Spec` with nothing cached
 
 
 @dataclass
@@ -55,35 +65,38 @@ class QuestionTurns:
     turns: list[Turn]
 
     def prepare_ask(self, spec: Spec, system: str, config: EvalConfig) -> PromptRequest:
-        """Add the next turn's question to the messages, and make its prompt. system: whose seeds these are."""
+        """Append the next turn's question to the messages, and make its prompt.
+
+        system: name of the system that is asked; the seed depends on it.
+        """
         number = len(self.turns)
         self.messages.append({"role": "user", "content": self.question.turns[number]})
         ids = spec.encode(self.messages)
-        seed_of = [config.seed, self.question.question_id, number, system]
-        seed = zlib.crc32(json.dumps(seed_of).encode())  # the same on every machine
+        seed_fields = [config.seed, self.question.question_id, number, system]
+        seed = zlib.crc32(json.dumps(seed_fields).encode())  # the same on every machine
         room = spec.target.context_length - len(ids)
         return PromptRequest(self.messages, ids, seed, min(config.max_new_tokens, room))
 
     def add_turn(self, turn: Turn) -> None:
-        """Take a completed turn."""
+        """Append a completed turn."""
         self.turns.append(turn)
-        # fschat's templates take an empty completion for the place of the next one
+        # fschat's templates read an empty message as the slot of the next completion
         self.messages.append({"role": "assistant", "content": turn.output.text or " "})
 
 
 def ask(
     answer: Answerer, group: list[Question], system: System, spec: Spec, config: EvalConfig
 ) -> list[Completion]:
-    """Let a contestant complete all turns of some questions, which it completes together.
+    """Let a system complete all turns of a group of questions, in one batch a turn.
 
-    Each turn follows its own completions of the turns before.
+    A turn's prompt contains the system's own completions of the earlier turns.
 
     Args:
         answer: completes prompts.
         group: the questions.
-        system: the contestant.
+        system: the system that is asked.
         spec: encodes the prompts.
-        config: the seed, and the most new tokens of a turn.
+        config: has the seed and the largest number of new tokens a turn.
 
     Returns:
         The ledger's entries, one for each question.
@@ -91,12 +104,12 @@ def ask(
     conversations = [QuestionTurns(question, [], []) for question in group]
     name = system.name.removesuffix(f"-b{system.batch}")
     for number in range(max(len(question.turns) for question in group)):
-        present = []
+        ongoing = []
         for conversation in conversations:
             if number < len(conversation.question.turns):
-                present.append(conversation)
-        asks = [conversation.prepare_ask(spec, name, config) for conversation in present]
-        for conversation, turn in zip(present, complete_turns(answer, asks), strict=True):
+                ongoing.append(conversation)
+        asks = [conversation.prepare_ask(spec, name, config) for conversation in ongoing]
+        for conversation, turn in zip(ongoing, complete_turns(answer, asks), strict=True):
             conversation.add_turn(turn)
     completions = []
     for conversation in conversations:
@@ -109,48 +122,59 @@ def ask(
 
 
 def complete_turns(answer: Answerer, asks: Sequence[PromptRequest]) -> list[Turn]:
-    """Complete prompts together, on the clock; one that fills the context has an empty completion."""
+    """Complete prompts together and time them. A prompt that fills the context gets an empty completion."""
     # 1. The completions.
     fitting = [ask for ask in asks if ask.max_new_tokens > 0]
-    answered: Iterator[Output] = iter(())
+    fitting_outputs: Iterator[Output] = iter(())
     started = time.perf_counter()
     if fitting:
-        answered = iter(answer(fitting))
+        fitting_outputs = iter(answer(fitting))
     wall = time.perf_counter() - started
     outputs = []
     for ask in asks:
         if ask.max_new_tokens > 0:
-            outputs.append(next(answered))
+            outputs.append(next(fitting_outputs))
         else:
             outputs.append(Output("", [], Stats(prompt_tokens=len(ask.ids), truncated=True)))
 
-    # 2. Divide the time among the conversations in proportion to their own seconds.
-    counted = sum(output.stats.seconds["total"] for output in outputs)
+    # 2. Divide the wall-clock time among the prompts in proportion to the seconds in their `Stats`.
+    total_seconds = sum(output.stats.seconds["total"] for output in outputs)
     turns = []
     for ask, output in zip(asks, outputs, strict=True):
         share = 1 / len(asks)
-        if counted:
-            share = output.stats.seconds["total"] / counted
+        if total_seconds:
+            share = output.stats.seconds["total"] / total_seconds
         turns.append(Turn(ask, output, wall * share))
     return turns
 
 
-def build_completion(question: Question, turns: Sequence[Turn], name: str, most: int) -> Completion:
+def build_completion(
+    question: Question, turns: Sequence[Turn], name: str, max_new_tokens: int
+) -> Completion:
     """Build the ledger's entry for a question.
 
     Args:
-        question: that was asked.
+        question: the question that was asked.
         turns: its completed turns.
-        name: of the contestant.
-        most: the most new tokens of a turn.
+        name: the system's name.
+        max_new_tokens: largest number of new tokens a turn.
 
     Returns:
-        The fields of the entry; their lists have one item a turn. group: the category or its task, by which results
-        are grouped. right: whether the answer is right; None if the question has no right answer. cycles: target
-        forwards; 0 for a peer. wall: seconds by the clock; in a batch, this question's share. seconds: of all turns by
-        stage, as in `treespec.engine.stats.Stats`; first: until a server's first token. accept_lengths: tokens that
-        each cycle commits, all turns in one list. drafted, accepted: draft tokens by depth. undrafted: cycles without
-        a draft token. token_ids: empty for a server. ended: "model", "max_new_tokens" or "context". time: Unix time.
+        The fields of the entry. A list has one item a turn unless it says otherwise:
+
+        - group: category, or task of Spec-Bench, by which results are grouped.
+        - right: whether the answer is right; None if the question has no right answer.
+        - token_ids: new tokens; empty for a server.
+        - cycles: target forwards; 0 for a peer.
+        - wall: wall-clock seconds; in a batch, this question's share.
+        - ended: "model", "max_new_tokens" or "context".
+        - seconds: dict of seconds by stage, all turns together, as in `treespec.engine.stats.Stats`; its `first` is
+          the time until a server's first token.
+        - accept_lengths: tokens that each cycle commits, all turns in one list.
+        - drafted: number of draft tokens at depth 1, 2, …, all turns together.
+        - accepted: number of accepted draft tokens at depth 1, 2, …, all turns together.
+        - undrafted: number of cycles without a draft token.
+        - time: Unix time.
     """
     outputs = [turn.output for turn in turns]
     stats = [output.stats for output in outputs]
@@ -167,7 +191,7 @@ def build_completion(question: Question, turns: Sequence[Turn], name: str, most:
         "new_tokens": [turn_stats.new_tokens for turn_stats in stats],
         "cycles": [turn_stats.cycles for turn_stats in stats],
         "wall": [turn.seconds for turn in turns],
-        "ended": [name_end(turn_stats, most) for turn_stats in stats],
+        "ended": [name_end(turn_stats, max_new_tokens) for turn_stats in stats],
         "seeds": [turn.ask.seed for turn in turns],
         "seconds": total.seconds,
         "accept_lengths": [accepted + 1 for accepted in total.accepted],
@@ -179,27 +203,33 @@ def build_completion(question: Question, turns: Sequence[Turn], name: str, most:
 
 
 def sum_stats(stats: Sequence[Stats]) -> Stats:
-    """The counts and seconds of all turns."""
+    """Sum the counts and seconds of all turns."""
     total = Stats()
     for turn_stats in stats:
         total.add(turn_stats)
     return total
 
 
-def name_end(stats: Stats, most: int) -> str:
-    """What ended a completion: the model, the number of new tokens, or the room in the context."""
+def name_end(stats: Stats, max_new_tokens: int) -> str:
+    """Name what ended a completion: the model's end-of-sequence token, `max_new_tokens`, or a full context."""
     if not stats.truncated:
         return "model"
-    if stats.new_tokens >= most:
+    if stats.new_tokens >= max_new_tokens:
         return "max_new_tokens"
     return "context"
 
 
 def load_own(config: EvalConfig, dtype: str, device_map: str) -> tuple[Spec, Fresh]:
-    """Load the target and all drafters.
+    """Load the target and all drafters, once for all systems.
 
-    Returns the target without a drafter, and a function that makes a contestant's `Spec` with nothing cached. So all
-    contestants start alike, in a resumed run too, and one cache is alive at a time. dtype: of the target's weights.
+    Args:
+        config: the options.
+        dtype: dtype of the target's weights.
+        device_map: placement of the target, as `--device-map`.
+
+    Returns:
+        The target without a drafter, and a function that makes a system's `Spec` with nothing cached. So all systems
+        start alike, in a resumed run too, and only one cache is alive at a time.
     """
     placement = replace(config.placement, dtype=dtype, device_map=device_map)
     names = [drafter.written for drafter in parse_drafters(config)]
@@ -224,17 +254,19 @@ def load_own(config: EvalConfig, dtype: str, device_map: str) -> tuple[Spec, Fre
 
 
 def build_answerer(spec: Spec, system: System, config: EvalConfig) -> Answerer:
-    """Make the function that completes a contestant's prompts with a `Spec`.
+    """Make the function that completes a system's prompts with a `Spec`.
 
-    A suffix cache drafts from the completions in its folder, to which nothing is added, or from none
-    but the question's own turns, which are in its prompt: then no completion depends on the order of
-    the questions, on a resumption, or on what others completed.
+    A suffix cache with a folder drafts from the completions in that folder and adds none. A suffix cache without one
+    drafts only from the prompt, which has the question's earlier turns. So no completion depends on the order of the
+    questions, on a resumption, or on other systems.
     """
     has_cache_folder = bool(system.drafter and DrafterSpec.parse(system.drafter).cache_folder)
 
     def answer(asks: Sequence[PromptRequest]) -> list[Output]:
         seeds: list[Seed] = [ask.seed for ask in asks]
-        if has_cache_folder:  # a completion whose seed is a number is drafted from no earlier one
+        if (
+            has_cache_folder
+        ):  # with a number as its seed, a completion would not be drafted from earlier ones
             seeds = [torch.Generator().manual_seed(ask.seed) for ask in asks]
         prompts = [ask.ids for ask in asks]
         return spec.generate(

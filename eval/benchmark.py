@@ -1,4 +1,4 @@
-"""An evaluation: every question to every contestant, kept completion by completion."""
+"""Run `treespec eval`: ask every system every question, and append each completion to the ledger."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -42,26 +42,34 @@ WARM_UP_TOKENS = 16
 
 
 def evaluate(config: EvalConfig, report: Report = ignore_report) -> Summary | None:
-    """Complete what is not completed yet, then write and return the figures.
+    """Ask the questions that the ledger has no completion for, then write and return the figures.
 
-    Writes OUT/ledger.jsonl, OUT/report.json, OUT/report.md, OUT/report.html and OUT/answers. Of
-    several processes (`accelerate launch`) each asks its share of the questions; the first returns
-    the figures of all, without times, and the others None.
-    Raises InputError for bad input, for names that do not fit each other, and where OUT holds
-    another evaluation or another process writes into it; most of that before anything is loaded.
+    Writes OUT/ledger.jsonl, OUT/report.json, OUT/report.md, OUT/report.html and OUT/answers. With several processes
+    (`accelerate launch`) each asks its share of the questions.
+
+    Returns:
+        The figures. With several processes rank 0 returns the figures of all ranks, without times; the others return
+        None.
+
+    Raises:
+        InputError: bad input, names that do not fit each other, an OUT that holds another evaluation, or an OUT that
+            another process writes into. Most of these are found before anything is loaded.
     """
-    # 1. Who is asked what.
+    # 1. The systems and the questions of this process.
     rank = int(os.environ.get("RANK", 0))
     processes = int(os.environ.get("WORLD_SIZE", 1))
     systems = list_systems(config)
     reasons = list_drafter_pairs(config)[1]
-    every, left_out = load_questions(config.questions, split_list("categories", config.categories))
-    some = take_first_of_each(every, config.per_category)[: config.limit]
-    questions = [replace(question, turns=question.turns[: config.turns]) for question in some]
+    all_questions, left_out = load_questions(
+        config.questions, split_list("categories", config.categories)
+    )
+    chosen_questions = take_first_of_each(all_questions, config.per_category)[: config.limit]
+    questions = [
+        replace(question, turns=question.turns[: config.turns]) for question in chosen_questions
+    ]
     head = build_ledger_head(config, questions, processes) | {"left_out": left_out + reasons}
-    if (
-        len(questions) < MIN_QUESTIONS or processes > 1
-    ):  # no verdict on times, so no noise of the clock
+    if len(questions) < MIN_QUESTIONS or processes > 1:
+        # the report judges no times then, so it needs no measurement of the clock's noise
         systems = [system for system in systems if not system.again]
 
     # 2. Completions, in a folder that no other process writes into.
@@ -82,9 +90,17 @@ def evaluate(config: EvalConfig, report: Report = ignore_report) -> Summary | No
 @final
 @dataclass
 class EvalRun:
-    """One process of an evaluation, and its questions. head: of the ledger, before models load.
+    """One process of an evaluation.
 
-    done, total: completions. failed: peers that raised.
+    Attributes:
+        config: the options of `treespec eval`.
+        ledger: the ledger of this process.
+        head: the ledger's head; `load` adds the fields that need models.
+        questions: those that this process asks.
+        tell: called with the progress.
+        done: number of completions in the ledger.
+        total: number of completions when the run is finished.
+        failed: peers that raised; they are asked no more.
     """
 
     config: EvalConfig
@@ -100,8 +116,8 @@ class EvalRun:
         self.tell(ProgressStep(self.done, self.total, text))
 
     def measure(self, systems: list[System]) -> None:
-        """Ask what is left to ask. A finished evaluation needs no models."""
-        # 1. What is left; the models must be those of the completions that are there.
+        """Ask the questions that the ledger has no completion for. A finished evaluation loads no models."""
+        # 1. The remaining questions. The models must be those that wrote the completions in the ledger.
         config = self.config
         self.check(self.head["same"])
         completed = set()
@@ -113,7 +129,7 @@ class EvalRun:
         if not plan:
             return
 
-        # 2. The models, and who fits them.
+        # 2. The models, and the systems that they can draft for.
         self.done = len(completed)
         self.total = self.done + count_questions(plan)
         self.report(f"loading {config.target} and {config.drafter or config.head}")
@@ -123,20 +139,20 @@ class EvalRun:
         self.ask_all(plan)
 
     def has_same_paths(self) -> bool:
-        """Whether target and head have the paths that an earlier run gave."""
-        before = self.ledger.head
-        if before is None:
+        """Whether target and head have the same paths as in the run that wrote the ledger."""
+        earlier_head = self.ledger.head
+        if earlier_head is None:
             return False
-        options = before["options"]
+        options = earlier_head["options"]
         return (options["target"], options["head"]) == (self.config.target, self.config.head)
 
     def check(self, same: Mapping[str, object]) -> None:
-        """Note what must not change in the head. Raises InputError, with the differences, if it has changed."""
+        """Add values that must not change to the head. Raises InputError, with the differences, if they have."""
         self.head["same"] |= same
-        before = self.ledger.head
-        if before is None:
+        earlier_head = self.ledger.head
+        if earlier_head is None:
             return
-        changes = describe_differences(before["same"], same)
+        changes = describe_differences(earlier_head["same"], same)
         if changes:
             raise InputError(
                 f"{self.config.out} holds another evaluation ({changes}): choose another --out, "
@@ -144,17 +160,17 @@ class EvalRun:
             )
 
     def load(self, systems: Sequence[System]) -> list[System]:
-        """Load all models and complete the head. Returns the contestants whose trees they can draft.
+        """Load all models and complete the head; return the systems whose trees the models can draft.
 
-        A resumed run keeps the dtype that `auto` chose; several processes share out the GPUs.
+        A resumed run keeps the dtype that `auto` chose. With several processes each takes the GPU of its local rank.
         """
-        # 1. treespec's own.
+        # 1. The target and treespec's drafters.
         config = self.config
-        before = self.ledger.head
+        earlier_head = self.ledger.head
         check_cache_folders(config)
         dtype = config.dtype
-        if before and dtype == "auto":
-            dtype = str(before["environment"]["dtype"])
+        if earlier_head and dtype == "auto":
+            dtype = str(earlier_head["environment"]["dtype"])
         device_map = config.device_map
         if device_map == "auto" and self.head["processes"] > 1 and torch.cuda.is_available():
             device_map = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
@@ -169,15 +185,15 @@ class EvalRun:
         self.head["left_out"] += reasons
         self.head["contestants"] = [describe_system(system) for system in fitting]
         self.head["environment"] = environment
-        has_own_entries = self.ledger.length > 0  # `before` may be another process's
-        if not has_own_entries or before != self.head | {"kind": "head"}:
+        has_own_entries = self.ledger.length > 0  # the earlier head may be another process's
+        if not has_own_entries or earlier_head != self.head | {"kind": "head"}:
             self.ledger.append("head", self.head)
         return fitting
 
     def find_fitting(self, systems: Sequence[System]) -> tuple[list[System], list[str]]:
-        """The contestants whose trees the models can draft, and why the others are left out.
+        """Find the systems whose trees the models can draft, and the reasons why the others are left out.
 
-        Raises InputError if a single drafter does not fit all, or none fits.
+        Raises InputError if the only drafter misfits a system, or if no drafter fits any.
         """
         fitting = []
         reasons = []
@@ -193,36 +209,36 @@ class EvalRun:
         return fitting, reasons
 
     def ask_all(self, plan: Plan) -> None:
-        """Warm up, then keep each completion as it comes. A peer that raises is asked no more."""
+        """Warm up, then append each completion to the ledger as it comes. A peer that raises is asked no more."""
         # 1. Warm up.
         config = self.config
         if config.warm_up:
             first_groups = {system: group for group, system in reversed(plan)}
-            few = min(WARM_UP_TOKENS, config.max_new_tokens)
-            short = replace(config, max_new_tokens=few)
+            warm_up_tokens = min(WARM_UP_TOKENS, config.max_new_tokens)
+            warm_up_config = replace(config, max_new_tokens=warm_up_tokens)
             for system, group in first_groups.items():
                 self.report(f"warm-up of {system.name}")
                 for _ in range(config.warm_up):
-                    self.ask_system(group, system, short)
+                    self.ask_system(group, system, warm_up_config)
 
         # 2. Ask.
         done_before = self.done
         for group, system in plan:
             for completion in self.ask_system(group, system, config):
                 self.ledger.append("completion", completion)
-                spent = format_figures(
+                figures = format_figures(
                     sum(completion["new_tokens"]),
                     sum(completion["cycles"]),
                     sum(completion["wall"]),
                     explain=self.done == done_before,
                 )
                 self.done += 1
-                self.report(f"question {completion['question_id']}, {system.name}: {spent}")
+                self.report(f"question {completion['question_id']}, {system.name}: {figures}")
 
     def ask_system(
         self, group: list[Question], system: System, config: EvalConfig
     ) -> list[Completion]:
-        """Ask a contestant with nothing cached. A peer that has raised gives no completions."""
+        """Ask a system a group of questions, with nothing cached. A peer that has raised returns no completions."""
         if system in self.failed:
             return []
         answer = self.peers.get(system)
@@ -234,21 +250,21 @@ class EvalRun:
             if not system.peer:
                 raise
             lines = str(error).strip().splitlines()
-            why = lines[0] if lines else ""
+            reason = lines[0] if lines else ""
             if not isinstance(error, InputError):
-                why = f"{type(error).__name__}: {why}"
-            self.ledger.append("failed", {"contestant": system.name, "why": why})
+                reason = f"{type(error).__name__}: {reason}"
+            self.ledger.append("failed", {"contestant": system.name, "why": reason})
             self.failed.add(system)
             return []
 
 
 def count_questions(plan: Plan) -> int:
-    """The completions that a plan asks for."""
+    """Count the completions that a plan asks for."""
     return sum(len(group) for group, _ in plan)
 
 
 def check_cache_folders(config: EvalConfig) -> None:
-    """Raise InputError for a suffix cache's folder that is not there."""
+    """Raise InputError for a suffix cache's folder that does not exist."""
     for drafter in parse_drafters(config):
         folder = drafter.cache_folder
         if folder and not Path(folder).expanduser().is_dir():
@@ -256,5 +272,5 @@ def check_cache_folders(config: EvalConfig) -> None:
 
 
 def describe_system(system: System) -> Entry:
-    """A contestant's fields in the ledger's head."""
+    """Make a system's entry in the ledger's head."""
     return asdict(system) | {"labels": list(system.labels)}

@@ -1,4 +1,4 @@
-"""Helpers of several evaluations: progress, options that are lists, differences from an earlier run."""
+"""Helpers that several evaluations share: progress, options that are lists, differences from an earlier run."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -9,7 +9,13 @@ from treespec.errors import InputError
 
 @dataclass(frozen=True)
 class ProgressStep:
-    """Progress of an evaluation. done, total: answers. text: the present or latest step."""
+    """Progress of an evaluation.
+
+    Attributes:
+        done: number of finished answers (or other units of work).
+        total: number of all of them.
+        text: the current step in words.
+    """
 
     done: int
     total: int
@@ -20,14 +26,16 @@ Report = Callable[[ProgressStep], None]
 
 
 def ignore_report(step: ProgressStep) -> None:
-    """Ignore progress: the default where a caller does not want to hear of it."""
+    """Ignore progress: the default `report` of every evaluation."""
 
 
 def split_list(name: str, values: str | None) -> list[str]:
-    """Split an option's value at commas or semicolons into its distinct parts. None has no parts.
+    """Split an option's value at commas or semicolons into its distinct parts; None gives [].
 
-    A comma before `option=` does not separate: `optimal:extra=0,exact=1` is one part. Raises
-    InputError for an empty part.
+    A comma before `option=` does not separate: `optimal:extra=0,exact=1` is one part.
+
+    Raises:
+        InputError: a part is empty.
     """
     if values is None:
         return []
@@ -37,14 +45,17 @@ def split_list(name: str, values: str | None) -> list[str]:
     return list(dict.fromkeys(parts))
 
 
-def describe_differences(before: Mapping[str, object], now: Mapping[str, object]) -> str:
-    """Describe what differs from an earlier run; "" for nothing. A name that begins with `the` is a digest's."""
+def describe_differences(earlier: Mapping[str, object], current: Mapping[str, object]) -> str:
+    """Describe the values that differ from an earlier run's; "" if none differs.
+
+    A name that begins with `the` belongs to a digest, whose values are not printed.
+    """
     changes = []
-    for name, value in now.items():
-        if before.get(name, value) == value:
+    for name, value in current.items():
+        if earlier.get(name, value) == value:
             continue
         if name.startswith("the "):
             changes.append(f"{name} changed")
         else:
-            changes.append(f"{name} was {before[name]}, now {value}")
+            changes.append(f"{name} was {earlier[name]}, now {value}")
     return "; ".join(changes)

@@ -1,4 +1,4 @@
-"""The options of what measures: `treespec eval`, `certify`, `calibrate`, `doctor` and `tree`."""
+"""The options of the commands that measure: `treespec eval`, `certify`, `calibrate`, `doctor` and `tree`."""
 
 import json
 import re
@@ -34,7 +34,7 @@ PEER_PATTERN = re.compile(rf"({TRANSFORMERS_PEER}|https?://[^\s,]+)(,[^,]+)?")
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig(TargetOptions, PlacementOptions, DrafterOptions, SamplingOptions, QuestionOptions):
-    """Raises InputError for a number out of its range and unless one drafter option is given."""
+    """The options of `treespec eval`. Raises InputError for a number out of its range and for a missing drafter."""
 
     out: str = option("folder for ledger, report and completions; the same command resumes there")
     drafter: str | None = option(
@@ -98,7 +98,7 @@ class EvalConfig(TargetOptions, PlacementOptions, DrafterOptions, SamplingOption
 
 
 def parse_peers(config: EvalConfig) -> list[str]:
-    """`transformers`, and servers as `URL` or `URL,model`. Raises InputError for anything else."""
+    """Parse `--peers` into `transformers`, or servers as `URL` or `URL,model`. Raises InputError for anything else."""
     if config.peers is None or not config.peers.strip():
         return []
     peers = re.split(rf"\s*,\s*(?=https?://|{TRANSFORMERS_PEER}\b)", config.peers.strip())
@@ -112,12 +112,12 @@ def parse_peers(config: EvalConfig) -> list[str]:
 
 
 def parse_whole_numbers(name: str, values: str | None) -> list[int]:
-    """The distinct whole numbers of an option's list, ascending."""
+    """Parse an option's list into its distinct whole numbers, ascending."""
     return sorted(map(int, split_list(name, values)))
 
 
 def parse_drafters(config: EvalConfig) -> list[DrafterSpec]:
-    """`--head` or the list of `--drafter`. Raises InputError for an empty part."""
+    """Parse `--head`, or the list in `--drafter`. Raises InputError for an empty part."""
     if config.drafter is None:
         return [DrafterSpec.parse(f"head:{config.head}")]
     return DrafterSpec.parse_all(config.drafter)
@@ -125,7 +125,7 @@ def parse_drafters(config: EvalConfig) -> list[DrafterSpec]:
 
 @dataclass(frozen=True, kw_only=True)
 class CertifyConfig(ModelOptions, QuestionOptions, LogitOptions):
-    """Raises InputError for a number out of its range, and unless one drafter option is given."""
+    """The options of `treespec certify`. Raises InputError for a number out of its range and for a missing drafter."""
 
     out: str = option("JSON file for the report", "certificate.json")
     endpoint: str | None = option(
@@ -185,8 +185,8 @@ class FitOptions(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
     """A head, and the text to measure it on."""
 
     head: str = reuse_option(HeadOptions, "head", None)
-    max_length: ClassVar[int] = 1024  # most tokens of a conversation or piece
-    seed: ClassVar[int] = 0  # of the target's answers
+    max_length: ClassVar[int] = 1024  # largest number of tokens of a conversation or piece
+    seed: ClassVar[int] = 0  # seed of the target's answers
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -195,9 +195,9 @@ class FitOptions(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateConfig(FitOptions):
-    """Raises InputError for a number out of its range, and for --draft-vocab without --text.
+    """The options of `treespec calibrate`, which writes calibration.json into the head's directory.
 
-    The head's directory gets calibration.json.
+    Raises InputError for a number out of its range, and for --draft-vocab without --text.
     """
 
     answers_temperature: ClassVar[float] = 1.0
@@ -228,7 +228,7 @@ class CalibrateConfig(FitOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorConfig(FitOptions):
-    """Raises InputError for a number out of its range."""
+    """The options of `treespec doctor`. Raises InputError for a number out of its range."""
 
     answers_temperature: ClassVar[float] = 0.0
     data: str | None = option(
@@ -241,7 +241,7 @@ class DoctorConfig(FitOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class TreeConfig(FitOptions):
-    """Raises InputError for a number out of its range, and for an unknown kind."""
+    """The options of `treespec tree`. Raises InputError for a number out of its range, and for an unknown kind."""
 
     out: str = option("file for the tree, which --tree then reads; its name ends in .json")
     kind: str = option(

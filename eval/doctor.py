@@ -1,8 +1,8 @@
-"""Find what is wrong with a head: how often it drafts the target's token, and which change makes that more often.
+"""Diagnose a draft head: how often it drafts the target's token, and which change to its inputs improves that.
 
-A head that was trained on other inputs than it gets drafts badly, and nothing fails. So each usual fault
-is undone on trial, on the target's own completions: if the head then agrees with the target far more
-often, that is what it learnt on. Where nothing helps, it learnt too little, or on another target.
+A head that gets other inputs than it was trained on drafts badly without any error. So each usual fault is undone on
+trial, on the target's own completions. If the head then agrees with the target far more often, it was trained on those
+inputs. If no change helps, it was trained too little, or on another target.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,35 +26,34 @@ from treespec.eval.training_text import diagnose_training_text
 from treespec.files.atomic import write_text
 from treespec.sampling.probs import SamplingParams, compute_probs
 
-DOCTOR_STEPS = 4  # draft steps
-MIN_GAIN_SHARE = 0.005  # of the drafts: a change after which more than these agree may name a fault
-WHOLE_FAULT_SHARE = 0.1  # of the drafts: a change that helps so much is the whole fault
+# Agreement is the share of drafts that are the target's most likely token.
+DOCTOR_STEPS = 4  # draft steps that are measured
+MIN_GAIN_SHARE = 0.005  # a change that raises agreement by less names no fault
+WHOLE_FAULT_SHARE = 0.1  # a change that raises agreement by so much explains the whole fault
 MIN_GAIN_ERRORS = (
-    3.5  # standard errors of the gain in log q, over completions: a dozen changes are tried
+    3.5  # the gain in log q in standard errors over completions; a dozen changes are tried
 )
-MIN_LOG_Q = -14.0  # of log q, where a head has no such token
+MIN_LOG_Q = -14.0  # log q is clamped here: a draft vocabulary may lack the token
 OVERCONFIDENCE_RATIO = (
-    2.0  # times that a head's drafts agree: one that is so sure of them learnt another target
+    2.0  # if mean confidence exceeds agreement by this factor, the head has another target
 )
-MIN_FEATURE_GAIN = 0.05  # of the drafts: what features have to add to the tokens alone
-CERTAIN_TARGET_PROBABILITY = 0.9  # of the target's probability
-MIN_CERTAIN_AGREEMENT = (
-    0.8  # of the sure positions at which a trained head agrees; published heads do at more
-)
+MIN_FEATURE_GAIN = 0.05  # agreement that the right features add to the tokens' own, at least
+CERTAIN_TARGET_PROBABILITY = 0.9  # the target is certain if its largest probability reaches this
+MIN_CERTAIN_AGREEMENT = 0.8  # agreement where the target is certain; published heads have more
 MIN_SHARPENING_GAIN = (
-    1.03  # times the drafts that sharper logits let be accepted, from which on they pay
+    1.03  # ratio of accepted drafts, sharper over calibrated, that makes a new factor pay
 )
-ALL_POSITIONS = 10**6  # positions
+ALL_POSITIONS = 10**6  # more positions than any text has
 
 
 def examine(config: DoctorConfig, say: Say = ignore_report) -> EvalReport:
-    """Diagnose a head on the target's own completions, or on `--text`. Writes OUT, a page of HTML.
+    """Diagnose a head on the target's own completions, or on `--text`, and write OUT, a page of HTML.
 
     Raises InputError for models and texts that cannot be used.
     """
     # 1. The head without a draft vocabulary.
-    loaded = load_models(config, config.head, config.out, say)
-    target = loaded.target
+    loaded_spec = load_models(config, config.head, config.out, say)
+    target = loaded_spec.target
     spec = Spec(target, load_full_vocabulary_head(config.head, target), template=config.template)
 
     # 2. Completions of the target.
@@ -66,7 +65,7 @@ def examine(config: DoctorConfig, say: Say = ignore_report) -> EvalReport:
         raise InputError("the completions are too short or too few: give more of them")
 
     # 3. The findings.
-    tables, verdict = diagnose_head(spec, completions, loaded.sharpness, say)
+    tables, verdict = diagnose_head(spec, completions, loaded_spec.sharpness, say)
     text_tables, text_verdict = diagnose_training_text(config, spec, completions, say)
     verdict += text_verdict
     if not verdict:
@@ -80,7 +79,9 @@ def examine(config: DoctorConfig, say: Say = ignore_report) -> EvalReport:
 class Agreement:
     """How well a head drafts along C completions, at D draft steps.
 
-    shares: [C, D] of the drafts that are the target's token. log_q: [C, D] the mean log q of that token, in nats.
+    Attributes:
+        shares: [C, D] share of the drafts that are the target's most likely token.
+        log_q: [C, D] mean log q of that token, in nats.
     """
 
     shares: Tensor
@@ -89,7 +90,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class TriedFault:
-    """A usual fault of a head's inputs, and how well the head drafts where it is undone."""
+    """A usual fault of a head's inputs, and how well the head drafts after it is undone."""
 
     trial: FaultTrial
     agreement: Agreement
@@ -101,50 +102,50 @@ def diagnose_head(
     sharpness: tuple[float, ...] = (),
     say: Say = ignore_report,
 ) -> tuple[list[Table], list[str]]:
-    """Diagnose the spec's head: measure its agreement with the target as it is, and with each usual fault undone.
+    """Measure a head's agreement with the target, unchanged and with each usual fault undone, and name its faults.
 
     Args:
         spec: the target and the head.
         passages: the target's completions.
-        sharpness: a calibration's factors.
-        say: hears of progress.
+        sharpness: factors on the draft logits by draft step, of the head's calibration; (): no calibration.
+        say: called with the progress.
 
     Returns:
-        Tables of the agreement, and the faults that they show, a sentence each.
+        Tables of the agreement, and a sentence for each fault that they show.
     """
-    # 1. As it is, with each fault undone, and with features that say nothing.
+    # 1. The head unchanged, with each fault undone, and with features of other positions.
     rows = list(iterate_feature_rows(spec, passages))
     agreement = measure_agreement(spec, rows)
-    tried = list[TriedFault]()
+    tried_faults = list[TriedFault]()
     for number, trial in enumerate(iterate_fault_trials(spec, passages, rows)):
         say(ProgressStep(number, number + 1, f"trying {trial.change}"))
-        tried.append(TriedFault(trial, measure_agreement(trial.spec, trial.rows)))
-    blind = measure_agreement(spec, shuffle_features(rows))
+        tried_faults.append(TriedFault(trial, measure_agreement(trial.spec, trial.rows)))
+    blind_agreement = measure_agreement(spec, shuffle_features(rows))
 
-    # 2. By certainty of the target, and by how much sharper drafts would be accepted more often.
-    first = draft_first_step(spec, rows, sharpness)
-    lines = {"as it is": agreement}
-    for fault in tried:
-        lines[fault.trial.change] = fault.agreement
-    lines["features of other positions"] = blind
+    # 2. Agreement by the target's certainty, and how much more often sharper drafts would be accepted.
+    first_step = draft_first_step(spec, rows, sharpness)
+    agreement_by_inputs = {"as it is": agreement}
+    for fault in tried_faults:
+        agreement_by_inputs[fault.trial.change] = fault.agreement
+    agreement_by_inputs["features of other positions"] = blind_agreement
     by_certainty = "At the first step, by the target's largest probability"
     tables = [
-        Table("Agreement with the target", ["inputs"], make_agreement_cells(lines)),
-        Table(by_certainty, ["probability"], first.bins),
+        Table("Agreement with the target", ["inputs"], make_agreement_cells(agreement_by_inputs)),
+        Table(by_certainty, ["probability"], first_step.bins),
     ]
 
-    # 3. What it says.
-    verdict = list(explain_causes(agreement, tried, blind, first))
-    if first.sharper > MIN_SHARPENING_GAIN:
+    # 3. The faults.
+    verdict = list(explain_causes(agreement, tried_faults, blind_agreement, first_step))
+    if first_step.sharper > MIN_SHARPENING_GAIN:
         verdict.append(
-            f"Flat: sharper drafts would be accepted {first.sharper - 1:.1%} more often at temperature 1. Run treespec "
-            "calibrate, which fits the factor."
+            f"Flat: sharper drafts would be accepted {first_step.sharper - 1:.1%} more often at temperature 1. Run "
+            "treespec calibrate, which fits the factor."
         )
     return tables, verdict
 
 
 def shuffle_features(rows: Sequence[Row]) -> list[Row]:
-    """The rows with each text's features in a random order: a head then knows the tokens only."""
+    """Shuffle the features of each text, so that a head's drafts can depend only on the tokens."""
     generator = torch.Generator().manual_seed(0)
     shuffled = []
     for tokens, counts, features in rows:
@@ -153,10 +154,10 @@ def shuffle_features(rows: Sequence[Row]) -> list[Row]:
     return shuffled
 
 
-def make_agreement_cells(lines: Mapping[str, Agreement]) -> list[dict[str, str]]:
-    """Table rows of the shares by draft step. lines: agreement by the inputs of the head."""
+def make_agreement_cells(agreement_by_inputs: Mapping[str, Agreement]) -> list[dict[str, str]]:
+    """Make table rows of the agreement by draft step. agreement_by_inputs: by what inputs the head reads, in words."""
     cells = []
-    for inputs, agreement in lines.items():
+    for inputs, agreement in agreement_by_inputs.items():
         row = {"inputs": inputs}
         for step, share in enumerate(agreement.shares.mean(0).tolist(), 1):
             row[f"step {step}"] = f"{share:.1%}"
@@ -173,7 +174,7 @@ DOCTOR_NOTE = (
 
 @torch.no_grad()
 def measure_agreement(spec: Spec, rows: Sequence[Row]) -> Agreement:
-    """Measure how often the drafts of the spec's head are the target's most likely token. rows: of C completions."""
+    """Measure how often the head drafts the target's most likely token. rows: C completions with their features."""
     head = spec.head
     target = spec.target
     assert head
@@ -184,72 +185,78 @@ def measure_agreement(spec: Spec, rows: Sequence[Row]) -> Agreement:
         features, last = target.split_features(all_features, head.aux_layers)
         target_tokens = target.compute_output_logits(last).argmax(-1)
         for d, logits in enumerate(roll_out_drafts(head, target, tokens, features, depth), 1):
-            chosen = counts[d + 1 : d + 1 + len(logits)].nonzero().squeeze(1)
-            log_probs = logits[chosen].log_softmax(-1)
-            wanted = target_tokens[chosen + d, None]
-            agrees = log_probs.argmax(-1, keepdim=True) == wanted
+            positions = counts[d + 1 : d + 1 + len(logits)].nonzero().squeeze(1)
+            log_probs = logits[positions].log_softmax(-1)
+            next_tokens = target_tokens[positions + d, None]
+            agrees = log_probs.argmax(-1, keepdim=True) == next_tokens
             shares.append(agrees.double().mean())
-            log_q.append(log_probs.gather(1, wanted).clamp(min=MIN_LOG_Q).double().mean())
+            log_q.append(log_probs.gather(1, next_tokens).clamp(min=MIN_LOG_Q).double().mean())
     return Agreement(
         torch.stack(shares).view(len(rows), -1).cpu(), torch.stack(log_q).view(len(rows), -1).cpu()
     )
 
 
 def explain_causes(
-    agreement: Agreement, tried: Sequence[TriedFault], blind: Agreement, first: "FirstStep"
+    agreement: Agreement,
+    tried_faults: Sequence[TriedFault],
+    blind_agreement: Agreement,
+    first_step: "FirstStep",
 ) -> Iterator[str]:
-    """Name the faults that figures show, if any.
+    """Yield a sentence for each fault that the figures show.
 
     Args:
-        agreement: of the head as it is.
-        tried: with each usual fault undone.
-        blind: with features of other positions, which say nothing.
-        first: figures of the first drafts.
+        agreement: agreement of the unchanged head.
+        tried_faults: agreement with each usual fault undone.
+        blind_agreement: agreement with features of other positions, which carry no information.
+        first_step: figures of the first drafts.
     """
-    # 1. The change that helps most. Log q is less noisy than agreement, so that says whether it is certain.
+    # 1. The change that helps most. Log q decides whether its gain is certain, as it is less noisy than agreement.
     share = float(agreement.shares.mean())
-    blind_share = float(blind.shares.mean())
+    blind_share = float(blind_agreement.shares.mean())
 
-    def measure_gain(one: TriedFault) -> float:
-        return float((one.agreement.shares - agreement.shares).mean())
+    def measure_gain(tried_fault: TriedFault) -> float:
+        return float((tried_fault.agreement.shares - agreement.shares).mean())
 
-    best = max(tried, key=measure_gain)
-    gain = measure_gain(best)
-    log_q_gains = (best.agreement.log_q - agreement.log_q).mean(1)  # by completion
+    best_fault = max(tried_faults, key=measure_gain)
+    gain = measure_gain(best_fault)
+    log_q_gains = (best_fault.agreement.log_q - agreement.log_q).mean(1)  # by completion
     error = float(log_q_gains.std()) / len(log_q_gains) ** 0.5
     is_certain = gain > MIN_GAIN_SHARE and float(log_q_gains.mean()) > MIN_GAIN_ERRORS * error
     certain_gain = gain if is_certain else 0.0
 
-    # 2. A head of another target is sure of itself and wrong, and no change mends that.
-    is_overconfident = first.claimed > OVERCONFIDENCE_RATIO * first.right
-    is_astray = is_overconfident and first.claimed - first.right > 2 * gain
+    # 2. A head of another target is confident and wrong, and no change helps.
+    is_overconfident = first_step.claimed > OVERCONFIDENCE_RATIO * first_step.right
+    is_astray = is_overconfident and first_step.claimed - first_step.right > 2 * gain
     if share + certain_gain < blind_share + MIN_FEATURE_GAIN or is_astray:
         yield (
-            f"Another target's weights, or an untrained head: it is {first.claimed:.1%} sure of its first "
-            f"drafts, and {first.right:.1%} of them agree. Was it trained on this very checkpoint?"
+            f"Another target's weights, or an untrained head: it is {first_step.claimed:.1%} sure of its first "
+            f"drafts, and {first_step.right:.1%} of them agree. Was it trained on this very checkpoint?"
         )
         return
 
     # 3. A fault, or too little training.
     if is_certain:
-        fault = best.trial.fault
-        change = best.trial.change
+        fault = best_fault.trial.fault
+        change = best_fault.trial.change
         yield f"{fault}: {share + gain:.1%} of the drafts agree with {change}, {share:.1%} as it is."
-    if first.right_where_sure < MIN_CERTAIN_AGREEMENT and gain < WHOLE_FAULT_SHARE:
+    if first_step.right_where_sure < MIN_CERTAIN_AGREEMENT and gain < WHOLE_FAULT_SHARE:
         yield (
             f"Little trained: where the target is at least {CERTAIN_TARGET_PROBABILITY:.0%} sure, "
-            f"{first.right_where_sure:.1%} of the first drafts agree, and no change helps much. "
+            f"{first_step.right_where_sure:.1%} of the first drafts agree, and no change helps much. "
             "Train on more of the target's own completions: treespec regenerate, then treespec train --from-head."
         )
 
 
 @dataclass(frozen=True)
 class FirstStep:
-    """Figures of the first drafts.
+    """Figures of the drafts of step 1.
 
-    bins: cells by the target's largest probability. claimed: the head's largest probability, on average. right,
-    right_where_sure: agreement, and where the target is sure. sharper: accepted drafts of sharper logits, over those of
-    the calibration.
+    Attributes:
+        bins: table rows by the target's largest probability.
+        claimed: mean of the head's largest probability.
+        right: agreement with the target.
+        right_where_sure: agreement where the target is certain.
+        sharper: ratio of accepted drafts at temperature 1, sharper logits over calibrated ones.
     """
 
     bins: list[dict[str, str]]
@@ -261,10 +268,14 @@ class FirstStep:
 
 @dataclass(frozen=True)
 class FirstDrafts:
-    """The first drafts at n positions; each is [n].
+    """The drafts of step 1 at n positions.
 
-    target_top, head_top: the largest probability of target and head. agrees: 1 where both have the same most likely
-    token, else 0. accepted, accepted_sharper: Pr(a draft is accepted) at temperature 1, as calibrated and sharper.
+    Attributes:
+        target_top: [n] the target's largest probability.
+        head_top: [n] the head's largest probability.
+        agrees: [n] 1 if both have the same most likely token, else 0.
+        accepted: [n] Pr(a draft is accepted) at temperature 1, with the head's calibration.
+        accepted_sharper: [n] the same with the factor that maximises it.
     """
 
     target_top: Tensor
@@ -275,7 +286,7 @@ class FirstDrafts:
 
     @classmethod
     def concat(cls, parts: Sequence["FirstDrafts"]) -> "FirstDrafts":
-        """The positions of all parts, one part after another."""
+        """Concatenate the positions of all parts."""
         return cls(
             target_top=torch.cat([part.target_top for part in parts]),
             head_top=torch.cat([part.head_top for part in parts]),
@@ -286,8 +297,8 @@ class FirstDrafts:
 
 
 def draft_first_step(spec: Spec, rows: Sequence[Row], sharpness: tuple[float, ...]) -> FirstStep:
-    """Measure the first drafts on rows. sharpness: the factors of a calibration."""
-    # 1. By position.
+    """Measure the drafts of step 1 on `rows`. sharpness: factors of the head's calibration; (): no calibration."""
+    # 1. Figures of each position.
     params = SamplingParams(1.0)
     calibrated_factor = sharpness[0] if sharpness else 1.0
     head = spec.head
@@ -310,7 +321,7 @@ def draft_first_step(spec: Spec, rows: Sequence[Row], sharpness: tuple[float, ..
         parts.append(part)
     drafts = FirstDrafts.concat(parts)
 
-    # 2. In all, and where the target is sure.
+    # 2. Their means, over all positions and over those where the target is certain.
     agrees_where_sure = drafts.agrees[drafts.target_top >= CERTAIN_TARGET_PROBABILITY]
     if len(agrees_where_sure) == 0:
         agrees_where_sure = drafts.agrees
@@ -324,21 +335,21 @@ def draft_first_step(spec: Spec, rows: Sequence[Row], sharpness: tuple[float, ..
 
 
 def make_certainty_cells(drafts: FirstDrafts) -> list[dict[str, str]]:
-    """Table rows of the first drafts by the target's largest probability."""
+    """Make table rows of the first drafts, by the target's largest probability."""
     rows = []
     for low, high in (
         (0, 0.5),
         (0.5, CERTAIN_TARGET_PROBABILITY),
         (CERTAIN_TARGET_PROBABILITY, 1.01),
     ):
-        here = (drafts.target_top >= low) & (drafts.target_top < high)
-        if here.any():
+        in_bin = (drafts.target_top >= low) & (drafts.target_top < high)
+        if in_bin.any():
             row = {
                 "probability": f"{low:g} to {min(high, 1):g}",
-                "positions": f"{here.float().mean():.1%}",
-                "agreement": f"{drafts.agrees[here].mean():.1%}",
-                "the head's own probability": f"{drafts.head_top[here].mean():.1%}",
-                "accepted at temperature 1": f"{drafts.accepted[here].mean():.1%}",
+                "positions": f"{in_bin.float().mean():.1%}",
+                "agreement": f"{drafts.agrees[in_bin].mean():.1%}",
+                "the head's own probability": f"{drafts.head_top[in_bin].mean():.1%}",
+                "accepted at temperature 1": f"{drafts.accepted[in_bin].mean():.1%}",
             }
             rows.append(row)
     return rows

@@ -1,20 +1,25 @@
-"""Compute the figures of OUT/report.json from the ledger: a row for each contestant, and fields of all.
+"""Compute the figures of OUT/report.json from the ledger: a row for each system, and fields about all of them.
 
-options, environment, left_out: of the ledger's head. timed: False where several processes
-shared the machine. questions: their number. few_questions: categories with too few of them for their
-intervals. failed: why a peer has no figures, by its name. again: contestants that were asked a
-second time (A/A), with the `compute_figures` of that over the first.
+The fields about all systems:
+
+    options, environment, left_out    as in the ledger's head
+    timed            whether the seconds count; not if several processes shared the machine
+    questions        number of questions
+    few_questions    categories with fewer than `MIN_QUESTIONS` questions, too few for their intervals
+    failed           for each peer without figures the reason
+    again            for each system that was asked a second time (A/A) its row, relative to the first time
+    rows             a row for each system
 
 A row has the fields of its `System`, and:
 
     lossless       whether the completions have the target's distribution
     overall        `compute_figures` of all questions
     categories     `compute_figures` by category, by task for Spec-Bench
-    by_generate    tokens/s over those of `model.generate`
-    same           turns of temperature 0 with the baseline's tokens, of a server with its text
-    turns, ended   the number of turns; by what ended them
+    by_generate    tokens/s relative to `model.generate`
+    same           at temperature 0, turns with the baseline's tokens (for a server: with its text)
+    turns, ended   number of turns; the same by what ended them
     right          None if no question has a right answer. answers: completions of questions that have one.
-                   right: how many of them are right. share: right by answers. same: as right as the baseline's
+                   right: number of right ones. share: right / answers. same: those judged as the baseline's
 """
 
 import math
@@ -38,27 +43,23 @@ from treespec.eval.intervals import (
 from treespec.eval.ledger import Completion, Ledger
 from treespec.eval.systems import BASELINE_NAME, GENERATE_METHOD, System
 
-CYCLE_PARTS = (
-    "draft model",
-    "rest of drafting",
-    "target",
-    "verify",
-    "commit",
-    "rest",
-)  # of a cycle
+# the stages of a cycle, in the table's order
+CYCLE_PARTS = ("draft model", "rest of drafting", "target", "verify", "commit", "rest")
 
-Id = int | str  # of a question
-Completions = Mapping[Id, Completion]  # a contestant's
-Row = dict[str, Any]
-Summary = dict[str, Any]
+Id = int | str  # a question's `question_id`
+Completions = Mapping[Id, Completion]  # a system's completions by question
+Row = dict[str, Any]  # a system's figures
+Summary = dict[str, Any]  # the content of OUT/report.json
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """The content of a ledger.
 
-    systems: the contestants that were asked. completions: by a system's name and question; a question whose first turn
-    does not fit the context has none. failed: why a peer gave up, by its name.
+    Attributes:
+        systems: the systems that were asked.
+        completions: by system's name, then by question. A question that does not fit the context has none.
+        failed: for each peer that gave up the reason, by its name.
     """
 
     systems: Sequence[System]
@@ -66,8 +67,8 @@ class Evaluation:
     failed: Mapping[str, str]
 
     def collect_groups(self) -> dict[str, list[Id]]:
-        """The questions that every system has completed, but for peers that failed: "overall", then by group."""
-        # 1. Those of all systems.
+        """Collect the questions that all systems, except failed peers, have completed: "overall", then by group."""
+        # 1. The questions that every system has completed.
         counted_systems = []
         for system in self.systems:
             if not system.again and system.name not in self.failed:
@@ -78,14 +79,14 @@ class Evaluation:
             if all(question in completions for completions in counted_systems):
                 questions.append(question)
 
-        # 2. By category or task.
+        # 2. The same by category or task.
         groups = {"overall": list(questions)}
         for question in questions:
             groups.setdefault(first_system[question]["group"], []).append(question)
         return groups
 
     def list_failed(self, questions: Iterable[Id]) -> dict[str, str]:
-        """Why peers have no figures, by name: those that gave up before they had completed all these questions."""
+        """List the peers that gave up before they had completed all these questions, each with the reason."""
         failed = {}
         for name, reason in self.failed.items():
             if not self.completions[name].keys() >= set(questions):
@@ -93,19 +94,22 @@ class Evaluation:
         return failed
 
     def find_plain(self, method: str, system: System) -> Completions | None:
-        """The completions by a plain method at a system's temperature and batch size; None if they are its own."""
-        plain = None
-        for other in self.systems:
-            is_like_it = (other.temperature, other.batch) == (system.temperature, system.batch)
-            if other.method == method and is_like_it and not other.again:
-                plain = other
-        if plain is None or plain == system:
+        """Find the completions of a plain method at a system's temperature and batch size; None without another one."""
+        plain_system = None
+        for candidate in self.systems:
+            has_same_settings = (candidate.temperature, candidate.batch) == (
+                system.temperature,
+                system.batch,
+            )
+            if candidate.method == method and has_same_settings and not candidate.again:
+                plain_system = candidate
+        if plain_system is None or plain_system == system:
             return None
-        return self.completions[plain.name]
+        return self.completions[plain_system.name]
 
 
 def read_evaluation(ledger: Ledger, timed: bool) -> Evaluation:
-    """Read the content of a ledger. timed: whether the seconds of completions count."""
+    """Read the content of a ledger. timed: whether the completions' seconds count; else they become NaN."""
     head = ledger.head
     assert head
     systems = [System(**fields) for fields in head["contestants"]]
@@ -120,10 +124,9 @@ def read_evaluation(ledger: Ledger, timed: bool) -> Evaluation:
 
 
 def summarize_ledger(ledger: Ledger) -> Summary:
-    """Compute the figures of an evaluation, from its ledger alone.
+    """Compute the figures of an evaluation from its ledger; no model is needed.
 
-    Only questions that every contestant has completed count, but for peers that failed. Raises
-    InputError if there is none.
+    Only questions count that all systems, except failed peers, have completed. Raises InputError if there is none.
     """
     # 1. Completions, and the questions that count.
     head = ledger.head
@@ -140,26 +143,28 @@ def summarize_ledger(ledger: Ledger) -> Summary:
         )
     failed = evaluation.list_failed(questions)
 
-    # 2. A row for each contestant, and one for the baseline's second time.
+    # 2. A row for each system, and one for the baseline's repeat.
     rows = []
-    again = []
+    repeat_rows = []
     for system in evaluation.systems:
         if system.name in failed:
             continue
         if not system.again:
             rows.append(compare_system(system, evaluation, groups))
         else:
-            repeated = compare_repeat(system, evaluation)
-            if repeated:
-                again.append(repeated)
+            repeat_row = compare_repeat(system, evaluation)
+            if repeat_row:
+                repeat_rows.append(repeat_row)
     return {
         "options": head["options"],
         "environment": head["environment"],
         "left_out": head["left_out"],
         "timed": timed,
         "questions": len(questions),
-        "few_questions": [name for name, chosen in groups.items() if len(chosen) < MIN_QUESTIONS],
-        "again": again,
+        "few_questions": [
+            name for name, group_questions in groups.items() if len(group_questions) < MIN_QUESTIONS
+        ],
+        "again": repeat_rows,
         "rows": rows,
         "failed": failed,
     }
@@ -168,7 +173,7 @@ def summarize_ledger(ledger: Ledger) -> Summary:
 def compare_system(
     system: System, evaluation: Evaluation, groups: Mapping[str, Sequence[Id]]
 ) -> Row:
-    """The row of a contestant in the report. groups: of questions, by name."""
+    """Make a system's row in the report. groups: the questions that count, by group."""
     completions = evaluation.completions[system.name]
     base = evaluation.find_plain(BASELINE_NAME, system)
     generate = evaluation.find_plain(GENERATE_METHOD, system)
@@ -179,13 +184,13 @@ def compare_system(
 
 
 def compare_repeat(system: System, evaluation: Evaluation) -> Row | None:
-    """The row of the baseline's second time, over its first; None if no question was completed both times."""
+    """Make the row of the baseline's repeat relative to its first time; None if no question was completed twice."""
     completions = evaluation.completions[system.name]
     base = evaluation.find_plain(BASELINE_NAME, system) or {}
-    both = [question for question in completions if question in base]
-    if not both:
+    common_questions = [question for question in completions if question in base]
+    if not common_questions:
         return None
-    return asdict(system) | compute_subset_figures(completions, base, both)
+    return asdict(system) | compute_subset_figures(completions, base, common_questions)
 
 
 def build_figure_row(
@@ -194,28 +199,29 @@ def build_figure_row(
     base: Completions | None,
     groups: Mapping[str, Sequence[Id]],
 ) -> Row:
-    """Compute the figures of a contestant, by itself and beside plain decoding.
+    """Compute the figures of a system, and its speedup over plain decoding.
 
     Args:
-        system: the contestant.
-        completions: its own, by question.
-        base: the baseline's; None for the baseline itself, and without one.
-        groups: the questions that count, by group; "overall" has all.
+        system: the system.
+        completions: its completions by question.
+        base: the baseline's completions; None without a baseline, or if the system is the baseline.
+        groups: the questions that count, by group; "overall" has all of them.
     """
     by_group = {
-        name: compute_subset_figures(completions, base, chosen) for name, chosen in groups.items()
+        name: compute_subset_figures(completions, base, group_questions)
+        for name, group_questions in groups.items()
     }
     questions = groups["overall"]
     ends = []
     for question in questions:
         ends += completions[question]["ended"]
-    same = None
+    same_turns = None
     if system.temperature == 0 and base is not None:
-        same = count_same_turns(completions, base, questions)
+        same_turns = count_same_turns(completions, base, questions)
     return {
         "overall": by_group.pop("overall"),
         "categories": by_group,
-        "same": same,
+        "same": same_turns,
         "turns": len(ends),
         "ended": {end: ends.count(end) for end in ("model", "max_new_tokens", "context")},
         "right": count_right(completions, base, questions),
@@ -223,7 +229,7 @@ def build_figure_row(
 
 
 def count_same_turns(completions: Completions, base: Completions, questions: Sequence[Id]) -> int:
-    """The turns with the baseline's tokens; with its text if the contestant is a server, which tells no ids."""
+    """Count the turns with the baseline's tokens; for a server, which reports no ids, those with its text."""
     field = "turns"
     if any(completions[questions[0]]["token_ids"]):
         field = "token_ids"
@@ -237,47 +243,52 @@ def count_same_turns(completions: Completions, base: Completions, questions: Seq
 def count_right(
     completions: Completions, base: Completions | None, questions: Sequence[Id]
 ) -> Row | None:
-    """How many answers are right, and as right as the baseline's; None if no question has a right answer."""
-    judged = [question for question in questions if completions[question]["right"] is not None]
-    if not judged:
+    """Count the right answers, and those right or wrong as the baseline's; None if no question has a right answer."""
+    judged_questions = [
+        question for question in questions if completions[question]["right"] is not None
+    ]
+    if not judged_questions:
         return None
-    right = sum(completions[question]["right"] for question in judged)
-    same = None
+    right = sum(completions[question]["right"] for question in judged_questions)
+    same_verdicts = None
     if base:
-        same = sum(completions[i]["right"] == base[i]["right"] for i in judged)
-    share = share_of(right, len(judged))
-    return {"answers": len(judged), "right": right, "share": share, "same": same}
+        same_verdicts = sum(completions[i]["right"] == base[i]["right"] for i in judged_questions)
+    share = share_of(right, len(judged_questions))
+    return {"answers": len(judged_questions), "right": right, "share": share, "same": same_verdicts}
 
 
 def compute_subset_figures(
-    completions: Completions, base: Completions | None, chosen: Sequence[Id]
+    completions: Completions, base: Completions | None, questions: Sequence[Id]
 ) -> Row:
-    """Compute the `compute_figures` of some questions."""
-    base_chosen = None
+    """Call `compute_figures` with the completions of some questions."""
+    base_completions = None
     if base is not None:
-        base_chosen = [base[i] for i in chosen]
-    return compute_figures([completions[i] for i in chosen], base_chosen)
+        base_completions = [base[question] for question in questions]
+    return compute_figures([completions[question] for question in questions], base_completions)
 
 
 def compute_figures(completions: Sequence[Completion], base: Sequence[Completion] | None) -> Row:
-    """Compute the figures of one contestant from its completions of Q questions.
+    """Compute the figures of one system from its completions of Q questions.
 
-    The jackknife leaves out whole questions, because the tokens and cycles of one completion are not
-    independent, and of a contestant and its baseline the same. Every figure is a ratio of totals over
-    questions.
-
-    Args:
-        completions: those of the contestant.
-        base: the baseline's, of the same questions in the same order.
+    Every figure is a ratio of totals over questions. The jackknife leaves out whole questions, for the system and its
+    baseline at once, because the tokens and cycles of one completion are not independent. base: the baseline's
+    completions of the same questions in the same order; None without a baseline.
 
     Returns:
-        `Figure`s: acceptance_length τ, tokens per cycle; acceptance_rate_by_depth, the share of the
-        cycles with an accepted token at the depth above that accepted one at this depth; tokens_per_second by
-        the clock; speedup, tokens/s over the baseline's; decoding_speedup, without prefill; bound, that, if a
-        cycle cost only its forwards. And numbers: questions, tokens, cycles, seconds; nodes, the mean size of
-        the tree of one forward, with its root; undrafted, the share of the cycles without a draft token;
-        prefill_seconds; cycle_ms by stage; first_token, mean seconds to the first token: of treespec the prefill
-        and a cycle, of a server as its client sees it, of transformers None.
+        Values with an interval (`Figure`; None if it needs a missing baseline):
+        - acceptance_length: τ, tokens per cycle.
+        - acceptance_rate_by_depth: accepted tokens at depth d over those at depth d - 1.
+        - tokens_per_second: by the wall clock.
+        - speedup: tokens_per_second relative to the baseline's.
+        - decoding_speedup: the same without prefill.
+        - bound: decoding_speedup if a cycle cost only its forwards.
+
+        Numbers:
+        - questions, tokens, cycles, seconds, prefill_seconds: totals.
+        - nodes: mean size of a cycle's tree, root included.
+        - undrafted: share of the cycles without a draft token.
+        - cycle_ms: milliseconds of a cycle by stage.
+        - first_token: mean seconds to it: treespec's prefill and a cycle, a server's by its client, else None.
     """
     weights = leave_one_out(len(completions))
     sums = sum_completions(completions, weights)
@@ -287,33 +298,33 @@ def compute_figures(completions: Sequence[Completion], base: Sequence[Completion
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = compute_ratios(sums, base_sums)
         rates = compute_depth_rates(completions, sums["cycles"], weights)
-        value = {name: samples[0] for name, samples in sums.items()}
-        cycles = value["cycles"]
-        cycle_ms = {stage: 1000 * value[stage] / cycles for stage in CYCLE_PARTS}
+        totals = {name: samples[0] for name, samples in sums.items()}
+        cycles = totals["cycles"]
+        cycle_ms = {stage: 1000 * totals[stage] / cycles for stage in CYCLE_PARTS}
         return {
             **ratios,
             "acceptance_rate_by_depth": rates,
             "questions": len(completions),
-            "tokens": int(value["new_tokens"]),
+            "tokens": int(totals["new_tokens"]),
             "cycles": int(cycles),
-            "seconds": value["wall"],
-            "nodes": 1 + value["drafted"] / cycles,
-            "undrafted": value["undrafted"] / cycles,
-            "prefill_seconds": value["prefill"],
+            "seconds": totals["wall"],
+            "nodes": 1 + totals["drafted"] / cycles,
+            "undrafted": totals["undrafted"] / cycles,
+            "prefill_seconds": totals["prefill"],
             "cycle_ms": cycle_ms,
-            "first_token": find_first_token_seconds(completions, value["prefill"], cycle_ms),
+            "first_token": find_first_token_seconds(completions, totals["prefill"], cycle_ms),
         }
 
 
 def compute_ratios(
     sums: Mapping[str, Array], base: Mapping[str, Array] | None
 ) -> dict[str, Figure | None]:
-    """The ratios of totals of `compute_figures`; None for those that need the baseline, without one."""
+    """Compute those figures of `compute_figures` that are ratios of totals; None if one needs a missing baseline."""
     tokens = sums["new_tokens"]
     wall = sums["wall"]
     ratios: dict[str, Figure | None] = {"speedup": None, "decoding_speedup": None, "bound": None}
     if base is not None:
-        one_token = 1 / base["new_tokens"]  # its share of plain decoding
+        one_token = 1 / base["new_tokens"]  # one token's share of plain decoding
         ratios["speedup"] = compute_interval(tokens / wall * base["wall"] * one_token)
         decoding = (base["wall"] - base["prefill"]) * one_token
         ratios["decoding_speedup"] = compute_interval(tokens / (wall - sums["prefill"]) * decoding)
@@ -329,9 +340,14 @@ def compute_ratios(
 def compute_depth_rates(
     completions: Sequence[Completion], cycles: Array, weights: Array
 ) -> list[Figure]:
-    """By depth, the share of the cycles that came so far that accepted one token more. A depth without any has none.
+    """Compute the acceptance rate at depth 1, 2, …: accepted tokens at depth d over those at depth d - 1.
 
-    cycles: [1 + Q] totals. weights: [1 + Q, Q].
+    Five cycles that accept 2, 1, 0, 1 and 0 tokens:
+
+        depth         0    1    2
+        accepted      5    3    1        rates 3/5, 1/3
+
+    cycles: [1 + Q] total number of cycles by rows of weights. weights: [1 + Q, Q] of `leave_one_out`.
     """
     rates = []
     reached = cycles
@@ -346,16 +362,18 @@ def compute_depth_rates(
 def find_first_token_seconds(
     completions: Sequence[Completion], prefill: float, cycle_ms: Mapping[str, float]
 ) -> float | None:
-    """Mean seconds to the first token of a turn. prefill: seconds of all turns. cycle_ms: of a cycle, by stage."""
+    """Find the mean seconds to the first token of a turn, or None. prefill: of all turns. cycle_ms: by stage."""
     turns = sum(len(completion["turns"]) for completion in completions)
     seconds = sum(completion["seconds"].get("first", 0.0) for completion in completions) / turns
     if sum(sum(completion["cycles"]) for completion in completions):
         seconds = prefill / turns + sum(cycle_ms.values()) / 1000
-    return seconds or None
+    if not seconds:
+        return None
+    return seconds
 
 
 def sum_completions(completions: Sequence[Completion], weights: Array) -> dict[str, Array]:
-    """[1 + Q] totals of `count_completion` by rows of weights [1 + Q, Q]."""
+    """Sum the values of `count_completion` over questions: [1 + Q] totals, one for each row of weights [1 + Q, Q]."""
     rows = [count_completion(completion) for completion in completions]
     sums = {}
     for name in rows[0]:
@@ -364,10 +382,7 @@ def sum_completions(completions: Sequence[Completion], weights: Array) -> dict[s
 
 
 def count_completion(completion: Completion) -> dict[str, float]:
-    """Tokens, cycles and seconds of one completion, in all and by stage.
-
-    The stages and the prefill add up to `wall`.
-    """
+    """Count tokens, cycles and seconds of one completion. The stages' seconds and the prefill's add up to `wall`."""
     # 1. Seconds by stage.
     seconds = completion["seconds"]
     counts = {}
@@ -375,11 +390,11 @@ def count_completion(completion: Completion) -> dict[str, float]:
         counts[stage] = seconds.get(stage, 0.0)
     counts["draft model"] = seconds.get("head", 0.0)
     counts["rest of drafting"] = seconds.get("draft", 0.0) - counts["draft model"]
-    spent = sum(counts.values())
+    stage_seconds = sum(counts.values())
 
-    # 2. Sums over turns, and what no stage took.
+    # 2. Sums over turns, and the remaining seconds, which belong to no stage.
     for name in ("wall", "new_tokens", "cycles", "drafted"):
         counts[name] = sum(completion[name])
-    counts["rest"] = counts["wall"] - spent
+    counts["rest"] = counts["wall"] - stage_seconds
     counts["undrafted"] = completion["undrafted"]
     return counts

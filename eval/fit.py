@@ -1,6 +1,6 @@
-"""What is fitted to a head along a text: its calibration, a draft vocabulary, and a static tree.
+"""Fit a head's calibration, its draft vocabulary and a static tree to a text.
 
-The text is that of `--text`, or without it the target's own answers.
+The text is `--text`, or without it the target's own answers.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,17 +27,21 @@ from treespec.trees.most_likely import build_most_likely_tree, estimate_length
 from treespec.trees.sequoia import build_sequoia_tree
 from treespec.trees.static import StaticTree, format_tree
 
-MAX_TIMED_NODES = 128  # most nodes of a tree whose size follows from times
-MAX_FITTED_RANKS = 10  # most children of a node
+MAX_TIMED_NODES = 128  # largest tree when its size is chosen by measured times
+MAX_FITTED_RANKS = 10  # largest number of children of a node
 
 
 def calibrate_head(
     config: CalibrateConfig, report: Report = ignore_report
 ) -> tuple[Path, float | None]:
-    """Write HEAD/calibration.json; returns its path and the coverage of a new draft vocabulary.
+    """Calibrate a head: write HEAD/calibration.json, and with `--draft-vocab` a draft vocabulary.
 
-    Raises InputError for a head that is no directory, and for text that cannot be read or is too
-    short.
+    Returns:
+        The path of calibration.json, and the share of the text's tokens that the new draft vocabulary covers; None
+        without a new one.
+
+    Raises:
+        InputError: the head is no directory, or the text cannot be read or is too short.
     """
     # 1. The file.
     file = Path(config.head) / CALIBRATION_FILE
@@ -45,12 +49,12 @@ def calibrate_head(
     if not file.parent.is_dir():
         raise InputError(f"--head {config.head} is no directory: its calibration is written there")
 
-    # 2. The draft vocabulary. It comes first: the head takes its rows when it is loaded.
+    # 2. The draft vocabulary, before the head is loaded: loading prunes the head's output to it.
     if config.draft_vocab:
         spec = load_models(config, None, file, report)
         passages = iterate_passages(replace(config, limit=None), spec, report)
-        counted = [passage.tokens[passage.counts] for passage in passages]
-        tokens, coverage = find_most_frequent(counted, config.draft_vocab, spec.target)
+        counted_tokens = [passage.tokens[passage.counts] for passage in passages]
+        tokens, coverage = find_most_frequent(counted_tokens, config.draft_vocab, spec.target)
         save_vocabulary(tokens, coverage, config.head)
 
     # 3. The calibration.
@@ -58,33 +62,36 @@ def calibrate_head(
     rows = list(iterate_feature_rows(spec, iterate_passages(config, spec, report)))
     report(ProgressStep(1, 1, "calibrating"))
     assert spec.head
-    fitted = calibrate(spec.head, spec.target, rows, config.depth, config.positions)
-    save_calibration(fitted, config.head)
+    calibration = calibrate(spec.head, spec.target, rows, config.depth, config.positions)
+    save_calibration(calibration, config.head)
     return file, coverage
 
 
 def make_tree(
     config: TreeConfig, report: Report = ignore_report
 ) -> tuple[StaticTree, Tensor, float]:
-    """Write the tree to OUT; returns it, the accuracies [D, R] and the τ that they predict.
+    """Fit a static tree to a head's accuracies and write it to OUT.
 
-    Raises InputError for files and models that cannot be used, for text that is too short, and for
-    a head that is never right on it.
+    Returns:
+        The tree, the accuracies [D, R] of `measure_accuracies`, and the τ that they predict for the tree.
+
+    Raises:
+        InputError: files or models cannot be used, the text is too short, or the head is never right on it.
     """
     # 1. The accuracies.
     spec = load_models(config, config.head, config.out, report)
     rows = iterate_feature_rows(spec, iterate_passages(config, spec, report))
-    table = measure_accuracies(spec, rows, config.depth, MAX_FITTED_RANKS, config.temperature)
-    if not bool(table[0].any()):
+    accuracies = measure_accuracies(spec, rows, config.depth, MAX_FITTED_RANKS, config.temperature)
+    if not bool(accuracies[0].any()):
         raise InputError(
             f"the head {config.head} is never right on this text: no tree is worth its nodes"
         )
 
-    # 2. The best tree of the kind and size; without a size the fastest by the times measured here.
-    rates = table.mean(0).numpy()
-    depth = len(table)
+    # 2. The best tree of the kind and size; with `--nodes 0` the fastest one by times measured on this machine.
+    rates = accuracies.mean(0).numpy()
+    depth = len(accuracies)
     if config.kind == "medusa":
-        tree = build_most_likely_tree(table.tolist(), config.nodes)
+        tree = build_most_likely_tree(accuracies.tolist(), config.nodes)
     elif config.nodes:
         tree = build_sequoia_tree(rates, config.nodes, depth)
     else:
@@ -92,13 +99,13 @@ def make_tree(
         cost = load_or_measure_cost(spec.target, spec.proposer)
         tree = cost.find_best_tree(np.array([rates, rates]), MAX_TIMED_NODES, depth)[0]
     write_text(config.out, format_tree(tree))
-    return tree, table, estimate_length(tree, table.tolist())
+    return tree, accuracies, estimate_length(tree, accuracies.tolist())
 
 
 def iterate_feature_rows(spec: Spec, passages: Iterable[Passage]) -> Iterator[Row]:
-    """A passage's (tokens [T], counts [T], features [T, F]), on the features' device.
+    """Yield each passage's (tokens [T], counts [T], features [T, F]) on the target's device.
 
-    The features are those that the head reads, and the state after the final norm.
+    The features are the hidden states that the head reads, then the state after the final norm.
     """
     assert spec.head
     for passage in passages:
@@ -112,11 +119,26 @@ def iterate_feature_rows(spec: Spec, passages: Iterable[Passage]) -> Iterator[Ro
 def measure_accuracies(
     spec: Spec, rows: Iterable[Row], depth: int, ranks: int, temperature: float = 0.0
 ) -> Tensor:
-    """[D, R] float64: the target's mean probability of the head's r-th most likely token at step d.
+    """Measure the target's mean probability of the head's r-th most likely token at draft step d.
 
-    Steps and ranks count from 0. At temperature 0 it is the share of positions at which that token
-    is the target's choice. D: `depth`, or less if the head drafts less. R: `ranks`, or V if that is
-    less. rows: texts with their features (see `Row`). Raises InputError if they are too short.
+    At temperature 0 it is the share of positions at which that token is the target's choice. Draft step d from
+    position t is of token t + d + 2, here t = 1:
+
+        token      a    b    c    d    e
+        draft                     0    1        step 0 drafts d after a b c, step 1 drafts e
+
+    Args:
+        spec: the target and the head.
+        rows: texts with their features (see `Row`).
+        depth: number of draft steps D; less if the head drafts fewer.
+        ranks: number of ranks R; less if V is.
+        temperature: the target's; 0.0 is greedy.
+
+    Returns:
+        [D, R] float64; steps and ranks count from 0.
+
+    Raises:
+        InputError: the texts are too short.
     """
     head = spec.head
     target = spec.target
@@ -130,13 +152,13 @@ def measure_accuracies(
         inputs, last = target.split_features(features, head.aux_layers)
         p = compute_probs(target.compute_output_logits(last), SamplingParams(temperature))
 
-        # 2. The positions whose first draft counts; draft step d from t is of token t + d + 2.
-        starts = max(0, len(tokens) - depth - 1)
-        chosen = counts[2 : 2 + starts].nonzero().squeeze(1)
-        positions += len(chosen)
+        # 2. The positions whose first draft counts.
+        max_starts = max(0, len(tokens) - depth - 1)
+        start_positions = counts[2 : 2 + max_starts].nonzero().squeeze(1)
+        positions += len(start_positions)
         for d, logits in enumerate(roll_out_drafts(head, target, tokens, inputs, depth)):
-            top = select_topk(logits[chosen], ranks)[1]
-            total[d] += p[chosen + d + 1].gather(1, top).sum(0).double().cpu()
+            top_tokens = select_topk(logits[start_positions], ranks)[1]
+            total[d] += p[start_positions + d + 1].gather(1, top_tokens).sum(0).double().cpu()
     if not positions:
         raise InputError("the text is too short to measure a head on: give longer conversations")
     return total / positions

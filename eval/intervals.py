@@ -1,4 +1,4 @@
-"""Figures with their 95 % intervals: the jackknife over questions, and shares of right answers."""
+"""Compute figures with 95 % intervals: the jackknife over questions, and shares of right answers."""
 
 import math
 from functools import cache
@@ -10,12 +10,18 @@ from scipy.stats import binomtest, t
 
 Array = NDArray[np.float64]
 
-MIN_QUESTIONS = 10  # with fewer questions one slow answer may decide what is called faster
-Z = 1.959964  # standard errors to either end of a 95 % interval whose error is known
+MIN_QUESTIONS = 10  # with fewer questions one slow answer may decide which system is called faster
+Z = 1.959964  # half-width of a 95 % interval in standard errors, if the standard error is known
 
 
 class Figure(TypedDict):
-    """A value and the ends of its 95 % interval; None where it is not finite or nothing varies."""
+    """A value and the ends of its 95 % interval.
+
+    Attributes:
+        value: None if it is not finite.
+        low: lower end; None if there is no value or nothing varies.
+        high: upper end; None with `low`.
+    """
 
     value: float | None
     low: float | None
@@ -23,7 +29,7 @@ class Figure(TypedDict):
 
 
 def leave_one_out(questions: int) -> Array:
-    """Make the weights [1 + Q, Q] of the jackknife: all questions, for the value, then all but each one.
+    """Make the weights [1 + Q, Q] of the jackknife: a row of all questions, then a row without each question.
 
     Three questions:
 
@@ -36,38 +42,47 @@ def leave_one_out(questions: int) -> Array:
 
 
 def compute_interval(samples: Array, most: float = math.inf) -> Figure:
-    """Compute a value's 95 % interval over questions: the jackknife's error by Student's t.
+    """Compute a value's 95 % interval over questions from the jackknife's standard error and Student's t.
 
-    The values without each question spread Q - 1 times less than values of other questions would, so the
-    squared error is (Q - 1) / Q times the sum of their squared distances from their mean (Tukey 1958). With
-    Student's t of Q - 1 degrees of freedom it covers 95 % from 6 questions on (`tests/test_figures.py`), where
-    percentiles of the bootstrap cover 85 % of 6 and 90 % of 12.
+    The leave-one-out values spread Q - 1 times less than values of independent questions would, so the squared error is
+    (Q - 1) / Q times the sum of their squared distances from their mean (Tukey 1958). With Student's t of Q - 1 degrees
+    of freedom the interval covers 95 % from 6 questions on (`tests/test_figures.py`); percentiles of the bootstrap
+    cover 85 % with 6 questions and 90 % with 12.
 
     Args:
-        samples: [1 + Q] a ratio of totals by each row of `leave_one_out`.
-        most: the largest possible value; 0 is the smallest.
+        samples: [1 + Q] a ratio of totals, computed with each row of `leave_one_out`.
+        most: largest possible value; the interval is cut to [0, most].
     """
     value = float(samples[0])
-    without = samples[1:]
-    questions = len(without)
+    jackknife_values = samples[1:]
+    questions = len(jackknife_values)
     if not math.isfinite(value):
         return {"value": None, "low": None, "high": None}
-    varies = np.isfinite(without).all() and np.ptp(without) > 0  # not with a single question
+    varies = (
+        np.isfinite(jackknife_values).all() and np.ptp(jackknife_values) > 0
+    )  # not with a single question
     if not varies:
         return {"value": value, "low": None, "high": None}
-    squares = float(np.square(without - without.mean()).sum())
-    error = math.sqrt(squares * (questions - 1) / questions)
-    reach = compute_t_quantile(questions - 1) * error
-    return {"value": value, "low": max(value - reach, 0.0), "high": min(value + reach, most)}
+    squared_distances = float(np.square(jackknife_values - jackknife_values.mean()).sum())
+    error = math.sqrt(squared_distances * (questions - 1) / questions)
+    half_width = compute_t_quantile(questions - 1) * error
+    return {
+        "value": value,
+        "low": max(value - half_width, 0.0),
+        "high": min(value + half_width, most),
+    }
 
 
 @cache
 def compute_t_quantile(freedom: int) -> float:
-    """Standard errors to either end of a 95 % interval whose error is estimated: Student's t."""
+    """Compute the half-width of a 95 % interval in estimated standard errors, by Student's t.
+
+    freedom: degrees of freedom.
+    """
     return float(t.ppf(0.975, freedom))
 
 
 def share_of(right: int, answers: int) -> Figure:
-    """The share of right answers; its interval (Wilson 1927) has a width at 0 and 1 too."""
+    """Compute the share of right answers with its interval (Wilson 1927), which has a width at 0 and 1 too."""
     low, high = map(float, binomtest(right, answers).proportion_ci(method="wilson"))
     return {"value": right / answers, "low": low, "high": high}

@@ -1,13 +1,13 @@
-"""The ledger of an evaluation: everything that happened, a line each, in the order of happening.
+"""The ledger of an evaluation: a JSONL file with one entry a line, in the order of events.
 
-It is only appended to. A report is a function of its entries, so a finished evaluation shows its
-figures without any model, and a killed one goes on where it stopped. Kinds of entries:
+The file is only appended to. A report is a function of its entries, so a finished evaluation shows its figures without
+loading a model, and a killed one goes on where it stopped. Kinds of entries:
 
-    head        what is measured: format, options, digests of questions and models, contestants, machine
-    completion  what a contestant answered to a question (`answering.completion_of`)
+    head        the setup: format, options, digests of questions and models, systems, machine
+    completion  a system's answer to a question (`treespec.eval.answering.build_completion`)
     failed      why a peer gave up
 
-Each of several processes has a ledger of its own, OUT/process-N/ledger.jsonl; the first has OUT's.
+With several processes rank 0 writes OUT/ledger.jsonl, and rank N writes OUT/process-N/ledger.jsonl.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,19 +24,26 @@ from treespec.model.identity import identify_model, identify_target
 
 LEDGER_FILE = "ledger.jsonl"
 LEDGER_FORMAT = 3
-CHANGE_NO_COMPLETION = ("out", "allow_lossy")  # options
+CHANGE_NO_COMPLETION = ("out", "allow_lossy")  # options that change no completion
 LEDGER_BEGINNING = b'{"kind": "head"'
 
-Entry = dict[str, Any]  # with its `kind`
-Completion = dict[str, Any]
+Entry = dict[str, Any]  # a line of the ledger, with its `kind`
+Completion = dict[str, Any]  # an entry of the kind `completion`
 
 
 @final
 class Ledger:
-    """The entries in a folder, and the file of one process, which must have it locked.
+    """The ledger's entries in a folder, and the file that one process appends to.
 
-    rank: of the process. Raises InputError for a file that cannot be read, and, with its number,
-    for a line that is no entry. A last line that is cut off or damaged is skipped.
+    The process must have locked its folder. Rank 0 also reads the entries of the other ranks. A last line that is cut
+    off or damaged is skipped.
+
+    Args:
+        out: the folder OUT.
+        rank: rank of the process.
+
+    Raises:
+        InputError: a file cannot be read, or a line (the message has its number) is no entry.
     """
 
     def __init__(self, out: Path, rank: int = 0) -> None:
@@ -48,7 +55,7 @@ class Ledger:
                 self.entries += entries
 
     def list_entries(self, kind: str) -> list[Any]:
-        """The entries of a kind, the earliest first."""
+        """List the entries of a kind, the earliest first."""
         return [entry for entry in self.entries if entry["kind"] == kind]
 
     @property
@@ -56,26 +63,33 @@ class Ledger:
         return next(reversed(self.list_entries("head")), None)
 
     def append(self, kind: str, fields: Mapping[str, object]) -> None:
-        """Add an entry. It is on the disk when this returns: a kill loses no other.
+        """Append an entry. It is on the disk when this returns, so a kill loses at most the entry being written.
 
-        Raises InputError where the file cannot be written.
+        Raises InputError if the file cannot be written.
         """
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with self.file.open("ab", buffering=0) as file:
-            file.truncate(self.length)  # without a damaged end
+            file.truncate(self.length)  # drop a damaged last line
             Lines(self.file, file, self.entries).append({"kind": kind, **fields})
             self.length = file.tell()
 
 
 def place_of(out: Path, rank: int) -> Path:
-    """The folder that a process writes its ledger into."""
+    """Return the folder that a process writes its ledger into."""
     if rank == 0:
         return out
     return out / f"process-{rank}"
 
 
 def read_ledger(file: Path) -> tuple[list[Entry], int]:
-    """Read the entries of a file, and the length of its content without a damaged end; nothing without the file."""
+    """Read a ledger file.
+
+    Returns:
+        The entries, and the length in bytes of the content without a damaged last line; [] and 0 if there is no file.
+
+    Raises:
+        InputError: the file cannot be read, or it is no ledger of this format.
+    """
     try:
         content = file.read_bytes()
     except FileNotFoundError:
@@ -97,8 +111,8 @@ def read_ledger(file: Path) -> tuple[list[Entry], int]:
 def build_ledger_head(config: EvalConfig, questions: Sequence[Question], processes: int) -> Entry:
     """Build the head of the ledger before the models are loaded.
 
-    Its field `same` has what must not change. Contestants are named after the last part of the
-    target's path; target and drafters are compared by content, so they may be moved.
+    Its field `same` has the values that must not change when the run is resumed. Target and drafters are compared by
+    content, so that they may be moved. Only the last part of the target's path counts: systems are named after it.
     """
     options = asdict(config)
     may_change = {"head", *CHANGE_NO_COMPLETION}
@@ -112,9 +126,9 @@ def build_ledger_head(config: EvalConfig, questions: Sequence[Question], process
 
 
 def identify_models(config: EvalConfig) -> dict[str, str]:
-    """Identify the target and each drafter's models by their files.
+    """Identify the target and each drafter's models by digests of their files.
 
-    That of a suffix cache is not its completions', which may grow.
+    A suffix cache's folder is left out, because its completions may grow.
     """
     identity_by_name = {"the target's files": identify_target(config.target, config.placement)}
     for number, drafter in enumerate(parse_drafters(config), 1):
@@ -127,7 +141,7 @@ def identify_models(config: EvalConfig) -> dict[str, str]:
 
 
 def has_model(drafter: DrafterSpec) -> bool:
-    """Whether a drafter is a model in files."""
+    """Whether a drafter is a model stored in files."""
     if drafter.kind.is_head or drafter.kind.name == "model":
         return True
     if drafter.kind.name == "suffix" or not drafter.place:

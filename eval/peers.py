@@ -1,4 +1,4 @@
-"""Other programs as contestants: transformers' own generation, and servers with OpenAI's interface."""
+"""Ask other programs the questions of an evaluation: transformers' `generate`, and servers with OpenAI's API."""
 
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -38,34 +38,37 @@ from treespec.model.weights import load_config, load_model
 def build_peer_answerers(
     systems: Sequence[System], config: EvalConfig, target: Target
 ) -> dict[System, Answerer]:
-    """Make what answers for each peer. Raises InputError for models that do not load, and silent servers."""
+    """Make the answerer of each peer.
+
+    Raises InputError for a model that does not load, and for a server that does not answer.
+    """
     # 1. Servers.
     answerers = dict[System, Answerer]()
-    stock = []
+    transformers_systems = []
     for system in systems:
         if system.peer == TRANSFORMERS_PEER:
-            stock.append(system)
+            transformers_systems.append(system)
         elif system.peer:
             answerers[system] = EndpointPeer(system, config).answer
 
     # 2. transformers, which loads the models once.
-    if stock:
+    if transformers_systems:
         assistant = None
         if config.assistant:
             assistant = load_assistant(config, target)
         model = load_stock(config)
-        for system in stock:
+        for system in transformers_systems:
             answerers[system] = TransformersPeer(model, assistant, target, system, config).answer
     return answerers
 
 
 def load_stock(config: EvalConfig) -> PreTrainedModel:
-    """The target as a user of transformers loads it, in the checkpoint's dtype and layout."""
+    """Load the target as a user of transformers does, in the checkpoint's dtype and layout."""
     return load_model(config.target, replace(config.placement, dtype="auto"))
 
 
 def load_assistant(config: EvalConfig, target: Target) -> PreTrainedModel:
-    """The assistant on the target's device, in its own checkpoint's dtype.
+    """Load the assistant on the target's device, in its own checkpoint's dtype.
 
     Raises InputError if it cannot be loaded.
     """
@@ -86,37 +89,47 @@ def load_assistant(config: EvalConfig, target: Target) -> PreTrainedModel:
 
 
 def is_dflash(config: PreTrainedConfig) -> bool:
-    """Whether a model drafts blocks from the target's hidden states, with the target's embeddings."""
+    """Whether a model is transformers' DFlash: it drafts blocks from the target's hidden states and embeddings."""
     return hasattr(config, "target_layer_ids") and hasattr(config, "block_size")
 
 
 def generate_plain_tokens(
-    model: PreTrainedModel, prompt: list[int], fields: Mapping[str, object], **more: Any
+    model: PreTrainedModel,
+    prompt: list[int],
+    fields: Mapping[str, object],
+    **generate_arguments: Any,
 ) -> list[list[int]]:
-    """Generate new tokens by `model.generate` with these settings and none of the model's own; by default greedy.
+    """Generate new tokens with `model.generate`, ignoring the model's own generation config.
 
-    fields: of a `GenerationConfig`. more: further arguments of `generate`.
+    Args:
+        model: a model of transformers.
+        prompt: token ids.
+        fields: fields of a `GenerationConfig`; {} is greedy.
+        generate_arguments: further arguments of `model.generate`.
+
+    Returns:
+        The new tokens of each returned sequence.
     """
-    # transformers fills gaps from the model's own generation config: empty that one
+    # transformers fills missing fields from the model's generation config, so replace that by an empty one
     options: dict[str, Any] = {"pad_token_id": 0, "do_sample": False}
     if fields.get("do_sample"):
         options["top_k"] = 0  # transformers' default is 50
     settings = GenerationConfig(**options | dict(fields))
-    models_own = model.generation_config
+    saved_config = model.generation_config
     model.generation_config = GenerationConfig()
     try:
         ids = torch.tensor([prompt], device=model.device)
         generate = cast(Any, model.generate)
         mask = torch.ones_like(ids)
-        rows = generate(ids, attention_mask=mask, generation_config=settings, **more)
+        rows = generate(ids, attention_mask=mask, generation_config=settings, **generate_arguments)
         return rows[:, len(prompt) :].tolist()
     finally:
-        model.generation_config = models_own
+        model.generation_config = saved_config
 
 
 @final
 class TransformersPeer:
-    """`model.generate` of transformers, by one of `TRANSFORMERS_METHODS`, a prompt at a time."""
+    """Answers with `model.generate` of transformers, by one of `TRANSFORMERS_METHODS`, one prompt at a time."""
 
     def __init__(
         self,
@@ -165,18 +178,19 @@ class TransformersPeer:
         return outputs
 
     def generate_tokens(self, ask: PromptRequest, eos: Collection[int]) -> list[int]:
-        """New tokens; temperature 0 is greedy. eos: the tokens that end a completion."""
+        """Generate the new tokens of a prompt. eos: the tokens that end a completion."""
         torch.manual_seed(ask.seed)
-        ends = {"max_new_tokens": ask.max_new_tokens, "eos_token_id": sorted(eos) or None}
-        return generate_plain_tokens(self.model, ask.ids, ends | self.sampling, **self.method)[0]
+        ending_fields = {"max_new_tokens": ask.max_new_tokens, "eos_token_id": sorted(eos) or None}
+        return generate_plain_tokens(
+            self.model, ask.ids, ending_fields | self.sampling, **self.method
+        )[0]
 
 
 @final
 class EndpointPeer:
-    """A server with OpenAI's interface, as its client sees it: vLLM, SGLang, llama.cpp, treespec.
+    """Answers through a server with OpenAI's API, as its client: vLLM, SGLang, llama.cpp, treespec.
 
-    It is asked a batch of the contestant's size at a time. Raises InputError where nothing answers
-    at its address.
+    At most `system.batch` requests run at a time. Raises InputError if no server answers at the address.
     """
 
     def __init__(self, system: System, config: EvalConfig) -> None:
@@ -197,21 +211,21 @@ class EndpointPeer:
             return list(pool.map(self.stream_completion, asks))
 
     def stream_completion(self, ask: PromptRequest) -> Output:
-        """A streamed completion. Raises InputError for one that is refused or breaks off."""
-        more = {
+        """Stream a completion. Raises InputError if the server refuses it or it breaks off."""
+        request_fields = {
             "messages": ask.messages,
             "max_tokens": ask.max_new_tokens,
             "seed": ask.seed % 2**31,
         }
         try:
-            reply = stream_chat_completion(self.address, self.body | more)
+            reply = stream_chat_completion(self.address, self.body | request_fields)
         except ENDPOINT_ERRORS as error:
             raise InputError(describe_error(error)) from error
         if not reply.usage:
             raise InputError("the server reports no usage at the end of its stream")
-        prompt = reply.usage["prompt_tokens"]
-        new = reply.usage["completion_tokens"]
-        stats = Stats(prompt_tokens=prompt, new_tokens=new, truncated=reply.cut)
+        prompt_tokens = reply.usage["prompt_tokens"]
+        new_tokens = reply.usage["completion_tokens"]
+        stats = Stats(prompt_tokens=prompt_tokens, new_tokens=new_tokens, truncated=reply.cut)
         stats.seconds["total"] = reply.seconds
         stats.seconds["first"] = reply.times[0] if reply.times else 0.0
         return Output(reply.text, [], stats)

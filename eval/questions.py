@@ -1,4 +1,4 @@
-"""Questions in FastChat's format: our own, those of a published suite, or a file's."""
+"""Load questions in FastChat's format: the builtin ones, a published suite, or a file."""
 
 import hashlib
 import json
@@ -20,9 +20,9 @@ NUMBER_PATTERN = re.compile(r"(?:(?<![\w)])-)?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+
 
 
 def find_last_number(text: str) -> Decimal | None:
-    """Find the last number in a text, without dollar signs and commas between thousands.
+    """Find the last number in a text, without dollar signs and commas between thousands; None if there is none.
 
-    As the `flexible-extract` filter of lm-evaluation-harness for GSM8K.
+    It follows the `flexible-extract` filter of lm-evaluation-harness for GSM8K.
     """
     numbers = NUMBER_PATTERN.findall(text)
     if not numbers:
@@ -34,8 +34,12 @@ def find_last_number(text: str) -> Decimal | None:
 class Question:
     """A conversation's user turns, asked one after the other.
 
-    task: what results are grouped by, if not the category. number: with which a right completion
-    of the last turn ends, if any.
+    Attributes:
+        question_id: unique in its file.
+        category: as the file has it.
+        turns: the user's messages.
+        task: what results are grouped by instead of the category; "": the category.
+        number: the number that a right completion of the last turn ends with; None: no right answer is known.
     """
 
     question_id: int | str
@@ -49,7 +53,7 @@ class Question:
         return self.task or self.category
 
     def is_right(self, text: str) -> bool | None:
-        """Whether a completion is right: 18, 18.00 and $18 are the same. None: nobody knows."""
+        """Whether a completion is right: 18, 18.00 and $18 are equal. None: no right answer is known."""
         if self.number is None:
             return None
         return find_last_number(text) == find_last_number(self.number)
@@ -61,14 +65,14 @@ def load_questions(
     """Load questions.
 
     Args:
-        spec: `builtin`, the name of a suite, or a JSONL file, which is read once: it may be a pipe.
-        categories: keep only the questions of these categories; default: all. Spec-Bench's tasks count too.
+        spec: `builtin`, the name of a suite, or a JSONL file; the file is read once, so it may be a pipe.
+        categories: keep only the questions of these categories or tasks of Spec-Bench; default: all.
 
     Returns:
-        The questions, and what is wrong with each line that was left out.
+        The questions, and for each line that was left out the reason.
 
     Raises:
-        InputError: a file that cannot be read or has no question, a category that it lacks, or a failed download.
+        InputError: the file cannot be read or has no question, it lacks a category, or a download failed.
     """
     questions, problems = parse_questions(_read_turn_content(spec), Path(spec).name)
     if not questions:
@@ -80,7 +84,7 @@ def load_questions(
 
 
 def parse_questions(content: bytes, name: str) -> tuple[list[Question], list[str]]:
-    """Parse the questions of JSONL, and tell what is wrong with its other lines. name: of the file."""
+    """Parse the questions of a JSONL file, and say what is wrong with its other lines. name: the file's, for these."""
     questions: dict[int | str, Question] = {}
     problems = []
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
@@ -99,39 +103,39 @@ def parse_questions(content: bytes, name: str) -> tuple[list[Question], list[str
 def choose_categories(
     questions: Sequence[Question], categories: Collection[str], spec: str
 ) -> list[Question]:
-    """Keep the questions of some categories or tasks. Raises InputError for one that `spec` lacks."""
+    """Keep the questions of the given categories or tasks. Raises InputError for a category that `spec` lacks."""
     groups = dict.fromkeys(question.group for question in questions)
-    known_names = set(groups) | {question.category for question in questions}
+    group_names = set(groups) | {question.category for question in questions}
     for name in categories:
-        if name not in known_names:
+        if name not in group_names:
             raise InputError(
                 f"{spec} has no category {name!r}{find_nearest_name(name, groups)}: {', '.join(groups)}"
             )
-    chosen = []
+    matching_questions = []
     for question in questions:
         if question.category in categories or question.group in categories:
-            chosen.append(question)
-    return chosen
+            matching_questions.append(question)
+    return matching_questions
 
 
 def hash_questions(questions: Sequence[Question]) -> str:
-    """The SHA-256 of all questions, which changes where one of them does."""
+    """Compute the SHA-256 of all questions."""
     return hashlib.sha256(json.dumps(list(map(astuple, questions))).encode()).hexdigest()
 
 
 def take_first_of_each(questions: Sequence[Question], count: int | None) -> list[Question]:
-    """Keep the first `count` questions of each category, or task of Spec-Bench; None keeps all."""
+    """Keep the first `count` questions of each category or task of Spec-Bench; None keeps all."""
     counts: Counter[str] = Counter()
-    chosen = []
+    first_questions = []
     for question in questions:
         counts[question.group] += 1
         if count is None or counts[question.group] <= count:
-            chosen.append(question)
-    return chosen
+            first_questions.append(question)
+    return first_questions
 
 
 def _read_turn_content(spec: str) -> bytes:
-    """Read the JSONL of a name or a file. Raises InputError for anything else."""
+    """Read the JSONL that `spec` names: a suite, `builtin` or a file. Raises InputError for anything else."""
     if spec in SUITES:
         return load_suite(spec)
     path = Path(spec)
@@ -148,7 +152,7 @@ def _read_turn_content(spec: str) -> bytes:
 
 
 def _parse_question(line: bytes) -> Question:
-    """Parse the question of a line. Raises ValueError for a line that holds none."""
+    """Parse the question of a JSONL line. Raises ValueError if the line has none."""
     fields = json.loads(line)
     if not isinstance(fields, dict):
         raise ValueError("not a JSON object")
@@ -170,7 +174,7 @@ def _parse_question(line: bytes) -> Question:
 
 
 def has_texts(turns: object) -> TypeGuard[list[str]]:
-    """Whether an object is a list of texts that is not empty and has no blank text."""
+    """Whether an object is a list of at least one text, none of them blank."""
     if not isinstance(turns, list) or not turns:
         return False
     return all(isinstance(turn, str) and turn.strip() for turn in turns)

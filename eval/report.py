@@ -1,7 +1,7 @@
-"""Results for people: tables, notes and a verdict, as Markdown and as a page of HTML.
+"""Render results as Markdown and as an HTML page: tables, plots, notes and a verdict.
 
-The page is one file that loads nothing from elsewhere. Jinja escapes whatever it fills in, so that no
-model's text and no name becomes markup.
+The page is one file that loads no other. Jinja escapes every value that it fills in, so that neither a model's text
+nor a name becomes markup.
 """
 
 import re
@@ -18,14 +18,18 @@ from treespec.eval.intervals import Figure
 from treespec.files.printable import to_one_line
 
 Cell = str | Figure | None
-PROSE_COLUMNS = 100  # columns of a note in Markdown
+PROSE_COLUMNS = 100  # width at which a note is wrapped in Markdown
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells by column; a page draws a bar below each figure.
+    """Rows of cells by column. A page draws a bar below each figure.
 
-    labels: the columns that name a row. They come first. reference: the bars' dashed line.
+    Attributes:
+        title: heading of the table.
+        labels: the columns that name a row; they come first.
+        rows: the cells of each row, by column.
+        reference: value at which the bars have a dashed line; None: no line.
     """
 
     title: str
@@ -35,7 +39,7 @@ class Table:
 
     @property
     def columns(self) -> dict[str, list[str]]:
-        """The printable name of each column and its cells; empty columns are left out."""
+        """The cells of each column, its printable name first. Columns without any text are left out."""
         columns = {}
         for name in dict.fromkeys(chain(self.labels, *self.rows)):
             cells = [escape_cell(row.get(name)) for row in self.rows]
@@ -46,7 +50,13 @@ class Table:
 
 @dataclass(frozen=True)
 class Plot:
-    """Lines over one number, drawn on a page. along: its name. lines: the points (place, figure) in order, by name."""
+    """A line chart on a page.
+
+    Attributes:
+        title: heading of the chart.
+        along: name of the horizontal axis.
+        lines: points (x, figure) of each line by its name, x ascending.
+    """
 
     title: str
     along: str
@@ -54,18 +64,25 @@ class Plot:
 
     @property
     def ends(self) -> tuple[float, float, float, float]:
-        """The least and largest place, and the least and largest value."""
-        places: list[float] = []
+        """The smallest and largest x, then the smallest and largest value."""
+        positions: list[float] = []
         values: list[Any] = []
-        for place, figure in chain.from_iterable(self.lines.values()):
-            places.append(place)
+        for position, figure in chain.from_iterable(self.lines.values()):
+            positions.append(position)
             values.append(figure["value"])
-        return min(places), max(places), min(values), max(values)
+        return min(positions), max(positions), min(values), max(values)
 
 
 @dataclass(frozen=True)
 class EvalReport:
-    """The results of a command. notes: how to read the tables. verdict: the conclusions, a sentence each."""
+    """The results of a command.
+
+    Attributes:
+        tables: the figures.
+        notes: how to read the tables, one paragraph each.
+        verdict: the conclusions, one sentence each.
+        plots: charts of the figures, on HTML pages only.
+    """
 
     tables: Sequence[Table]
     notes: Sequence[str]
@@ -74,9 +91,10 @@ class EvalReport:
 
 
 def render_markdown(report: EvalReport, width: int | None = None) -> str:
-    """Render the whole report as Markdown; the columns of its tables are aligned in the source too.
+    """Render the whole report as Markdown, with aligned columns.
 
-    width: columns of a terminal; a wider table is cut between columns, each part with the labels.
+    width: width of a terminal in characters; a wider table is cut between columns, and each part repeats the labels.
+        None does not cut.
     """
     parts = []
     for table in report.tables:
@@ -91,19 +109,19 @@ def render_markdown(report: EvalReport, width: int | None = None) -> str:
 
 
 def render_markdown_table(table: Table, width: int | None = None) -> list[str]:
-    """Render a table as lines of Markdown, an empty one first: labels to the left, figures to the right."""
-    # 1. Columns whose cells are equally wide.
-    labels = []
-    others = []
+    """Render a table as lines of Markdown, the first one empty. Labels are left-aligned, figures right-aligned."""
+    # 1. Pad the cells of each column to one width.
+    label_columns = []
+    figure_columns = []
     for name, cells in table.columns.items():
         if name in table.labels:
-            labels.append(align_column(cells, to_left=True))
+            label_columns.append(align_column(cells, to_left=True))
         else:
-            others.append(align_column(cells, to_left=False))
+            figure_columns.append(align_column(cells, to_left=False))
 
-    # 2. As many of them as fit, with the labels.
+    # 2. Cut the table into parts that fit the width.
     lines = []
-    for columns in split_columns(labels, others, width):
+    for columns in split_columns(label_columns, figure_columns, width):
         if columns:
             lines.append("")
             for row in zip(*columns, strict=True):
@@ -112,27 +130,32 @@ def render_markdown_table(table: Table, width: int | None = None) -> list[str]:
 
 
 def align_column(cells: Sequence[str], to_left: bool) -> list[str]:
-    """Pad a column's name and cells to one width, and put Markdown's rule between them."""
+    """Pad a column's name and cells to one width, and insert Markdown's rule between them."""
     escaped = [cell.replace("|", "\\|") for cell in cells]
-    widest = max(2, max(map(cell_len, escaped)))
+    width = max(2, max(map(cell_len, escaped)))
     lines = []
     for cell in escaped:
-        gap = " " * (widest - cell_len(cell))
+        gap = " " * (width - cell_len(cell))
         lines.append(cell + gap if to_left else gap + cell)
-    rule = "-" * widest if to_left else "-" * (widest - 1) + ":"
+    rule = "-" * width if to_left else "-" * (width - 1) + ":"
     lines.insert(1, rule)
     return lines
 
 
 def split_columns(
-    labels: Sequence[list[str]], others: Sequence[list[str]], width: int | None
+    label_columns: Sequence[list[str]], figure_columns: Sequence[list[str]], width: int | None
 ) -> list[list[list[str]]]:
-    """Cut a table's columns into parts that are narrower than `width`; None does not cut. Each part has all labels."""
-    parts = [list(labels)]
-    for column in others:
-        room = sum(3 + cell_len(lines[0]) for lines in [*parts[-1], column])
-        if width and room >= width and len(parts[-1]) > len(labels):
-            parts.append(list(labels))
+    """Cut a table's columns into parts narrower than `width`, each with all label columns; None does not cut.
+
+    A table of two figures beside one label, cut to a width of one figure:
+
+        label  A  B         label  A     label  B
+    """
+    parts = [list(label_columns)]
+    for column in figure_columns:
+        width_with_column = sum(3 + cell_len(lines[0]) for lines in [*parts[-1], column])
+        if width and width_with_column >= width and len(parts[-1]) > len(label_columns):
+            parts.append(list(label_columns))
         parts[-1].append(column)
     return parts
 
@@ -140,12 +163,12 @@ def split_columns(
 def render_page(
     report: EvalReport, title: str, subtitle: str = "", setup: Sequence[tuple] = ()
 ) -> str:
-    """Render the report as a page of HTML. setup: (name, value) of each thing that the figures depend on."""
+    """Render the report as a page of HTML. setup: (name, value) of everything that the figures depend on."""
     return fill_template("page.html", report=report, title=title, subtitle=subtitle, setup=setup)
 
 
 def fill_template(template: str, **values: Any) -> str:
-    """Fill a template of this folder with values."""
+    """Fill a Jinja template of eval/ with values."""
     environment = Environment(
         loader=PackageLoader("treespec.eval", "."),
         autoescape=select_autoescape(["html"]),
@@ -158,20 +181,20 @@ def fill_template(template: str, **values: Any) -> str:
 
 
 def list_notes(template: str, **values: Any) -> list[str]:
-    """Fill a template with values and list its paragraphs, each on one line."""
+    """Fill a template with values and return its paragraphs, each on one line."""
     paragraphs = fill_template(template, **values).split("\n\n")
     return [" ".join(note.split()) for note in paragraphs if note.strip()]
 
 
 def wrap_list_item(text: str) -> str:
-    """Make a list item of Markdown, wrapped between words."""
+    """Format a text as a list item of Markdown, wrapped between words."""
     wrapper = textwrap.TextWrapper(PROSE_COLUMNS, "- ", "  ")
     wrapper.break_long_words = wrapper.break_on_hyphens = False
     return wrapper.fill(escape_cell(text))
 
 
 def to_percent(figure: Figure) -> Figure:
-    """Turn a share into percent."""
+    """Convert a share to percent, with the ends of its interval."""
     ends: Any = dict(figure)
     for name, value in ends.items():
         if value is not None:
@@ -180,9 +203,9 @@ def to_percent(figure: Figure) -> Figure:
 
 
 def escape_cell(cell: Cell) -> str:
-    """Print a cell on one line, without control codes: names of files and categories may hold any.
+    """Format a cell on one line, without control codes (names of files and categories may contain any).
 
-    A figure becomes its value and 95 % interval, 1.49 (1.32–1.61), with one digit from 10 on; None becomes "".
+    A figure becomes its value and 95 % interval, as 1.49 (1.32–1.61), with one decimal from 10 on. None becomes "".
     """
     if isinstance(cell, str):
         return to_one_line(re.sub(r"\s", " ", cell))

@@ -1,7 +1,7 @@
-"""The published suites that `--questions` knows by name, as JSONL in FastChat's format.
+"""Download the published suites that `--questions` names, and convert them to JSONL in FastChat's format.
 
-Of GSM8K's problems a line has the right number. Every checksum is of the file at the commit that its
-address names. A suite is fetched at its first use and kept in treespec's cache, as published.
+A line of a GSM8K problem also has the right number. A checksum belongs to the file at the commit in its address. A
+suite is downloaded at its first use and kept as published in treespec's cache.
 """
 
 import gzip
@@ -25,15 +25,15 @@ MT_BENCH = frozenset(
     {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 )
 
-# Of Meta's evaluation of Llama 3 (lm-evaluation-harness: `gsm8k_cot_llama`), without examples: a
-# chat model reasons of its own accord.
+# The prompt of Meta's evaluation of Llama 3 (lm-evaluation-harness: `gsm8k_cot_llama`), without its examples: a chat
+# model reasons step by step without them.
 GSM8K_PROMPT = (
     "Given the following problem, reason and give a final answer to the problem.\n"
     "Problem: {question}\n"
     'Your response should end with "The final answer is [answer]" where [answer] is the response '
     "to the problem."
 )
-# Of OpenAI's simple-evals for chat models; signature and docstring follow.
+# The prompt of OpenAI's simple-evals for chat models; the function's signature and docstring follow.
 HUMANEVAL_PROMPT = (
     "Read the following function signature and docstring, and fully implement the function "
     "described. Your response should only contain the code for this function.\n"
@@ -44,8 +44,11 @@ HUMANEVAL_PROMPT = (
 class Suite:
     """A published set of questions.
 
-    file: its name in the cache. sha256: of the published file. places: where it can be had, the
-    first one first. lines: from the published file to the objects of FastChat's format.
+    Attributes:
+        file: its name in the cache.
+        sha256: checksum of the published file.
+        places: where it can be downloaded, tried in order.
+        lines: converts the published file to objects in FastChat's format.
     """
 
     file: str
@@ -55,17 +58,17 @@ class Suite:
 
 
 def iterate_objects(content: bytes) -> Iterator[dict[str, Any]]:
-    """The objects of a published file, one a line."""
+    """Yield the objects of a JSONL file."""
     for line in content.split(b"\n"):
         if line.strip():
             yield json.loads(line)
 
 
 def parse_spec_bench(content: bytes) -> Iterator[dict[str, Any]]:
-    """Spec-Bench: 480 questions of six tasks (Xia et al. 2024, 2401.07851), in FastChat's format.
+    """Parse Spec-Bench: 480 questions of six tasks (Xia et al. 2024, 2401.07851), published in FastChat's format.
 
-    Its task `mt_bench` has eight categories, others are categories themselves.
-    Its problems of GSM8K are asked as they stand; treespec can tell which completions are right.
+    The task `mt_bench` has eight categories; every other task is a category. The GSM8K problems are asked without a
+    prompt around them; their right numbers are added, so that completions can be judged.
     """
     for line in iterate_objects(content):
         if line["category"] in MT_BENCH:
@@ -77,7 +80,7 @@ def parse_spec_bench(content: bytes) -> Iterator[dict[str, Any]]:
 
 
 def parse_gsm8k(content: bytes) -> Iterator[dict[str, Any]]:
-    """GSM8K: 1,319 word problems with a number as the answer (Cobbe et al. 2021, 2110.14168)."""
+    """Parse GSM8K: 1,319 word problems with a number as the answer (Cobbe et al. 2021, 2110.14168)."""
     for number, problem in enumerate(iterate_objects(content)):
         yield {
             "question_id": f"gsm8k/{number}",
@@ -88,12 +91,12 @@ def parse_gsm8k(content: bytes) -> Iterator[dict[str, Any]]:
 
 
 def read_gsm8k_answer(answer: str) -> str:
-    """The number of a published answer of GSM8K, which ends with #### and the number."""
+    """Read the number of a published answer of GSM8K, which ends with #### and the number."""
     return answer.rpartition("####")[2].strip()
 
 
 def parse_humaneval(content: bytes) -> Iterator[dict[str, Any]]:
-    """HumanEval: 164 Python functions to write (Chen et al. 2021, 2107.03374)."""
+    """Parse HumanEval: 164 Python functions to write (Chen et al. 2021, 2107.03374)."""
     for problem in iterate_objects(gzip.decompress(content)):
         turn = HUMANEVAL_PROMPT + problem["prompt"]
         yield {"question_id": problem["task_id"], "category": "humaneval", "turns": [turn]}
@@ -155,14 +158,14 @@ SUITES = {
 
 
 def load_suite(name: str) -> bytes:
-    """A suite's questions as JSONL. Raises InputError, in one line, where they cannot be had."""
-    known_suite = SUITES[name]
-    path = cache_folder() / "questions" / known_suite.file
+    """Load a suite's questions as JSONL, from the cache or the web. Raises InputError if neither has them."""
+    suite = SUITES[name]
+    path = cache_folder() / "questions" / suite.file
     try:
-        content = load_or_download(path, known_suite.sha256, known_suite.places)
+        content = load_or_download(path, suite.sha256, suite.places)
     except InputError as error:
         raise InputError(
             f"{name} is not in the cache and cannot be fetched: {error}, or give other questions "
             "with --questions FILE or --questions builtin"
         ) from error
-    return "\n".join(map(json.dumps, known_suite.lines(content))).encode()
+    return "\n".join(map(json.dumps, suite.lines(content))).encode()

@@ -1,6 +1,6 @@
-"""The systems that an evaluation compares, and when each is asked: one-token decoding, drafters, and peers.
+"""List the systems that an evaluation compares (the baseline, drafters and peers), and plan when each is asked.
 
-It loads no torch, so that names that do not fit each other are refused at once.
+The module does not import torch, so that names that do not fit each other are refused at once.
 """
 
 import re
@@ -45,23 +45,28 @@ TRANSFORMERS_METHODS: dict[str, dict[str, int]] = {
 METHODS_BY_REQUEST = (
     EARLY_EXIT_METHOD,
     "MTP",
-)  # unless `--peers` names them: they are for models made for them
+)  # asked only if `--peers` names them: they need a model made for them
 BATCHES_PER_GROUP = (
-    4  # batches in a group of questions: the next question takes the place of a finished one
+    4  # a group has several batches, so that a new question can replace a finished one
 )
 
 
 @dataclass(frozen=True)
 class System:
-    """One way to complete prompts.
+    """One way to complete prompts. The ledger calls a system a contestant.
 
-    method: `baseline` is one-token decoding, others are a verifier as `--verifier` names it, one of
-    `TRANSFORMERS_METHODS`, or a server's model. drafter: `kind:value`; None for the baseline and for peers. tree:
-    None is the default of verifier or drafter. batch: completions at a time. peer: `transformers` or
-    a server's address; None: treespec answers. again: the baseline a second time (A/A), whose speed
-    over the first shows the clock's noise. labels: drafter, method, tree, temperature and batch, as
-    tables have them; "" where all contestants have one. name: in the ledger, and of its file of
-    completions.
+    Attributes:
+        method: `baseline` is one-token decoding; else a verifier as `--verifier` names it, one of
+            `TRANSFORMERS_METHODS`, or a server's model.
+        drafter: `kind:value`; None for the baseline and for peers.
+        tree: as `--tree` names it; None: the default tree of verifier or drafter.
+        temperature: of sampling; 0.0 is greedy.
+        batch: number of completions at a time.
+        peer: `transformers` or a server's address; None: treespec answers.
+        again: whether this is the baseline a second time (A/A). Its speed relative to the first time shows the
+            clock's noise.
+        labels: drafter, method, tree, temperature and batch in the tables; "" where they do not differ.
+        name: name in the ledger and of the file of its completions.
     """
 
     method: str
@@ -76,41 +81,46 @@ class System:
 
     @property
     def lossless(self) -> bool:
-        """Whether its completions have the target's distribution; peers are taken to have it."""
+        """Whether its completions have the target's distribution; peers are assumed to."""
         return self.drafter is None or parse_verifier(self.method, True).scheme.lossless
 
 
-Plan = list[tuple[list[Question], System]]  # questions asked together, and whom
+Plan = list[
+    tuple[list[Question], System]
+]  # (questions that are asked together, the system to ask), in order
 
 
 def list_systems(config: EvalConfig) -> list[System]:
-    """List who answers, at each temperature and batch size: the baseline, twice; every pair that fits; the peers.
+    """List the systems at each temperature and batch size: the baseline, twice; every pair that fits; the peers.
 
-    transformers' methods complete one prompt at a time. Raises InputError for a bad list, and for
-    two contestants of one name, which their trees' files or drafters' folders give them.
+    transformers' methods complete one prompt at a time, so they are listed at batch size 1 only.
+
+    Raises:
+        InputError: an option's list is bad, or two systems would have one name, because their tree files or their
+            drafters' folders do.
     """
-    # 1. Who answers at each temperature and batch size.
-    rows = list[System]()
+    # 1. The systems of one temperature and batch size.
+    answerers = list[System]()
     if config.baseline:
-        rows += [System(BASELINE_NAME), System(BASELINE_NAME, again=True)]
-    rows += list_drafter_pairs(config)[0]
+        answerers += [System(BASELINE_NAME), System(BASELINE_NAME, again=True)]
+    answerers += list_drafter_pairs(config)[0]
     for peer in parse_peers(config):
-        rows += list_peer_methods(peer, config)
+        answerers += list_peer_methods(peer, config)
 
-    # 2. All of them, with names.
+    # 2. The systems of all temperatures and batch sizes, with names.
     temperatures = split_list("temperature", config.temperature)
     batches = parse_whole_numbers("batch", config.batch)
     systems = list[System]()
-    for temperature, batch, row in product(temperatures, batches, rows):
-        if row.peer != TRANSFORMERS_PEER or batch == 1:
-            system = replace(row, temperature=float(temperature), batch=batch)
+    for temperature, batch, answerer in product(temperatures, batches, answerers):
+        if answerer.peer != TRANSFORMERS_PEER or batch == 1:
+            system = replace(answerer, temperature=float(temperature), batch=batch)
             systems.append(name_system(system, config))
     check_names(systems)
     return systems
 
 
 def list_peer_methods(peer: str, config: EvalConfig) -> list[System]:
-    """The methods of a part of `--peers`. Raises InputError for one that transformers does not have."""
+    """List the systems of one item of `--peers`. Raises InputError for a method that transformers does not have."""
     address, _, model = peer.partition(",")
     if address != TRANSFORMERS_PEER:
         return [System(model or SERVED_MODEL, peer=address)]
@@ -129,7 +139,7 @@ def list_peer_methods(peer: str, config: EvalConfig) -> list[System]:
 
 
 def check_names(systems: Sequence[System]) -> None:
-    """Raise InputError for two contestants of one name."""
+    """Raise InputError if two systems have one name."""
     names = [system.name for system in systems]
     for name in names:
         if names.count(name) > 1:
@@ -140,8 +150,8 @@ def check_names(systems: Sequence[System]) -> None:
 
 
 def name_system(system: System, config: EvalConfig) -> System:
-    """Give a contestant its labels, and a name that can be a file's."""
-    # 1. What tells it from the others.
+    """Give a system its labels, and a name that can be a file's."""
+    # 1. The labels.
     drafter = ""
     if system.drafter and len(parse_drafters(config)) > 1:
         drafter = DrafterSpec.parse(system.drafter).short
@@ -149,8 +159,8 @@ def name_system(system: System, config: EvalConfig) -> System:
     if len(parse_whole_numbers("batch", config.batch)) > 1:
         batch = str(system.batch)
     tree = PurePath(system.tree or "").name
-    again = " again" if system.again else ""
-    method = system.method + again
+    repeat_suffix = " again" if system.again else ""
+    method = system.method + repeat_suffix
     if not system.lossless:
         method += " (lossy)"
     if system.peer:
@@ -163,7 +173,7 @@ def name_system(system: System, config: EvalConfig) -> System:
         drafter,
         system.method,
         tree.removesuffix(".json"),
-        f"t{system.temperature:g}{again}",
+        f"t{system.temperature:g}{repeat_suffix}",
     ]
     if batch:
         parts.append(f"b{batch}")
@@ -175,38 +185,40 @@ def name_system(system: System, config: EvalConfig) -> System:
 
 
 def list_drafter_pairs(config: EvalConfig) -> tuple[list[System], list[str]]:
-    """List every drafter with every verifier and tree that it fits, and why others were left out.
+    """List every drafter with every verifier and tree that it fits, and the reasons why others were left out.
 
-    A drafter's tree wins over a verifier's, a verifier's over `--tree`. Next to other drafters, one
-    of one-hot tokens takes no tree, and takes `topk` if it fits no verifier named.
-    Raises InputError if a single drafter does not fit all verifiers and trees, or nothing fits.
+    A drafter's own tree has precedence over a verifier's, and a verifier's over `--tree`. If there are several
+    drafters, one without draft distributions (one-hot) takes no tree, and takes `topk` if it fits no named verifier.
+
+    Raises:
+        InputError: the only drafter misfits a verifier or tree, or no drafter fits any.
     """
     drafters = parse_drafters(config)
-    fitting: list[System] = []
+    fitting_pairs: list[System] = []
     reasons: list[str] = []
     for drafter in drafters:
         is_one_hot = drafter.kind.one_hot and len(drafters) > 1
-        rows: list[System] = []
+        pairs: list[System] = []
         for verifier, tree in list_choices(config, drafter, is_one_hot):
             try:
-                rows.append(match_drafter(drafter, verifier, tree, config.allow_lossy))
+                pairs.append(match_drafter(drafter, verifier, tree, config.allow_lossy))
             except InputError as error:
                 reason = f"{drafter.written} with {verifier}: {error}"
                 if len(drafters) == 1:
                     raise InputError(reason) from None
                 reasons.append(reason)
-        if is_one_hot and not rows:  # `topk` needs no draft distribution
-            rows = [System("topk", drafter.written)]
-        fitting += rows
-    if not fitting:
+        if is_one_hot and not pairs:  # `topk` needs no draft distribution
+            pairs = [System("topk", drafter.written)]
+        fitting_pairs += pairs
+    if not fitting_pairs:
         raise InputError(f"no drafter goes with a verifier and tree: {reasons[0]}")
-    return list(dict.fromkeys(fitting)), list(dict.fromkeys(reasons))
+    return list(dict.fromkeys(fitting_pairs)), list(dict.fromkeys(reasons))
 
 
 def list_choices(
     config: EvalConfig, drafter: DrafterSpec, is_one_hot: bool
 ) -> list[tuple[str, str | None]]:
-    """The verifiers that the options name for a drafter, each with a tree; None stands for the default tree.
+    """List the verifiers that the options name for a drafter, each with a tree; None stands for the default tree.
 
     is_one_hot: whether the drafter takes no tree.
     """
@@ -228,7 +240,7 @@ def list_choices(
 def match_drafter(
     drafter: DrafterSpec, verifier: str, tree: str | None, allow_lossy: bool
 ) -> System:
-    """A drafter with a verifier and tree. Raises InputError for those that do not fit each other."""
+    """Make the system of a drafter, verifier and tree. Raises InputError if they do not fit each other."""
     verifier_info = parse_verifier(verifier, allow_lossy)
     tree_policy = parse_policy(tree) if tree else None
     check_named(drafter, verifier_info, tree_policy)
@@ -236,27 +248,31 @@ def match_drafter(
 
 
 def plan_questions(
-    questions: list[Question], chosen: Sequence[System], there: set[tuple[str, int | str]]
+    questions: list[Question], all_systems: Sequence[System], completed: set[tuple[str, int | str]]
 ) -> Plan:
-    """List the questions that each contestant has not completed yet, in the order to ask them.
+    """List the questions that each system has not completed yet, in the order to ask them.
 
-    Contestants take turns in a random order, and so do batch sizes, so that none of them has the
-    machine at a better time. The baseline is asked a quarter of the groups of questions a second
-    time, `MIN_QUESTIONS` at least. there: (contestant, question) of completions.
+    Systems take turns in a random order, and so do batch sizes, so that a change in the machine's speed hits all alike.
+    The baseline is asked a quarter of the groups a second time, but at least `MIN_QUESTIONS` groups.
+
+    Args:
+        questions: all questions.
+        all_systems: the systems to ask.
+        completed: (system's name, question_id) of each completion in the ledger.
     """
     # 1. Questions asked together, by batch size.
-    sizes = {system.batch: choose_group_size(system.batch) for system in chosen}
+    sizes = {system.batch: choose_group_size(system.batch) for system in all_systems}
     largest = max(sizes.values(), default=1)
 
-    # 2. Whom to ask each group, and when: batch sizes reach a question at about the same time.
+    # 2. The systems to ask each group, ordered so that all batch sizes reach a question at about the same time.
     plan: list[tuple[int, list[Question], System]] = []
     for batch, size in sizes.items():
-        systems = [system for system in chosen if system.batch == batch]
-        groups = [questions[at : at + size] for at in range(0, len(questions), size)]
+        systems = [system for system in all_systems if system.batch == batch]
+        groups = [questions[start : start + size] for start in range(0, len(questions), size)]
         turns = take_turns(systems, len(groups))
-        for number, (group, asked) in enumerate(zip(groups, turns, strict=True)):
-            for system in asked:
-                unanswered = [q for q in group if (system.name, q.question_id) not in there]
+        for number, (group, group_systems) in enumerate(zip(groups, turns, strict=True)):
+            for system in group_systems:
+                unanswered = [q for q in group if (system.name, q.question_id) not in completed]
                 if unanswered:
                     plan.append((number * size // largest, unanswered, system))
     plan.sort(key=itemgetter(0))
@@ -264,15 +280,17 @@ def plan_questions(
 
 
 def choose_group_size(batch: int) -> int:
-    """How many questions are asked together at a batch size."""
+    """Choose the number of questions that are asked together at a batch size."""
     if batch == 1:
         return 1
     return BATCHES_PER_GROUP * batch
 
 
 def take_turns(systems: Sequence[System], groups: int) -> Iterator[list[System]]:
-    """Yield whom to ask each group of questions, in a random order. Few groups have the baseline a second time."""
-    repeated = Random(0).sample(range(groups), min(groups, max(MIN_QUESTIONS, groups // 4)))
+    """Yield the systems to ask each group of questions, in a random order. Few groups ask the baseline's repeat."""
+    repeat_groups = Random(0).sample(range(groups), min(groups, max(MIN_QUESTIONS, groups // 4)))
     for number in range(groups):
-        asked = [system for system in systems if number in repeated or not system.again]
-        yield Random(number).sample(asked, len(asked))
+        group_systems = [
+            system for system in systems if number in repeat_groups or not system.again
+        ]
+        yield Random(number).sample(group_systems, len(group_systems))

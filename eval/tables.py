@@ -1,4 +1,4 @@
-"""An evaluation as people read it: OUT/report.md and .html, the terminal, and OUT/answers."""
+"""Write an evaluation's tables and answers: OUT/report.md and .html, and OUT/answers."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -23,14 +23,14 @@ from treespec.eval.verdict import estimate_noise, write_verdict
 from treespec.files.atomic import write_json, write_text
 from treespec.options import format_command_line
 
-LABEL_COLUMNS = ("Drafter", "Method", "Tree", "T", "Batch")  # of a contestant
+LABEL_COLUMNS = ("Drafter", "Method", "Tree", "T", "Batch")  # the columns that name a system
 
-Cells = dict[str, Cell]  # of a row, by column
+Cells = dict[str, Cell]  # a row's cells by column
 
 
 def write_report(ledger: Ledger, out: Path) -> Summary:
-    """Write OUT/report.json, .md and .html, and OUT/answers/<contestant>.jsonl; return the figures."""
-    # 1. The figures, the report, and the page with what the figures depend on.
+    """Write OUT/report.json, .md and .html, and OUT/answers/<system>.jsonl; return the figures."""
+    # 1. The figures, the report, and the page, which also has the setup.
     text = json.dumps(summarize_ledger(ledger))
     summary = json.loads(text, parse_constant=lambda _: None)  # NaN: no time was measured
     report = build_eval_report(summary)
@@ -56,9 +56,9 @@ def write_report(ledger: Ledger, out: Path) -> Summary:
 
 
 def build_answer_line(completion: Completion) -> dict[str, object]:
-    """Build the line of OUT/answers that FastChat (llm_judge) and Spec-Bench (evaluation/eval.py) read.
+    """Build a line of OUT/answers, in the format that FastChat (llm_judge) and Spec-Bench (evaluation/eval.py) read.
 
-    The fields that Spec-Bench adds have one item a turn; accept_lengths is one list for all turns.
+    The fields that Spec-Bench adds have one item a turn, except accept_lengths, which is one list for all turns.
     """
     choice = {
         "index": 0,
@@ -85,20 +85,20 @@ def build_eval_report(summary: Summary) -> EvalReport:
     # 1. The rows of each table.
     rows = summary["rows"]
     own_rows = [row for row in rows if not row["peer"]]
-    timed = []
+    timed_rows = []
     if summary["timed"] and "cuda" not in summary["environment"]["device"]:
-        timed = own_rows  # on a GPU the host does not wait for each stage
-    pairs = [row for row in timed if row["drafter"] and row["overall"]["bound"]]
+        timed_rows = own_rows  # on a GPU stages run asynchronously, so their times are not known
+    bounded_rows = [row for row in timed_rows if row["drafter"] and row["overall"]["bound"]]
 
-    # 2. The speeds, also of the baseline's second time and of peers that failed.
+    # 2. The speeds, with the baseline's repeat and the peers that failed.
     speed = build_table(
         "Acceptance length τ (tokens per target forward) and speed", rows, build_speed_cells
     )
     speed_rows = list(speed.rows)
-    noises = []
+    noise_by_repeat = []
     for row in summary["again"]:
         speed_rows.append(label_row(row) | {"speedup": row["speedup"]})
-        noises.append((row, estimate_noise(row["speedup"])))
+        noise_by_repeat.append((row, estimate_noise(row["speedup"])))
     for name in summary["failed"]:
         speed_rows.append({"Method": name, "tokens/s": "failed"})
 
@@ -108,30 +108,30 @@ def build_eval_report(summary: Summary) -> EvalReport:
         build_table("By category: τ (speedup)", own_rows, build_category_cells),
         build_table("Right answers", [row for row in rows if row["right"]], build_accuracy_cells),
         build_table("Acceptance rate α by depth", own_rows, build_rate_cells),
-        build_table("A cycle's time in ms (share)", timed, build_cycle_cells),
-        build_table("Speedup without prompts, and its bound", pairs, build_bound_cells),
+        build_table("A cycle's time in ms (share)", timed_rows, build_cycle_cells),
+        build_table("Speedup without prompts, and its bound", bounded_rows, build_bound_cells),
     ]
     config = EvalConfig(**summary["options"])
-    lines = list_notes(
-        "notes.txt", summary=summary, config=config, few=MIN_QUESTIONS, noises=noises
+    notes = list_notes(
+        "notes.txt", summary=summary, config=config, few=MIN_QUESTIONS, noises=noise_by_repeat
     )
-    return EvalReport(tables, lines, write_verdict(summary))
+    return EvalReport(tables, notes, write_verdict(summary))
 
 
 def build_table(title: str, rows: Sequence[Row], cells: Callable[[Row], Cells]) -> Table:
-    """A row for each contestant, labelled by what tells it from the others."""
+    """Make a table with a row for each system, labelled by the options that differ between systems."""
     return Table(title, LABEL_COLUMNS, [cells(row) | label_row(row) for row in rows], reference=1.0)
 
 
 def label_row(row: Row) -> Cells:
-    """The cells that name a row's contestant."""
+    """Make the cells that name a row's system."""
     return dict(zip(LABEL_COLUMNS, row["labels"], strict=True))
 
 
 def build_speed_cells(row: Row) -> Cells:
-    """The cells of τ, tokens a second, and seconds to the first token."""
+    """Make the cells of τ, tokens a second, and seconds to the first token."""
     overall = row["overall"]
-    is_timed_alone = row["peer"] or row["batch"] == 1  # a batch shares its seconds out
+    is_timed_alone = row["peer"] or row["batch"] == 1  # a batch's completions share its seconds
     first_token = ""
     if is_timed_alone and overall["first_token"]:
         first_token = f"{overall['first_token']:.3f}"
@@ -149,7 +149,7 @@ def build_speed_cells(row: Row) -> Cells:
 
 
 def build_category_cells(row: Row) -> Cells:
-    """A cell for each category, then one for all questions."""
+    """Make a cell for each category, then one for all questions."""
     cells: Cells = {}
     for name, figures in {**row["categories"], "overall": row["overall"]}.items():
         tau, _, _ = escape_cell(figures["acceptance_length"]).partition(" ")  # without its interval
@@ -159,21 +159,21 @@ def build_category_cells(row: Row) -> Cells:
 
 
 def build_accuracy_cells(row: Row) -> Cells:
-    """The cells of right answers, for questions that have one."""
+    """Make the cells of right answers, for questions that have one."""
     right = row["right"]
     answers = right["answers"]
-    same = ""
+    same_verdicts = ""
     if right["same"] is not None:
-        same = f"{right['same']} of {answers}"
+        same_verdicts = f"{right['same']} of {answers}"
     return {
         "right": f"{right['right']} of {answers}",
         "%": escape_cell(to_percent(right["share"])),
-        "same verdict": same,
+        "same verdict": same_verdicts,
     }
 
 
 def build_rate_cells(row: Row) -> Cells:
-    """The cells of a tree's nodes and of α by depth."""
+    """Make the cells of a tree's nodes and of α by depth."""
     overall = row["overall"]
     cells: Cells = {"nodes": f"{overall['nodes']:.0f}", "no draft": ""}
     if row["drafter"]:
@@ -184,7 +184,7 @@ def build_rate_cells(row: Row) -> Cells:
 
 
 def build_cycle_cells(row: Row) -> Cells:
-    """The cells of a cycle's milliseconds by stage, and of the prompts' seconds."""
+    """Make the cells of a cycle's milliseconds by stage, and of the prefill's seconds."""
     stage_ms = row["overall"]["cycle_ms"]
     cycle_ms = sum(stage_ms.values())
     cells: Cells = {"cycle": f"{cycle_ms:.2f}"}
@@ -196,10 +196,10 @@ def build_cycle_cells(row: Row) -> Cells:
 
 
 def build_bound_cells(row: Row) -> Cells:
-    """The cells of the speedup without prompts, and of the most that the forwards allow."""
+    """Make the cells of the speedup without prefill, and of its bound, where a cycle costs only its forwards."""
     overall = row["overall"]
     speedup = overall["decoding_speedup"]
-    largest = overall["bound"]
-    share = f"{speedup['value'] / largest['value']:.0%}"
+    bound = overall["bound"]
+    share = f"{speedup['value'] / bound['value']:.0%}"
     tau = overall["acceptance_length"]
-    return {"τ": tau, "speedup": speedup, "bound": largest, "speedup/bound": share}
+    return {"τ": tau, "speedup": speedup, "bound": bound, "speedup/bound": share}

@@ -1,4 +1,4 @@
-"""The models that a measurement loads by its options, and its text: of a file, or the target's own answers."""
+"""Load a measurement's models, and read its texts from a file or let the target write them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,16 +21,18 @@ from treespec.sampling.probs import SamplingParams
 from treespec.text.conversations import CONVERSATION_SUFFIXES, read_content, read_conversations
 from treespec.text.encoding import encode_conversations
 
-ANSWER_BATCH = 16  # answers at a time
-MAX_CONVERSATION_TOKENS = 1024  # most tokens of a conversation whose cycles are counted
+ANSWER_BATCH = 16  # batch size of the target's answers
+MAX_CONVERSATION_TOKENS = 1024  # a conversation whose cycles are counted is cut to this length
 
 
 @dataclass(frozen=True)
 class Passage:
     """Text to measure on.
 
-    tokens: [T] int64. counts: [T] bool, the tokens to measure. group: the number of its question,
-    conversation or piece; standard errors take groups for independent.
+    Attributes:
+        tokens: [T] int64.
+        counts: [T] bool, the tokens to measure.
+        group: number of its question, conversation or piece. Standard errors treat groups as independent.
     """
 
     tokens: Tensor
@@ -42,13 +44,13 @@ def load_models(config: Any, head: str | None, out: Path | str, report: Report) 
     """Load models as `treespec.load` does, with a command's options.
 
     Args:
-        config: the options.
-        head: the head that drafts; None: nothing drafts.
-        out: file or folder to write; it is checked before anything is loaded.
-        report: hears of progress.
+        config: the command's options.
+        head: path or name of the draft head; None: no drafter.
+        out: file or folder that the command writes; it is checked before anything is loaded.
+        report: called with the progress.
 
     Raises:
-        InputError: models that cannot be loaded, an `out` that cannot be written, a `--text` that cannot be read.
+        InputError: models cannot be loaded, `out` cannot be written, or `--text` cannot be read.
     """
     drafter = f"head:{head}" if head else None
     [spec] = load_specs(config, [drafter], out, report)
@@ -58,7 +60,7 @@ def load_models(config: Any, head: str | None, out: Path | str, report: Report) 
 def load_specs(
     config: Any, drafters: Sequence[str | None], out: Path | str, report: Report
 ) -> list[Spec]:
-    """Load one target with several drafters, each `kind:value` or None, as `load_models` does."""
+    """Load one target with several drafters, each `kind:value` or None; otherwise as `load_models`."""
     check_writable(out)
     if config.text:
         read_content(config.text)
@@ -100,37 +102,44 @@ def generate_answers(
     baseline = spec.baseline()
     chats: list[list[dict[str, str]]] = [[] for _ in questions]
     for turn in range(max(len(question.turns) for question in questions)):
-        # 1. The prompts of those that have this turn, and room for it.
-        asked = []
+        # 1. The prompts of the questions that have this turn and room for it in the context.
+        question_numbers = []
         prompts = []
         for number, question in enumerate(questions):
             if turn < len(question.turns):
                 chats[number].append({"role": "user", "content": question.turns[turn]})
                 prompt = spec.encode(chats[number])
                 if len(prompt) < spec.target.context_length:
-                    asked.append(number)
+                    question_numbers.append(number)
                     prompts.append(prompt)
 
-        # 2. Their answers, whose tokens count.
-        step = f"the target answers {len(asked)} questions at {params.temperature:g}"
+        # 2. Their answers. Only the answers' tokens count.
+        step = f"the target answers {len(question_numbers)} questions at {params.temperature:g}"
         report(ProgressStep(turn, 2, step))
         outputs = baseline.generate(
             prompts,
             max_new_tokens=config.max_new_tokens,
-            seed=[config.seed + number for number in asked],
+            seed=[config.seed + number for number in question_numbers],
             batch=ANSWER_BATCH,
             temperature=params.temperature,
             top_k=params.top_k,
             top_p=params.top_p,
         )
-        for number, prompt, output in zip(asked, prompts, outputs, strict=True):
+        for number, prompt, output in zip(question_numbers, prompts, outputs, strict=True):
             chats[number].append({"role": "assistant", "content": output.text or " "})
             tokens = torch.tensor(prompt + output.token_ids)
             yield Passage(tokens, torch.arange(len(tokens)) >= len(prompt), number)
 
 
 def read_text_file(name: str, spec: Spec, limit: int | None, length: int) -> list[Passage]:
-    """Read conversations, whose answers count, or plain text in pieces of `length` tokens, which all count."""
+    """Read conversations or plain text from a file.
+
+    Args:
+        name: a file of conversations (JSONL or JSON), where answers count; else plain text, where all tokens count.
+        spec: has the tokenizer and the chat template.
+        limit: largest number of conversations; None: all.
+        length: largest number of tokens of a conversation; plain text is cut into pieces of this length.
+    """
     # 1. Conversations.
     path = Path(name)
     tokenizer = spec.target.tokenizer
@@ -158,7 +167,13 @@ def read_text_file(name: str, spec: Spec, limit: int | None, length: int) -> lis
 
 @dataclass(frozen=True)
 class Text:
-    """A text that cycles are counted along. tokens: [T] int64. root: position of the root of the first cycle's tree."""
+    """A text that cycles are counted along.
+
+    Attributes:
+        tokens: [T] int64.
+        root: position of the root of the first cycle's tree; the tokens after it count.
+        group: number of its question or conversation.
+    """
 
     tokens: Tensor
     root: int
@@ -166,20 +181,30 @@ class Text:
 
     @property
     def count(self) -> int:
-        """n: the tokens that count."""
+        """n, the number of tokens that count."""
         return len(self.tokens) - 1 - self.root
 
 
 def load_or_write_texts(
     config: Any, params: SamplingParams, spec: Spec, report: Report
 ) -> list[Text]:
-    """Load the texts of one temperature from OUT if the same options wrote them, else write them."""
+    """Load the texts of one temperature from OUT if the same options wrote them; otherwise write them there.
+
+    Args:
+        config: the options; its `OF_TEXTS` names those that the texts depend on.
+        params: the temperature and truncation of the texts.
+        spec: has the target that writes them.
+        report: called with the progress.
+
+    Raises:
+        InputError: no text has a token to count.
+    """
     file = Path(config.out) / f"texts-{params.temperature:g}.json"
-    about = {name: getattr(config, name) for name in config.OF_TEXTS}
+    text_options = {name: getattr(config, name) for name in config.OF_TEXTS}
     stored: dict[str, Any] = {}
     if file.exists():
         stored = read_json(file, "delete it to write the texts again")
-    if stored.get("about") != about:
+    if stored.get("about") != text_options:
         if config.text:
             length = min(MAX_CONVERSATION_TOKENS, spec.target.context_length)
             passages = read_text_file(config.text, spec, config.limit, length)
@@ -189,7 +214,7 @@ def load_or_write_texts(
         for passage in passages:
             for root, end in iterate_counted_runs(passage):
                 rows.append([passage.tokens[:end].tolist(), root, passage.group])
-        stored = {"about": about, "texts": rows}
+        stored = {"about": text_options, "texts": rows}
         write_json(file, stored)
     texts = [Text(torch.tensor(ids), root, group) for ids, root, group in stored["texts"]]
     if not texts:
@@ -198,16 +223,26 @@ def load_or_write_texts(
 
 
 def iterate_counted_runs(passage: Passage) -> Iterator[tuple[int, int]]:
-    """Yield the position of the first root, and the end, of each run of tokens that count."""
-    none = passage.counts.new_zeros(1).int()
-    edges = torch.diff(passage.counts.int(), prepend=none, append=none).nonzero().view(-1, 2)
+    """Yield (position of the first root, end) of each run of tokens that count.
+
+    The root is the last token before the run, and the first two tokens of a text are never drafted. Five tokens:
+
+        token     a    b    c    d    e
+        counts    0    0    1    1    0        yields (1, 4): the root is b, c and d are drafted
+    """
+    not_counted = passage.counts.new_zeros(1).int()
+    edges = (
+        torch.diff(passage.counts.int(), prepend=not_counted, append=not_counted)
+        .nonzero()
+        .view(-1, 2)
+    )
     for begin, end in edges.tolist():
         if end > max(begin, 2):  # a head drafts after two tokens
             yield max(begin, 2) - 1, end
 
 
 def describe(target: Target) -> dict[str, object]:
-    """Describe the machine and the libraries that figures are measured on, as result files keep them."""
+    """Describe the machine and the libraries that figures are measured on, for the result files."""
     devices = {weight.device for weight in target.model.parameters()}
     names = []
     for device in devices:

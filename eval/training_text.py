@@ -1,11 +1,11 @@
-"""Tell whether a head learnt on its target's own answers, and in the chat template that prompts have here.
+"""Decide whether a head was trained on its target's own answers, and with the chat template of today's prompts.
 
-A model's own text is as likely to it as it is sure: its greedy answers cost few nats a token, its samples
-as much as their entropy. Text of others costs more than own text of the same entropy, even where a target
-expects it: ShareGPT's answers cost SmolLM2 1.8 nats a token, as its entropy there says.
+The cost of a text is the target's mean -log p in nats a token. A model's greedy answers cost little, and its samples
+cost as much as their entropy. Text by others costs more than the model's own text of the same entropy. The target's
+entropy alone does not show that: on ShareGPT's answers SmolLM2's entropy is 1.8 nats a token, and so is their cost.
 
-    cost  |            samples        own text lies on this line; a text is compared
-          |    text .   /             with the point of the line at its entropy
+    cost  |            samples        the target's own text lies on this line; a text is
+          |    text .   /             compared with the point of the line at its entropy
           |         :  /
           |   greedy
           +---------------- entropy
@@ -28,15 +28,16 @@ from treespec.eval.texts import ANSWER_BATCH, Passage, iterate_counted_runs, rea
 from treespec.sampling.probs import SamplingParams, compute_probs
 from treespec.text.conversations import SAMPLE_CONVERSATIONS, SAMPLE_FILE
 
-MIN_ANSWER_TOKENS = 8  # tokens of an answer
-MIN_EXCESS_NATS = 0.1  # nats a token: what text of others costs more, at least
-MIN_EXCESS_ERRORS = 3.5  # standard errors of that, over answers
-MAX_COST_SLOPE = 2.0  # of the line
+MIN_ANSWER_TOKENS = 8  # shorter answers are left out
+MIN_EXCESS_NATS = 0.1  # nats a token by which off-policy text costs more, at least
+MIN_EXCESS_ERRORS = 3.5  # the same in standard errors over answers
+MAX_COST_SLOPE = 2.0  # steepest slope of the line of own text
 
 
 def load_training_passages(config: DoctorConfig, spec: Spec) -> list[Passage]:
-    """Load the first answers of the conversations that the head learnt on, cut to --max-new-tokens; [] if unknown.
+    """Load the first answer of each conversation that the head was trained on, cut to --max-new-tokens.
 
+    The conversations are `--data`, or the sample that training keeps in the head's folder; without either returns [].
     Raises InputError for a file that cannot be read, or has too few answers.
     """
     sample_file = Path(config.head) / SAMPLE_FILE
@@ -62,65 +63,66 @@ def load_training_passages(config: DoctorConfig, spec: Spec) -> list[Passage]:
 def diagnose_training_text(
     config: DoctorConfig, spec: Spec, completions: Sequence[Passage], say: Say = ignore_report
 ) -> tuple[list[Table], list[str]]:
-    """Diagnose the text that a head learnt on.
+    """Diagnose the text that a head was trained on.
 
     Args:
-        config: where that text is, and the most tokens of an answer.
-        spec: the target; it answers the prompts of the training.
-        completions: the target's, of prompts as they are here.
-        say: hears of progress.
+        config: names the text, and has the largest length of an answer.
+        spec: has the target, which answers the training's prompts.
+        completions: the target's completions of today's prompts.
+        say: called with the progress.
 
     Returns:
-        A table of what texts cost, and the faults that it shows, a sentence each; nothing if the text is not known.
+        A table of the texts' costs, and a sentence for each fault that it shows. Both are empty if the training's text
+        is not known.
     """
-    learnt = load_training_passages(config, spec)
+    training_answers = load_training_passages(config, spec)
     tokenizer = spec.target.tokenizer
-    if len(learnt) < 2 or tokenizer is None:
+    if len(training_answers) < 2 or tokenizer is None:
         return [], []
 
-    # 1. What stands before an answer.
-    prompts = list_prompts(learnt)
+    # 1. The tokens before an answer.
+    prompts = list_prompts(training_answers)
     ending = find_shared_ending(list_prompts(completions))
     verdict = []
-    alike = sum(prompt[-len(ending) :] == ending for prompt in prompts)
-    if ending and 2 * alike < len(prompts):
+    matching_prompts = sum(prompt[-len(ending) :] == ending for prompt in prompts)
+    if ending and 2 * matching_prompts < len(prompts):
         verdict.append(
             f"Chat template: it learnt answers behind {tokenizer.decode(find_shared_ending(prompts))!r}, and prompts "
             f"here end in {tokenizer.decode(ending)!r}. Give the --template that it was trained with."
         )
 
-    # 2. What it costs, and what the target's own answers to the same prompts cost.
-    progress = f"the target answers {len(learnt)} prompts of the training"
+    # 2. The cost of the training's answers, and of the target's own answers to the same prompts.
+    progress = f"the target answers {len(training_answers)} prompts of the training"
     say(ProgressStep(0, 2, progress))
-    greedy = generate_own_answers(config, spec, prompts, 0.0)
+    greedy_answers = generate_own_answers(config, spec, prompts, 0.0)
     say(ProgressStep(1, 2, progress))
-    sampled = generate_own_answers(config, spec, prompts, 1.0)
-    learnt_costs = torch.tensor(list(iterate_text_costs(spec, learnt)))
-    greedy_costs = torch.tensor(list(iterate_text_costs(spec, greedy)))
-    sampled_costs = torch.tensor(list(iterate_text_costs(spec, sampled)))
+    sampled_answers = generate_own_answers(config, spec, prompts, 1.0)
+    learnt_costs = torch.tensor(list(iterate_text_costs(spec, training_answers)))
+    greedy_costs = torch.tensor(list(iterate_text_costs(spec, greedy_answers)))
+    sampled_costs = torch.tensor(list(iterate_text_costs(spec, sampled_answers)))
     rows = [
         make_cost_cells("what the head learnt", learnt_costs),
         make_cost_cells("the target's greedy answers", greedy_costs),
         make_cost_cells("its samples", sampled_costs),
     ]
-    dearer, error = measure_excess_cost(learnt_costs, greedy_costs, sampled_costs)
-    if dearer > MIN_EXCESS_NATS and dearer > MIN_EXCESS_ERRORS * error:
+    excess_nats, error = measure_excess_cost(learnt_costs, greedy_costs, sampled_costs)
+    if excess_nats > MIN_EXCESS_NATS and excess_nats > MIN_EXCESS_ERRORS * error:
         verdict.append(
-            f"Off-policy text: what it learnt costs the target {dearer:.2f} nats a token more than own answers of "
+            f"Off-policy text: what it learnt costs the target {excess_nats:.2f} nats a token more than own answers of "
             "the same entropy. Let the target answer the prompts: treespec regenerate, then train on that."
         )
     return [Table("What the head learnt, in nats a token", ["text"], rows)], verdict
 
 
 def list_prompts(passages: Sequence[Passage]) -> list[list[int]]:
-    """The tokens of each passage that do not count."""
+    """List the prompt of each passage: the tokens that do not count."""
     return [passage.tokens[~passage.counts].tolist() for passage in passages]
 
 
 def generate_own_answers(
     config: DoctorConfig, spec: Spec, prompts: Sequence[list[int]], temperature: float
 ) -> list[Passage]:
-    """The target's own answers to prompts, whose tokens count."""
+    """Let the target answer prompts. In the passages only the answers' tokens count."""
     outputs = spec.baseline().generate(
         prompts,
         temperature=temperature,
@@ -136,13 +138,13 @@ def generate_own_answers(
 
 
 def make_cost_cells(text: str, figures: Tensor) -> dict[str, str]:
-    """A table row of what a text costs. figures: [n, 2] entropy and cost of each answer, in nats a token."""
+    """Make a table row of a text's cost. figures: [n, 2] entropy and cost of each answer, in nats a token."""
     entropy, cost = figures.mean(0).tolist()
     return {"text": text, "entropy": f"{entropy:.2f}", "cost": f"{cost:.2f}"}
 
 
 def find_shared_ending(prompts: Sequence[list[int]]) -> list[int]:
-    """Find the tokens that all prompts end in."""
+    """Find the longest run of tokens that all prompts end in."""
     reversed_prompts = [ids[::-1] for ids in prompts]
     ending: list[int] = list(commonprefix(reversed_prompts))  # noqa: RUF071 - no paths
     return ending[::-1]
@@ -150,7 +152,7 @@ def find_shared_ending(prompts: Sequence[list[int]]) -> list[int]:
 
 @torch.no_grad()
 def iterate_text_costs(spec: Spec, passages: Sequence[Passage]) -> Iterator[tuple[float, float]]:
-    """Yield each passage's entropy and -log p, means in nats over its tokens that count, under the target."""
+    """Yield the target's mean entropy and mean -log p of each passage, in nats, over the tokens that count."""
     target = spec.target
     for passage in passages:
         logits = target.compute_output_logits(target.compute_features(passage.tokens[None]))[0]
@@ -165,24 +167,24 @@ def measure_excess_cost(text: Tensor, greedy: Tensor, sampled: Tensor) -> tuple[
 
     Args:
         text: [n, 2] entropy and cost of each answer that the head learnt on.
-        greedy: [n, 2] of the target's greedy answers to the same prompts.
-        sampled: [n, 2] of its samples.
+        greedy: [n, 2] the same of the target's greedy answers to the same prompts.
+        sampled: [n, 2] the same of its samples.
 
     Returns:
         The mean, and its standard error.
     """
-    # 1. The line from the samples down to greedy answers; above the samples, cost rises as entropy does.
-    mean = text[:, 0].mean()
+    # 1. The line from greedy answers to samples; beyond the samples its slope is 1.
+    text_entropy = text[:, 0].mean()
     greedy_entropy, greedy_cost = greedy.mean(0)
     sampled_entropy, sampled_cost = sampled.mean(0)
-    run = (sampled_entropy - greedy_entropy).clamp(min=1e-3)
-    slope = ((sampled_cost - greedy_cost) / run).clamp(0, MAX_COST_SLOPE)
-    below = (sampled_entropy - mean).clamp(min=0)
-    beyond = (mean - sampled_entropy).clamp(min=0)
-    expected = sampled_cost - slope * below + beyond
+    entropy_span = (sampled_entropy - greedy_entropy).clamp(min=1e-3)
+    slope = ((sampled_cost - greedy_cost) / entropy_span).clamp(0, MAX_COST_SLOPE)
+    entropy_below = (sampled_entropy - text_entropy).clamp(min=0)
+    entropy_above = (text_entropy - sampled_entropy).clamp(min=0)
+    expected_cost = sampled_cost - slope * entropy_below + entropy_above
 
-    # 2. Answers differ in entropy, and along the line in cost: their spread around it counts.
+    # 2. Answers of different entropy differ in cost along the line, so only the spread around the line is an error.
     text_spread = (text[:, 1] - slope * text[:, 0]).var()
     sampled_spread = (sampled[:, 1] - slope * sampled[:, 0]).var()
     error = ((text_spread + sampled_spread) / len(text)) ** 0.5
-    return float(text[:, 1].mean() - expected), float(error)
+    return float(text[:, 1].mean() - expected_cost), float(error)

@@ -1,8 +1,8 @@
-"""The verdict below tables: which pairs are faster than plain decoding, which are slower.
+"""Write the verdict below the tables: which pairs of drafter and verifier are faster than plain decoding.
 
-An interval over questions does not hold what a busy machine does to the clock. So plain decoding is
-measured twice (A/A), and its ratio to itself gives the clock's noise: a pair is called faster or
-slower only where its whole interval lies beyond 1 by more than that.
+An interval over questions does not contain a busy machine's effect on the clock. So plain decoding is measured twice
+(A/A), and the ratio of the two speeds shows the clock's noise. A pair is called faster or slower only if its whole
+interval is beyond 1 by more than that noise.
 """
 
 import math
@@ -12,7 +12,7 @@ from treespec.eval.figures import Row, Summary
 from treespec.eval.intervals import MIN_QUESTIONS, Figure
 from treespec.eval.report import escape_cell
 
-LEAST_TAU = 1.02  # below it drafts brought nothing, and a difference is the clock's
+LEAST_TAU = 1.02  # below this acceptance length drafts save nothing, so a difference in speed is the clock's noise
 VERDICT_SIDES = {
     1: "these are faster than plain decoding, the fastest first",
     0: "these are neither faster nor slower for certain",
@@ -21,50 +21,55 @@ VERDICT_SIDES = {
 
 
 def write_verdict(summary: Summary) -> list[str]:
-    """By batch size and temperature: what is faster than plain decoding, and what is slower."""
-    noises = {
-        (a["batch"], a["temperature"]): estimate_noise(a["speedup"]) for a in summary["again"]
-    }
+    """Write which pairs are faster than plain decoding and which are slower, for each batch size and temperature."""
+    noises = {}
+    for repeat in summary["again"]:
+        noises[repeat["batch"], repeat["temperature"]] = estimate_noise(repeat["speedup"])
     pairs: dict[tuple[int, float], list[Row]] = {}
     for row in summary["rows"]:
         if row["drafter"] and row["overall"]["tokens_per_second"]["value"]:
             pairs.setdefault((row["batch"], row["temperature"]), []).append(row)
     lines = []
     for (batch, temperature), rows in sorted(pairs.items()):
-        place = f"At temperature {temperature:g}"
+        conditions = f"At temperature {temperature:g}"
         if batch > 1:
-            place += f", in batches of {batch},"
+            conditions += f", in batches of {batch},"
         noise = noises.get((batch, temperature))
         for sentence in write_sentences(rows, summary["questions"], noise):
-            lines.append(f"{place} {sentence}")
+            lines.append(f"{conditions} {sentence}")
     return lines
 
 
 def write_sentences(pairs: Sequence[Row], questions: int, noise: float | None) -> list[str]:
-    """What is faster or slower of the rows of one temperature and batch size, or why nobody can say.
+    """Write the sentences of one temperature and batch size.
 
-    noise: the clock's; without it nothing is called faster or slower.
+    Args:
+        pairs: rows of the report.
+        questions: number of questions; with fewer than `MIN_QUESTIONS` the only sentence says that they are too few.
+        noise: the clock's noise as a share; None if it is unknown, and then no pair is called faster or slower.
     """
     if questions < MIN_QUESTIONS:
-        few = "1 question is" if questions == 1 else f"{questions} questions are"
-        return [f"{few} too few to say what is faster or slower: ask {MIN_QUESTIONS} or more."]
+        question_count = "1 question is" if questions == 1 else f"{questions} questions are"
+        return [
+            f"{question_count} too few to say what is faster or slower: ask {MIN_QUESTIONS} or more."
+        ]
     if noise is None:
-        unknown = "plain decoding was not measured twice, so the clock's noise is unknown"
-        return [f"nothing is called faster or slower: {unknown}."]
-    of_side: dict[int, list[str]] = {side: [] for side in VERDICT_SIDES}
+        reason = "plain decoding was not measured twice, so the clock's noise is unknown"
+        return [f"nothing is called faster or slower: {reason}."]
+    names_by_side: dict[int, list[str]] = {side: [] for side in VERDICT_SIDES}
     for row in sorted(pairs, key=lambda row: -row["overall"]["tokens_per_second"]["value"]):
-        side, why = decide_side(row, noise)
+        side, side_reason = decide_side(row, noise)
         name = " ".join(filter(None, row["labels"][:3]))
-        of_side[side].append(f"{name} {escape_cell(row['overall']['speedup'])}{why}")
+        names_by_side[side].append(f"{name} {escape_cell(row['overall']['speedup'])}{side_reason}")
     lines = []
-    for side, names in of_side.items():
+    for side, names in names_by_side.items():
         if names:
             lines.append(f"{VERDICT_SIDES[side]}: {'; '.join(names)}.")
     return lines
 
 
 def decide_side(row: Row, noise: float) -> tuple[int, str]:
-    """Tell on which side of 1 a row's speedup is, as `compare_with_noise` does; if it is 0, why nothing can be said."""
+    """Decide whether a row is faster (1) or slower (-1) than plain decoding, or neither (0) and for what reason."""
     speedup = row["overall"]["speedup"]
     tau = row["overall"]["acceptance_length"]["value"] or 1.0
     if tau < LEAST_TAU:
@@ -78,9 +83,9 @@ def decide_side(row: Row, noise: float) -> tuple[int, str]:
 
 
 def compare_with_noise(ratio: Figure, noise: float) -> int:
-    """Tell on which side of 1 a ratio is by more than the noise: -1 is below, 1 above, 0 neither.
+    """Decide whether a ratio is above 1 by more than the noise (1), below 1 (-1), or neither (0).
 
-    The whole interval counts; without an interval the value.
+    The whole interval must be above or below; without an interval the value counts.
     """
     value = ratio["value"] or 0.0
     low = value if ratio["low"] is None else ratio["low"]
@@ -92,13 +97,13 @@ def compare_with_noise(ratio: Figure, noise: float) -> int:
     return 0
 
 
-def estimate_noise(again: Figure | None) -> float | None:
-    """The clock's noise: how far the interval of an A/A ratio reaches from 1, as a share.
+def estimate_noise(repeat_ratio: Figure | None) -> float | None:
+    """Estimate the clock's noise: how far the interval of an A/A ratio reaches from 1, as a share.
 
-    None where it has no interval.
+    Returns None if the ratio has no interval.
     """
-    if again is None or again["low"] is None or again["high"] is None:
+    if repeat_ratio is None or repeat_ratio["low"] is None or repeat_ratio["high"] is None:
         return None
-    if not again["low"]:
+    if not repeat_ratio["low"]:
         return math.inf
-    return max(again["high"], 1 / again["low"]) - 1
+    return max(repeat_ratio["high"], 1 / repeat_ratio["low"]) - 1

@@ -1,11 +1,11 @@
-"""Servers under load: tokens/s, and seconds to the first token and per token, by number of clients.
+"""Measure servers under load: tokens/s, seconds to the first token and per token, by number of clients.
 
     python docs/scripts/load.py http://127.0.0.1:8000 http://127.0.0.1:8001=MODEL --clients 1,4,16,32
 
-The servers run already, next to each other, and are asked in turn: what else the machine does hits all alike. A server
-that does not name its model at /v1/models gets the name after `=`. A request has the first question of a ShareGPT
-conversation, greedy and streamed. Requests arrive as a Poisson process. A request that finds all clients at work waits
-for one of them; its clock starts when it is sent.
+The servers must be running. They are asked in turn, so that other load on the machine hits all alike. If a server does
+not name its model at /v1/models, give the name after `=`. A request is the first question of a ShareGPT conversation,
+greedy and streamed. Requests arrive as a Poisson process. A request waits while all clients are busy; its time starts
+when it is sent.
 """
 
 import random
@@ -26,7 +26,7 @@ COLUMNS = (
     "server", "clients", "requests", "tokens/s",
     "first token, median", "p99", "per token, median", "p99",
 )  # fmt: skip
-LONGEST = 1000  # characters of a question
+LONGEST = 1000  # longer questions, in characters, are left out
 
 
 def main(
@@ -39,8 +39,10 @@ def main(
 ) -> None:  # fmt: skip
     # 1. The questions, and the names of the models.
     conversations, _ = read_conversations(find_data_file(data, print), answered=False)
-    said = [[m for m in one.messages if m["role"] == "user"] for one in conversations]
-    questions = [turns[:1] for turns in said if turns and 0 < len(turns[0]["content"]) <= LONGEST]
+    user_turns = [[m for m in talk.messages if m["role"] == "user"] for talk in conversations]
+    questions = [
+        turns[:1] for turns in user_turns if turns and 0 < len(turns[0]["content"]) <= LONGEST
+    ]
     options = {"temperature": 0.0, "max_tokens": max_new_tokens}
     bodies = {}
     for server in servers:
@@ -49,35 +51,42 @@ def main(
         bodies[address] = options | {"model": model or find_served_model(address)}
         stream_chat_completion(
             address, bodies[address] | {"messages": questions[0], "max_tokens": 8}
-        )  # warm
+        )  # warm-up
 
-    # 2. The same requests at the same times for each.
+    # 2. Every server gets the same requests at the same times.
     coins = random.Random(0)
     print(f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}")
     for count in map(int, clients.split(",")):
-        asked = [{"messages": coins.choice(questions)} for _ in range(max(8, requests * count))]
-        waits = [coins.expovariate(rate * count) for _ in asked]
+        prompts = [{"messages": coins.choice(questions)} for _ in range(max(8, requests * count))]
+        waits = [coins.expovariate(rate * count) for _ in prompts]
         for address, body in bodies.items():
-            replies, spent = loaded(address, [body | one for one in asked], waits, count)
-            failed = f" and {len(asked) - len(replies)} failed" * (len(replies) < len(asked))
-            found = [(r.times[0], r.times[-1], r.usage["completion_tokens"]) for r in replies]
-            first, last, tokens = np.array(found or [(0, 0, 0)]).T
-            each = 1000 * (last - first) / np.maximum(tokens - 1, 1)
+            replies, spent = loaded(address, [body | prompt for prompt in prompts], waits, count)
+            failed = f" and {len(prompts) - len(replies)} failed" * (len(replies) < len(prompts))
+            timings = [(r.times[0], r.times[-1], r.usage["completion_tokens"]) for r in replies]
+            first, last, tokens = np.array(timings or [(0, 0, 0)]).T
+            token_ms = 1000 * (last - first) / np.maximum(tokens - 1, 1)
             cells = [address.removesuffix("/v1"), count, f"{len(replies)}{failed}"]
             cells += [f"{tokens.sum() / spent:.1f}"]
             cells += [f"{seconds:.2f} s" for seconds in np.percentile(first, (50, 99))]
-            cells += [f"{ms:.0f} ms" for ms in np.percentile(each, (50, 99))]
+            cells += [f"{ms:.0f} ms" for ms in np.percentile(token_ms, (50, 99))]
             print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
 def loaded(
     address: str, bodies: Sequence[dict[str, object]], waits: Sequence[float], clients: int
 ) -> tuple[list[EndpointReply], float]:
-    """The replies, and the seconds from the first request to the last reply.
+    """Send requests to a server.
 
-    waits: seconds before each request. One that finds all clients at work waits for one of them.
+    Args:
+        address: the server's address.
+        bodies: the requests.
+        waits: seconds before each request. A request also waits while all clients are busy.
+        clients: number of clients, which is the largest number of requests at a time.
+
+    Returns:
+        The replies, and the seconds from the first request to the last reply.
     """
-    replies, begun = [], time.perf_counter()
+    replies, started = [], time.perf_counter()
     with ThreadPoolExecutor(clients) as pool:
         futures = []
         for body, wait in zip(bodies, waits, strict=True):
@@ -88,7 +97,7 @@ def loaded(
             print(repr(error), file=sys.stderr)
         elif future.result().times and future.result().usage:
             replies.append(future.result())
-    return replies, time.perf_counter() - begun
+    return replies, time.perf_counter() - started
 
 
 if __name__ == "__main__":

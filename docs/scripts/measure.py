@@ -1,7 +1,7 @@
-"""Measurements behind the tables of docs/: `python docs/scripts/measure.py COMMAND --help`.
+"""Measure the times in the tables of docs/: `python docs/scripts/measure.py COMMAND --help`.
 
-The sides of a comparison take turns, and their first round is not counted: whatever else the machine does hits all
-alike. A Markdown table of the medians follows a line about the machine.
+The sides of a comparison take turns, so that other load on the machine hits all alike; the first round is not counted.
+The output is a line about the machine and a Markdown table of medians.
 """
 
 import itertools
@@ -36,7 +36,7 @@ from treespec.verify.walk import run_all_or_raise
 
 app = typer.Typer(help=__doc__, add_completion=False)
 CPU = torch.device("cpu")
-CONTEXT = 192  # tokens before a tree
+CONTEXT = 192  # tokens in the cache before a tree
 
 
 @app.callback()
@@ -45,19 +45,19 @@ def prepare() -> None:
     keep_freed_memory()
 
 
-def milliseconds(act: Callable[[], object]) -> float:
+def milliseconds(function: Callable[[], object]) -> float:
     started = time.perf_counter()
-    act()
+    function()
     return 1e3 * (time.perf_counter() - started)
 
 
 def medians(sides: Mapping[Any, Callable[[], float]], rounds: int) -> dict[Any, float]:
-    """The median of what each side gives; the sides take turns, after a round that warms up."""
-    found = {side: list[float]() for side in sides}
+    """Return the median of each side's values. The sides take turns, after a round of warm-up."""
+    times_by_side = {side: list[float]() for side in sides}
     for _ in range(1 + rounds):
-        for side, act in sides.items():
-            found[side].append(act())
-    return {side: statistics.median(times[1:]) for side, times in found.items()}
+        for side, measure in sides.items():
+            times_by_side[side].append(measure())
+    return {side: statistics.median(times[1:]) for side, times in times_by_side.items()}
 
 
 def show(columns: Iterable[object], rows: Iterable[Iterable[object]]) -> None:
@@ -70,12 +70,12 @@ def show(columns: Iterable[object], rows: Iterable[Iterable[object]]) -> None:
 
 @app.command()
 def costs(target: str, head: str, contexts: str) -> None:
-    """The target's forward over n nodes and the head's draft levels, in ms, after each number of tokens."""
+    """Measure the target's forward over n nodes and the head's draft levels, in ms, for each context length."""
     spec, rows = load(target, head), []
     for context in map(int, contexts.split(",")):
         cost = measure_model_costs(spec.target, spec.proposer, context=context)
         seconds = [*cost.forward, cost.begin + cost.level, cost.level]
-        rows.append([context, *(f"{1e3 * one:.2f}" for one in seconds)])
+        rows.append([context, *(f"{1e3 * duration:.2f}" for duration in seconds)])
     show(["context", *MEASURED_NODES, "first draft level", "each further"], rows)
 
 
@@ -87,7 +87,7 @@ def prefilled(target: Target, context: int) -> TreeCache:
 
 
 def forward_ms(target: Target, context: int, tree: TokenTree) -> float:
-    """Of a forward over the tree, after one that warms up."""
+    """Measure a forward over the tree, in ms, after one of warm-up."""
     forward = partial(target.forward_tree, prefilled(target, context), tree)
     forward()
     return milliseconds(forward)
@@ -98,11 +98,11 @@ def forwards(
     target: str, forms: str = "float32,bfloat16", nodes: str = "1,4,8,16", rounds: int = 7,
     contexts: str = str(CONTEXT),
 ) -> None:  # fmt: skip
-    """The target's forward over a tree in each form, in ms, after each number of tokens, and the form's bytes.
+    """Measure the target's forward over a tree in each form of weights, in ms, for each context length; and their size.
 
-    forms: dtypes, each measured with plain and with packed weights and with fused layers, and values of `--load-in`.
+    forms: dtypes, each measured with plain weights, packed weights and fused layers; and values of `--load-in`.
     """
-    # 1. Every form is in memory at once.
+    # 1. Load every form; all are in memory at once.
     targets: dict[tuple[str, str], Target] = {}
     for form in forms.split(","):
         if form in ("float32", "bfloat16", "float16"):
@@ -127,21 +127,21 @@ def forwards(
     times, rows = medians(sides, rounds), []
     for form, context in dict.fromkeys(side[:2] for side in sides):
         size = f"{weight_bytes(targets[form].model) / 1e6:.0f}"
-        milli = (f"{times[form, context, n]:.1f}" for n in trees)
-        rows.append([*form, size, context, *milli])
+        cells = (f"{times[form, context, n]:.1f}" for n in trees)
+        rows.append([*form, size, context, *cells])
     show(["form", "weights", "MB", "context", *trees], rows)
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
-    """Bytes of a model's weights, each tensor once."""
+    """Sum the bytes of a model's weights; a shared tensor counts once."""
 
     def parts(weight: Tensor) -> list[Tensor]:  # the plain tensors inside a quantizer's class
         if flatten := getattr(weight, "__tensor_flatten__", None):
             return [part for name in flatten()[0] for part in parts(getattr(weight, name))]
         return [weight]
 
-    plain = [part for weight in model.parameters() for part in parts(weight)]
-    stored = {part.data_ptr(): part for part in plain}
+    plain_tensors = [part for weight in model.parameters() for part in parts(weight)]
+    stored = {part.data_ptr(): part for part in plain_tensors}
     return sum(part.numel() * part.element_size() for part in stored.values())
 
 
@@ -150,7 +150,7 @@ def verify(
     verifiers: str = "rrs,rrs-wo,kseq,greedy,optimal,traversal", vocabulary: int = 151_936,
     rounds: int = 15,
 ) -> None:  # fmt: skip
-    """One verification of a tree of 65 nodes, in ms: node by node as on a CPU, all at once as on a GPU."""
+    """Measure one verification of a tree of 65 nodes, in ms: node by node as on a CPU, all at once as on a GPU."""
     generator = torch.Generator().manual_seed(0)
     leaves = itertools.product(range(4), range(3), range(4))
     shape = StaticTree(tuple(dict.fromkeys(leaf[:n] for leaf in leaves for n in (1, 2, 3))))
@@ -159,8 +159,8 @@ def verify(
     for name in verifiers.split(","):
         verifier: Any = load_verifier(name)
         tree = drafted(verifier.scheme, shape, logits, generator)
-        together = partial(at_once, verifier)
-        ways = verifier, together
+        verify_at_once = partial(at_once, verifier)
+        ways = verifier, verify_at_once
         sides = {way: partial(milliseconds, partial(way, tree, p, generator)) for way in ways}
         rows.append([f"`{name}`", *(f"{ms:.1f}" for ms in medians(sides, rounds).values())])
     show(["", "step by step", "at once"], rows)
@@ -173,15 +173,15 @@ def at_once(verifier: Any, *tree_and_masses: Any) -> Any:
 def drafted(
     scheme: Scheme, shape: StaticTree, logits: Tensor, generator: torch.Generator
 ) -> TokenTree:
-    """A tree of draws whose draft logits are the target's with noise. logits: [N, V]."""
+    """Draft a tree from the target's logits [N, V] with noise."""
     draft_logits = logits + torch.randn(logits.shape, generator=generator)
     root, params = torch.zeros(1, dtype=torch.int64), SamplingParams(1.0)
     growth = TreeBuilder(shape, scheme).grow(root, draft_logits[:1], params, generator)
-    below = iter(get_layout(shape, CPU).levels[1:])
+    levels = iter(get_layout(shape, CPU).levels[1:])
     try:
         next(growth)
         while True:
-            growth.send(draft_logits[next(below).nodes])
+            growth.send(draft_logits[next(levels).nodes])
     except StopIteration as grown:
         return grown.value
 

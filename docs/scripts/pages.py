@@ -1,7 +1,7 @@
-"""Fills the generated parts of README.md and docs/*.md: from treespec's registries, words.toml and docs/results.
+"""Fill the generated parts of README.md and docs/*.md from treespec's registries, words.toml and docs/results.
 
-A generated part stands between `<!-- begin: WHAT -->` and `<!-- end -->`. WHAT is the name of a
-table (verifiers, trees, drafters, commands, example), or one of
+A generated part is between `<!-- begin: WHAT -->` and `<!-- end -->`. WHAT is the name of a table (a key of `TABLES`),
+or one of
 
 - `file PATH`: a file of the repository;
 - `result NAME`: claim, table and command of docs/results/NAME.json;
@@ -33,20 +33,22 @@ from treespec.verify.registry import SCHEMES, load_verifier
 ROOT = Path(__file__).resolve().parents[2]
 PART = re.compile(r"(<!-- begin: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 WORDS = tomllib.loads(Path(__file__).with_name("words.toml").read_text("utf-8"))
-HEAD = "head:ORGANISATION/HEAD"  # on the hub, so of any kind: any verifier and tree may have it
+HEAD = (
+    "head:ORGANISATION/HEAD"  # a head on the hub may be of any kind, so no pairing rule refuses it
+)
 SHAPES = ("chain:2", "2x2", "dynamic", "auto", "ddtree")
-SHOWN = {"chain:2": "chain", "2x2": "static"}  # the kind of tree that an instance stands for
+SHOWN = {"chain:2": "chain", "2x2": "static"}  # tree -> the kind of tree that it is an example of
 FIVE_TOKENS = torch.tensor([[0.60, 0.20, 0.10, 0.06, 0.04], [0.15, 0.35, 0.25, 0.15, 0.10]])  # p, q
-Click = Any  # a command or parameter of the click that typer brings along
+Click = Any  # a command or parameter of click, as typer vendors it
 
 
 def filled(text: str) -> str:
-    """A page with its generated parts made again."""
+    """Return a page's text with its generated parts made anew."""
     return PART.sub(lambda part: part[1] + generated(part[2]) + part[3], text)
 
 
 def generated(what: str) -> str:
-    """One part, with a line break at its end."""
+    """Make the generated part that `what` names, with a line break at its end."""
     kind, *words = what.split()
     if kind == "result":
         return Result.load(words[0]).format_section()
@@ -59,22 +61,24 @@ def generated(what: str) -> str:
 
 
 def verifiers() -> str:
-    """All values of --verifier."""
+    """Make the table of all values of --verifier."""
     rows = []
     for name in [*(name for name in VERIFIERS if name not in SCHEMES), *SCHEMES]:  # auto first
         verifier: Any = load_verifier(name, allow_lossy=True)
         scheme: Any = verifier.scheme
         options = options_of(scheme) if name in SCHEMES else ""
-        kept = "yes" if scheme.lossless else "**no**; asks for `--allow-lossy`"
+        lossless = "yes" if scheme.lossless else "**no**; asks for `--allow-lossy`"
         trees = ", ".join(SHOWN.get(tree, tree) for tree in SHAPES if fits(verifier, tree))
         what, source = WORDS["verifiers"][name]
-        rows.append([f"`{name}`", what, source, options, scheme.max_draws or "any", kept, trees])
+        rows.append(
+            [f"`{name}`", what, source, options, scheme.max_draws or "any", lossless, trees]
+        )
     columns = ["`--verifier`", "children of a node", "source", "options", "draws", "lossless"]
     return table([*columns, "trees"], rows)
 
 
 def example() -> str:
-    """The acceptance rate of each lossless scheme on five tokens, by the number of draws."""
+    """Make the table of each lossless scheme's acceptance rate on five tokens, by number of draws."""
     p, q = FIVE_TOKENS.double().split(1)
     counts = (1, 2, 3)
     rows = []
@@ -87,18 +91,20 @@ def example() -> str:
     rows.append(
         ["α* of independent draws", *(format_rate(compute_optimal_iid(p, q, k)) for k in counts)]
     )
-    best = [format_rate(compute_optimal_without_replacement(p, q, k)) for k in counts]
-    rows.append(["α* of draws without replacement", *best])
+    without_replacement = [
+        format_rate(compute_optimal_without_replacement(p, q, k)) for k in counts
+    ]
+    rows.append(["α* of draws without replacement", *without_replacement])
     return table(["scheme", *(f"K = {k}" for k in counts)], rows)
 
 
 def format_rate(rate: Any) -> str:
-    """A probability [1] with three decimals; a dash where there is no closed form."""
+    """Format a probability [1] with three decimals; a dash if it has no closed form."""
     return "–" if rate is None else f"{float(rate):.3f}"
 
 
 def fits(verifier: Any, tree: str) -> bool:
-    """Whether the pairing rules let some head have this verifier and tree."""
+    """Whether the pairing rules allow some head this verifier and tree."""
     try:
         check_named(DrafterSpec.parse(HEAD), verifier, parse_policy(tree))
     except InputError:
@@ -107,7 +113,7 @@ def fits(verifier: Any, tree: str) -> bool:
 
 
 def trees() -> str:
-    """All values of --tree."""
+    """Make the table of all values of --tree."""
     rows = []
     for name in TREE_FORMS_TABLE:
         values, what, source = WORDS["trees"][name]
@@ -118,7 +124,7 @@ def trees() -> str:
 
 
 def drafters() -> str:
-    """All values of --drafter."""
+    """Make the table of all values of --drafter."""
     rows = []
     for row in DRAFTERS.values():
         values = ", ".join(f"`{form}`" for form in row.forms)
@@ -129,40 +135,40 @@ def drafters() -> str:
 
 
 def options_of(config: Any) -> str:
-    """The fields of a dataclass as name=default."""
-    shown = []
+    """List the fields of a dataclass as name=default."""
+    option_texts = []
     for field in fields(config):
         value = field.default
         words = "/".join(f"{x:g}" for x in value) if isinstance(value, tuple) else str(value)
         unset = value is MISSING or value is None or not words
-        shown.append(f"`{field.name.replace('_', '-')}{'' if unset else f'={words}'}`")
-    return ", ".join(shown)
+        option_texts.append(f"`{field.name.replace('_', '-')}{'' if unset else f'={words}'}`")
+    return ", ".join(option_texts)
 
 
 def commands() -> str:
-    """A section for each command: what it does, an example, its options."""
+    """Make a section for each command: its description, an example, its options."""
     sections = []
     for name, command in named(typer.main.get_command(app)):
-        says = "\n".join(line.strip() for line in command.help.strip().splitlines())
+        description = "\n".join(line.strip() for line in command.help.strip().splitlines())
         example = WORDS["examples"].get(name)
         shell = f"```sh\n{example}\n```\n\n" if example else ""
         rows = [row(option) for option in command.params if "--help" not in option.opts]
         options = table(["option", "default", "meaning"], rows)
-        sections.append(f"## treespec {name}\n\n{says}\n\n{shell}{options}\n")
+        sections.append(f"## treespec {name}\n\n{description}\n\n{shell}{options}\n")
     return "".join(sections)
 
 
-def named(group: Click, before: str = "") -> Iterator[tuple[str, Click]]:
-    """(name, command) of all commands, in the order of --help; those of a group bear its name."""
+def named(group: Click, prefix: str = "") -> Iterator[tuple[str, Click]]:
+    """Yield (name, command) of all commands in the order of --help. A command of a group has the group's name first."""
     for name, command in group.commands.items():
         if hasattr(command, "commands"):
-            yield from named(command, f"{before}{name} ")
+            yield from named(command, f"{prefix}{name} ")
         else:
-            yield before + name, command
+            yield prefix + name, command
 
 
 def row(option: Click) -> list[str]:
-    """Flags, default and meaning of an option; no default where an option is off."""
+    """Make an option's cells: flags, default and meaning; no default if the option is off."""
     flags = " / ".join(f"`{flag}`" for flag in [*option.opts, *option.secondary_opts])
     default = "on" if option.default is True else f"`{option.default}`"
     if str(option.default) in ("None", "False", ""):
@@ -172,17 +178,17 @@ def row(option: Click) -> list[str]:
 
 
 def table(columns: list[str], rows: list[list[Any]]) -> str:
-    """A Markdown table."""
+    """Format a Markdown table."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "".join(f"| {' | '.join(map(str, cells))} |\n" for cells in lines)
 
 
 def list_architectures() -> str:
-    """Architectures of draft heads, and whether they are read."""
+    """Make the table of draft heads' architectures, and of the kinds that they are loaded as."""
     rows = []
-    for known in KNOWN_ARCHITECTURES:
-        read_as = f"`{known.kind}`" if known.kind else "known, not read yet"
-        rows.append([known.name, known.projects or "–", read_as])
+    for architecture in KNOWN_ARCHITECTURES:
+        read_as = f"`{architecture.kind}`" if architecture.kind else "known, not read yet"
+        rows.append([architecture.name, architecture.projects or "–", read_as])
     return table(["architecture", "written or served by", "read as"], rows)
 
 

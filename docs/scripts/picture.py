@@ -1,4 +1,4 @@
-"""Draws a chat as an SVG; the answers are made here and now by the pair that is given."""
+"""Draw a chat as an SVG. The given target and head generate its answers."""
 
 import re
 from io import StringIO
@@ -13,7 +13,7 @@ from rich.text import Text
 from treespec import load
 
 DRAFTED = "bold #00d7a7"
-FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)  # a page may not load them
+FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)  # a page may not load fonts
 
 
 def main(
@@ -33,19 +33,19 @@ def main(
         # 1. An answer in colours.
         chat.append({"role": "user", "content": message})
         stream = spec.stream(chat, max_new_tokens=max_new_tokens)
-        shown = Text()
+        answer = Text()
         for piece in stream:
-            text = piece.text if shown.plain else piece.text.lstrip()
-            shown.append(text, style=DRAFTED if piece.drafted else "")
+            text = piece.text if answer.plain else piece.text.lstrip()
+            answer.append(text, style=DRAFTED if piece.drafted else "")
         chat.append({"role": "assistant", "content": stream.output.text or " "})
 
-        # 2. Its figures.
+        # 2. The answer's figures.
         stats = stream.stats
-        of_target = f"{stats.new_tokens} tokens in {stats.cycles} forwards of the target"
-        figures = f"{of_target} (τ {stats.acceptance_length:.2f})"
+        counts = f"{stats.new_tokens} tokens in {stats.cycles} forwards of the target"
+        figures = f"{counts} (τ {stats.acceptance_length:.2f})"
         console.print(
             Text(f"\n> {message}\n", style="bold"),
-            shown,
+            answer,
             Text(f"\n{figures}", style="dim"),
             sep="\n",
         )

@@ -1,10 +1,11 @@
-"""Figures that pages show: a small JSON file for each claim, docs/results/NAME.json.
+"""The figures on the pages: a small JSON file for each claim, docs/results/NAME.json.
 
-A run leaves its report in its --out. This puts a table of it into the file of a claim, with today's date:
+A run writes its report into its --out. This script copies a table of the report into the file of a claim, with today's
+date:
 
     python docs/scripts/results.py drafters runs/drafters/report.md "Acceptance length" --columns 0,2,3,4
 
-`make pages` makes the tables of the pages from these files, so no figure on a page is typed.
+`make pages` makes the pages' tables from these files, so that no figure on a page is typed by hand.
 """
 
 import datetime
@@ -24,19 +25,21 @@ Cell = str | int | float | list[float] | None
 
 @dataclass(frozen=True)
 class Result:
-    """One claim, its table, and how to make the table again.
+    """One claim, its table, and the command that makes the table again.
 
-    Args:
-        claim: the sentence that the table shows.
-        command: lines for a shell. Words in capitals stand for paths and names of the reader's own.
-        machine: processor, and dtype; programs beside treespec with their versions.
-        date: of the run, YYYY-MM-DD.
-        target, head: the models; "none" where the command takes none.
-        intervals: what the numbers in brackets are, or how uncertain the figures are; "" where nothing is known.
-        show_intervals: whether the table shows the brackets.
-        columns: headings. A heading `T = 1: τ` holds for the columns after it up to the next colon.
+    Attributes:
+        claim: the sentence that the table supports.
+        command: lines for a shell. Words in capitals are the reader's paths and names.
+        machine: processor and dtype; other programs with their versions.
+        date: date of the run, YYYY-MM-DD.
+        target: the target; "none" if the command takes none.
+        head: the draft head; "none" if the command takes none.
+        intervals: meaning of the numbers in brackets, or how uncertain the figures are; "" if that is not known.
+        show_intervals: whether the table has the brackets.
+        columns: headings. The part of `T = 1: τ` before the colon also applies to the columns after it, up to the
+            next heading with a colon.
         digits: decimals of each column's numbers.
-        rows: cells: a text, a number, [number, low, high], or null where nothing was measured.
+        rows: cells: a text, a number, [number, low, high], or null if nothing was measured.
     """
 
     claim: str
@@ -57,7 +60,7 @@ class Result:
         return cls(**json.loads((FOLDER / f"{name}.json").read_text("utf-8")))
 
     def format_cell(self, cell: Cell, digits: int) -> str:
-        """A cell as the table shows it."""
+        """Format a cell for the table."""
         if cell is None:
             return "–"
         if isinstance(cell, float):
@@ -68,15 +71,15 @@ class Result:
         return f"{cell:,}" if isinstance(cell, int) else cell
 
     def format_table(self, columns: list[int] | None = None) -> str:
-        """The Markdown table, or some of its columns."""
-        chosen = columns or range(len(self.columns))
-        lines = [[self.columns[i] for i in chosen], ["---" for _ in chosen]]
+        """Format the Markdown table. columns: indices of the columns to keep; default: all."""
+        column_indices = columns or range(len(self.columns))
+        lines = [[self.columns[i] for i in column_indices], ["---" for _ in column_indices]]
         for row in self.rows:
-            lines.append([self.format_cell(row[i], self.digits[i]) for i in chosen])
+            lines.append([self.format_cell(row[i], self.digits[i]) for i in column_indices])
         return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
     def format_section(self) -> str:
-        """Claim, table, command, and a line about machine and date, and about models other than `demo`."""
+        """Format claim, table, command, and a line about machine, date and all models other than `demo`."""
         command = "\n".join(self.command)
         facts = [f"{self.machine}, {self.date}"]
         facts += [f"target: {self.target}"] if "`demo`" not in self.target else []
@@ -86,7 +89,7 @@ class Result:
         return f"**{self.claim}**\n\n{self.format_table()}\n```sh\n{command}\n```\n\n{about[:1].upper()}{about[1:]}.\n"
 
     def save(self, name: str) -> None:
-        """Write docs/results/NAME.json, a row a line."""
+        """Write docs/results/NAME.json, with a line for each row."""
         fields = []
         for key, value in asdict(self).items():
             if key in ("command", "rows"):
@@ -103,12 +106,12 @@ def dump(value: object) -> str:
 
 
 def parse_number(text: str) -> int | float:
-    plain = text.replace(",", "")
-    return float(plain) if "." in plain else int(plain)
+    digits = text.replace(",", "")
+    return float(digits) if "." in digits else int(digits)
 
 
 def parse_cell(text: str) -> Cell:
-    """A cell of a report: a number, a number with its interval, nothing, or a text."""
+    """Parse a cell of a report: a number, a number with its interval, nothing, or a text."""
     if text in ("", "–"):
         return None
     if interval := WITH_INTERVAL.fullmatch(text):
@@ -117,13 +120,13 @@ def parse_cell(text: str) -> Cell:
 
 
 def count_decimals(texts: list[str]) -> int:
-    """The most decimals of a column's numbers."""
+    """Count the decimals of a column's numbers; the largest count wins."""
     numbers = [re.match(rf"{NUMBER}(?= \(|$)", text) for text in texts]
     return max((len(number[0].partition(".")[2]) for number in numbers if number), default=0)
 
 
 def read_table(report: str, title: str) -> list[list[str]]:
-    """The texts of the table below the heading that begins with `title`; headings of columns first."""
+    """Read the table below the heading that begins with `title`; its first row has the columns' headings."""
     sections = re.split(r"^#+ ", report, flags=re.MULTILINE)
     section = next(part for part in sections if part.startswith(title))
     lines = [line for line in section.splitlines() if line.startswith("|")]
@@ -137,10 +140,10 @@ def main(
     title: Annotated[str, typer.Argument(help="how the table's heading begins")],
     columns: Annotated[str, typer.Option(help="numbers of the columns to take, from 0")],
 ) -> None:
-    """Replace a claim's figures. Its headings stay where they are as many."""
+    """Replace a claim's figures. The headings stay if their number does not change."""
     table = read_table(report.read_text("utf-8"), title)
-    chosen = [int(column) for column in columns.split(",")]
-    headings, *rows = [[row[i] for i in chosen] for row in table]
+    column_indices = [int(column) for column in columns.split(",")]
+    headings, *rows = [[row[i] for i in column_indices] for row in table]
     result = Result.load(name)
     if len(result.columns) == len(headings):
         headings = result.columns

@@ -1,7 +1,7 @@
-"""What mkdocs needs beyond mkdocs.yml: the pages that do not lie in docs/, with links as they are on GitHub.
+"""Hooks of mkdocs: add the pages outside docs/ to the site, and convert their links.
 
-README.md, CONTRIBUTING.md and the card of the head that treespec brings become pages of the site. A link between pages
-is written for GitHub, relative to its file in the repository; here it becomes relative to its page of the site.
+README.md, CONTRIBUTING.md and the card of the shipped head become pages of the site. A link between pages is written
+for GitHub, relative to its file in the repository; `on_page_markdown` makes it relative to its page of the site.
 """
 
 import posixpath
@@ -22,7 +22,7 @@ LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that lie outside docs/."""
+    """Add the pages outside docs/."""
     for source, page in OUTSIDE_PAGES.items():
         text = (ROOT / source).read_text("utf-8")
         files.append(File.generated(config, page, content=text))
@@ -30,7 +30,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Turn links for GitHub into links of the site. A link to anything else stays, and `--strict` refuses it."""
+    """Convert links for GitHub to links of the site. Any other link stays, and `mkdocs build --strict` refuses it."""
     name = page.file.src_uri
     folder = posixpath.dirname(SOURCES.get(name, f"docs/{name}"))
 

@@ -1,1 +1,1 @@
-"""The acceptance lab: acceptance rates and their optima."""
+"""The acceptance lab: acceptance rates of verification schemes, their optima, and exact τ."""

@@ -23,31 +23,31 @@ from treespec.verify.facts import SCHEME_INFOS, parse_scheme
 
 LOSSLESS_SCHEMES = tuple(name for name, scheme in SCHEME_INFOS.items() if scheme.lossless)
 
-DRAWN_BY = {  # verifiers beyond the node: the scheme that makes the draws
+DRAWN_BY = {  # verifier of whole paths -> the scheme that makes its draws
     "block": "single",
     "traversal": "rrs-wo",
     "gumbel": "topk",
     "auto": "topk",
     "block-optimal": "optimal",
 }
-# Bounds that were rows by these names: a verifier beside which each stands in a column.
+# former name of a bound in `--verifier` -> a verifier whose row has that bound in a column today
 FORMER_BOUNDS = {"bound": "rrs", "bound-wo": "rrs-wo"}
 
 
 def find_draw_scheme(verifier: str) -> str:
-    """The scheme that makes a verifier's draws, with its options."""
+    """Return the name of the scheme that makes a verifier's draws, with its options."""
     kind, colon, options = verifier.partition(":")
     return DRAWN_BY.get(kind, kind) + colon + options
 
 
 PAPER_PRESETS: dict[str, list[dict[str, Any]]] = tomllib.loads(
     Path(__file__).with_name("presets.toml").read_text()
-)  # by name: its sweeps, each with the options that it settles
+)  # name of a preset -> its sweeps, each with the options that it sets
 
 
 @dataclass(frozen=True, kw_only=True)
 class AcceptanceConfig(HeadOptions, VariantOptions, PlacementOptions, TextOptions):
-    """Raises InputError for a number out of its range, and without models."""
+    """The options of `treespec acceptance`. Raises InputError for a number out of its range, and without models."""
 
     out: str = option("folder for the rates")
     target: str | None = reuse_option(TargetOptions, "target", None)
@@ -55,7 +55,7 @@ class AcceptanceConfig(HeadOptions, VariantOptions, PlacementOptions, TextOption
         f"sweeps of a paper: {join_or(PAPER_PRESETS)}", None, choices=PAPER_PRESETS
     )
     answers_temperature: ClassVar[float] = 1.0
-    max_length: ClassVar[int] = 1024  # most tokens of a conversation or piece
+    max_length: ClassVar[int] = 1024  # largest number of tokens of a conversation or piece
     max_new_tokens: int = reuse_option(TextOptions, "max_new_tokens", 256)
     positions: int = option(
         "number of positions, evenly spread over the text; 0 takes all",
@@ -106,14 +106,17 @@ class AcceptanceConfig(HeadOptions, VariantOptions, PlacementOptions, TextOption
 
     @property
     def given(self) -> bool:
-        """Whether the preset gives distributions, which need no models."""
+        """Whether the preset has distributions, so that no models are needed."""
         return self.preset == "khisti-figure2"
 
 
 class Case(NamedTuple):
-    """One comparison of schemes: temperatures and the number of draws.
+    """One comparison of schemes.
 
-    temperature: the target's. draft: the draft's as the option names it, such as same or 1.2.
+    Attributes:
+        temperature: the target's temperature.
+        draft: the draft's temperature as `--draft-temperature` names it, such as "same" or "1.2".
+        draws: number of draws at a node.
     """
 
     temperature: float
@@ -122,9 +125,9 @@ class Case(NamedTuple):
 
 
 def list_sweeps(config: AcceptanceConfig) -> list[AcceptanceConfig]:
-    """List the configurations of the preset's sweeps; without a preset, the one that is given.
+    """List the configurations of the preset's sweeps; without a preset, `config` itself.
 
-    Raises InputError for an option that the preset settles.
+    Raises InputError for an option that the preset sets.
     """
     if not config.preset:
         return [config]
@@ -145,12 +148,15 @@ def list_cases(sweep: AcceptanceConfig) -> list[Case]:
         split_list("draft-temperature", sweep.draft_temperature),
         split_list("draws", sweep.draws),
     )
-    return [Case(float(heat), draft, int(draws)) for heat, draft, draws in combinations]
+    return [
+        Case(float(temperature), draft, int(draws)) for temperature, draft, draws in combinations
+    ]
 
 
-def parse_schemes(verifiers: str, others: Iterable[str] = ()) -> list[str]:
-    """The distinct names in `--verifier`, all of them for "all". others: to offer in the error about an unknown one.
+def parse_schemes(verifiers: str, other_verifiers: Iterable[str] = ()) -> list[str]:
+    """Parse `--verifier` into distinct scheme names; "all" stands for all lossless schemes.
 
+    other_verifiers: names that the error for an unknown scheme also suggests.
     Raises InputError for an unknown or lossy scheme.
     """
     names: list[str] = []
@@ -158,7 +164,7 @@ def parse_schemes(verifiers: str, others: Iterable[str] = ()) -> list[str]:
         if name == "all":
             names += LOSSLESS_SCHEMES
             continue
-        scheme, _ = parse_scheme(name, True, others)
+        scheme, _ = parse_scheme(name, True, other_verifiers)
         if not scheme.lossless:
             raise InputError(
                 f"verifier {name} is not lossless: its rate is not comparable; leave it out"
@@ -169,9 +175,9 @@ def parse_schemes(verifiers: str, others: Iterable[str] = ()) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
-    """Raises InputError for a number out of its range, and without a head."""
+    """The options of `treespec tau`. Raises InputError for a number out of its range, and without a drafter."""
 
-    OF_TEXTS: ClassVar = (
+    OF_TEXTS: ClassVar = (  # the options that the texts depend on
         "target",
         "dtype",
         "load_in",
@@ -258,8 +264,8 @@ class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
 
     @property
     def verifiers(self) -> list[str]:
-        """The names in `--verifier`, schemes first. Raises InputError for another verifier, and for a lossy scheme."""
-        # 1. Schemes judge a node, the others whole paths.
+        """The names in `--verifier`, schemes first. Raises InputError for an unknown verifier and a lossy scheme."""
+        # 1. Schemes verify a node; path verifiers verify whole paths.
         schemes = []
         path_verifiers = []
         for name in split_list("verifier", self.verifier):
@@ -273,7 +279,7 @@ class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
             else:
                 schemes.append(name)
 
-        # 2. Those that are known; `all` names both kinds.
+        # 2. Check the names; `all` stands for both kinds.
         for name in path_verifiers:
             parse_scheme(find_draw_scheme(name))
         names = []

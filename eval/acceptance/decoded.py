@@ -1,4 +1,4 @@
-"""Cycles of real decoding along a given text, for trees that are drafted again each cycle; and what cycles cost."""
+"""Decode along a given text with the real loop, for trees whose shape changes each cycle; and model cycles' cost."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,15 +19,20 @@ from treespec.trees.tree import TokenTree
 from treespec.verify.topk import TopK
 from treespec.verify.walk import Judging, Verdict, index_links, run_all_or_raise, walk_chosen_path
 
-EMBEDDING_NAMES = ("embed", "lm_head", "output.")  # embeddings, in names of parameters
-ROOFLINE_NODES = [2**i for i in range(13)]  # nodes at which a roofline is known
+EMBEDDING_NAMES = (
+    "embed",
+    "lm_head",
+    "output.",
+)  # a parameter whose name contains one of these is an embedding
+ROOFLINE_NODES = [2**i for i in range(13)]  # numbers of nodes for which a roofline is computed
 
 
 @final
 class Along:
-    """Keeps what a tree holds of a given text, where the children are a function of the text before them.
+    """A verifier that accepts the nodes along a given text of the target.
 
-    So an output of the target is a child with the target's probability, as for `topk`: the text has the outputs.
+    It is for trees whose children are a function of the text before them, as for `topk`: there an output of the target
+    is accepted if a child has its token, and the given text has the outputs.
     """
 
     name = "topk"
@@ -51,9 +56,12 @@ class Along:
 
 @dataclass(frozen=True)
 class Decoded:
-    """A verifier on a tree without a fixed shape. Its draws are a function of the text, or of noise and the text.
+    """A verifier on a tree without a fixed shape. Its draws are a function of the text, or of the text and noise.
 
-    tree: None is the drafter's own.
+    Attributes:
+        verifier: as `--verifier` names it.
+        shape: as `--tree` names the tree.
+        tree: the tree policy; None: the drafter's own tree.
     """
 
     verifier: str
@@ -68,9 +76,12 @@ class Decoded:
         Args:
             spec: the target and the drafter.
             cost: the cost model that trees are chosen by.
-            text: the tokens that the target has put out.
-            params: the sampling of the text.
-            seed: of the answer; under Gumbel noise it writes the text again.
+            text: the target's own text.
+            params: temperature and truncation of the text.
+            seed: the seed that the text was written with, since under Gumbel noise it writes the text again.
+
+        Returns:
+            The cycles.
         """
         along = Along()
         begin = text.root + 1
@@ -78,7 +89,7 @@ class Decoded:
         verifier: Along | str = self.verifier
         if self.verifier == "topk":
             verifier = along
-        decoding = Spec(
+        decoding_spec = Spec(
             spec.target,
             spec.source,
             self.tree,
@@ -88,7 +99,7 @@ class Decoded:
             times=cost,
         )
         cycles = list[Cycle]()
-        decoding.generate(
+        decoding_spec.generate(
             text.tokens[:begin].tolist(),
             max_new_tokens=text.count,
             ignore_eos=True,
@@ -103,7 +114,7 @@ class Decoded:
 
 
 def predict_cycle_seconds(cycle: Cycle, cost: CycleCost) -> float:
-    """Predict the seconds of a cycle with this tree by the cost model."""
+    """Predict the seconds of a cycle from its tree's size and depth, by the cost model."""
     depth = [0]
     for parent in cycle.parents[1:]:
         depth.append(depth[parent] + 1)
@@ -111,10 +122,20 @@ def predict_cycle_seconds(cycle: Cycle, cost: CycleCost) -> float:
 
 
 def build_roofline_cost(spec: Spec, bandwidth: float, flops: float) -> CostBy:
-    """Model the cost of cycles by batch size on a processor with these bytes and operations per second.
+    """Model the cost of cycles by batch size on a processor of given bandwidth and speed (a roofline).
 
-    A forward reads each weight once, and takes two operations of it for each token. Keys and values do not count.
-    Raises InputError for a draft model.
+    A forward reads each weight once, and does two operations per weight and token. Keys and values do not count.
+
+    Args:
+        spec: has target and head.
+        bandwidth: bytes per second.
+        flops: operations per second.
+
+    Returns:
+        A function from batch size to the cost model.
+
+    Raises:
+        InputError: the drafter is a draft model.
     """
     target = spec.target
     head = spec.head
@@ -123,13 +144,13 @@ def build_roofline_cost(spec: Spec, bandwidth: float, flops: float) -> CostBy:
         raise InputError("--bandwidth and --flops model no draft model: leave them out")
 
     def seconds(model: nn.Module, rows: int, tokens: int) -> float:
-        """rows: of the output embedding that are used. The input embedding is looked up."""
+        """Predict the seconds of a forward. rows: used rows of the output embedding; the input embedding is free."""
         width = target.model.config.get_text_config().hidden_size
-        read = rows * width * size
+        weight_bytes = rows * width * size
         for name, weight in model.named_parameters():
             if not any(part in name for part in EMBEDDING_NAMES):
-                read += weight.nbytes
-        return max(read / bandwidth, 2 * read / size * tokens / flops)
+                weight_bytes += weight.nbytes
+        return max(weight_bytes / bandwidth, 2 * weight_bytes / size * tokens / flops)
 
     def cost(batch: int) -> CycleCost:
         forward = tuple(seconds(target.model, target.vocab_size, batch * n) for n in ROOFLINE_NODES)

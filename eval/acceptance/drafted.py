@@ -1,12 +1,12 @@
-"""How likely a text is to be drafted, by how the draws are made, and the bound of τ that follows.
+"""Compute how likely a text is drafted, for each way to make the draws, and the bound on τ that follows.
 
-Whatever verifies, a cycle keeps only paths that are drafted, and more tokens of a text never more often than fewer. So
-R_i (`treespec.eval.acceptance.path_probability`) is at most
+Any verifier accepts only paths that are drafted, and it accepts i tokens of a text at most as often as i - 1. So R_i
+(`treespec.eval.acceptance.path_probability`) is at most
 
     C_0 = 1,    C_i = min(C_(i-1), Pr(y_1 … y_i is drafted) / Pr(the target writes y_1 … y_i))
 
-The bound of τ takes the fewest cycles that any R below C allows (`count_fewest_cycles`). At one node it looks at one
-token at a time: the optimum α* of these draws (`treespec.verify.rates`), which looks at sets of tokens, may be lower.
+The bound on τ assumes the fewest cycles that any R below C allows (`count_fewest_cycles`). It considers one token of a
+node at a time. The optimum α* of the same draws (`treespec.verify.rates`) considers sets of tokens and may be lower.
 """
 
 import math
@@ -32,104 +32,111 @@ from treespec.verify.scheme import Scheme
 from treespec.verify.topk import TopK
 
 LOST_MASS = 1e-12  # probability beyond each end of the quadrature
-FindDraws = Callable[[Nodes, int, Scheme], Tensor]
+FindDraws = Callable[[Nodes, int, Scheme], Tensor]  # computes Pr(draw i is y) [n, k]
 
 
 def scale_to_one(masses: Tensor) -> Tensor:
-    """[n, V] in float64, each row with a sum of 1 or 0."""
+    """Normalise each row of masses [n, V] to a sum of 1; a row of zeros stays. Returns float64."""
     masses = masses.double()
     return masses * scale(masses, torch.ones_like(masses[:, :1]))
 
 
 def find_in_independent_draws(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
-    """[n, k] Pr(draw i is y) of independent draws, which may repeat y."""
+    """Compute Pr(draw i is y) [n, k] of independent draws, which may repeat y."""
     return scale_to_one(nodes.q).gather(1, nodes.y[:, None]).expand(-1, k)
 
 
 def find_in_turn(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
-    """[n, k] Pr(draw i is y) of draws without replacement, to 1e-9.
+    """Compute Pr(draw i is y) [n, k] of draws without replacement, to 1e-9.
 
-    Each token has a clock that rings after an exponential time of rate q. The draws are the first k to ring, so with
-    N(t) the number of other clocks that have rung at time t
+    Each token has a clock that rings after an exponential time of rate q. The draws are the first k tokens to ring. Let
+    N(t) be the number of other clocks that have rung at time t. Then
 
         Pr(draw i + 1 is y) = integral over t of q(y) e^(-q(y) t) Pr(N(t) = i)
 
-    The integral is a trapezoid sum in log t, as that of `treespec.verify.rates.integrate_prefixes`.
+    The integral is a trapezoid sum in log t, as in `treespec.verify.rates.integrate_prefixes`.
     """
-    # 1. The first draw is y with q(y).
+    # 1. The first draw is y with probability q(y).
     q = scale_to_one(nodes.q)
     y = nodes.y[:, None]
-    here = q.gather(1, y)
+    y_mass = q.gather(1, y)
     if k == 1:
-        return here
+        return y_mass
 
-    # 2. The interval of log t. Of s tokens, s < k, the last to ring is the s-th.
-    last = (q > 0).sum(-1, keepdim=True).clamp(max=k)
+    # 2. The interval of log t. If only s < k tokens have mass, the s-th draw is the last.
+    last_draw = (q > 0).sum(-1, keepdim=True).clamp(max=k)
     top_tokens = select_most_likely(q, k - 1)
-    is_before_last = torch.arange(k - 1, device=q.device) < last - 1
-    left = mask_out(q, top_tokens.masked_fill(~is_before_last, -1)).sum(-1, keepdim=True)
+    is_before_last = torch.arange(k - 1, device=q.device) < last_draw - 1
+    tail_mass = mask_out(q, top_tokens.masked_fill(~is_before_last, -1)).sum(-1, keepdim=True)
     start = math.log(gammaincinv(2, LOST_MASS))
-    span = math.log(gammainccinv(k, LOST_MASS)) - start - clamp_positive(left).log()
+    span = math.log(gammainccinv(k, LOST_MASS)) - start - clamp_positive(tail_mass).log()
     points = math.ceil(span.max().item() * (3 + k / 4))
     step = span / points
 
     # 3. The sum.
     times = (start + step * torch.arange(points + 1, device=q.device)).exp()  # [n, T]
-    rung = count_rung_clocks(mask_out(q, y), times, k)  # [n, T, k]
-    density = here * times * (-here * times).exp() * step
-    chances = (density[..., None] * rung).sum(1)
-    chances[:, 0] = here.squeeze(1)
+    rung_clocks = count_rung_clocks(mask_out(q, y), times, k)  # [n, T, k]
+    density = y_mass * times * (-y_mass * times).exp() * step
+    chances = (density[..., None] * rung_clocks).sum(1)
+    chances[:, 0] = y_mass.squeeze(1)
     return chances
 
 
 def find_in_tops_and_one(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
-    """[n, k] Pr(draw i is y) of the k - 1 most likely tokens and one draw from the rest."""
+    """Compute Pr(draw i is y) [n, k] of the k - 1 most likely tokens and one draw from the other tokens."""
     q = scale_to_one(nodes.q)
     y = nodes.y[:, None]
     top_tokens = select_most_likely(q, k - 1)
     is_top = (top_tokens == y) & (q.gather(1, y) > 0)
-    rest = scale_to_one(mask_out(q, top_tokens))
-    return torch.cat([is_top.double(), rest.gather(1, y)], 1)
+    tail = scale_to_one(mask_out(q, top_tokens))
+    return torch.cat([is_top.double(), tail.gather(1, y)], 1)
 
 
 def find_in_hub_pairs(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
-    """[n, k] Pr(draw i is y) of `spechub`: (i, a) with q(i), (a, j) with q(a) q(j) / (1 - q(a))."""
+    """Compute Pr(draw i is y) [n, k] of `spechub`: (i, a) with q(i), (a, j) with q(a) q(j) / (1 - q(a))."""
     q = scale_to_one(nodes.q)
     y = nodes.y[:, None]
-    here = q.gather(1, y)
+    y_mass = q.gather(1, y)
     if k == 1:
-        return here
+        return y_mass
     hub = q.argmax(-1, keepdim=True)
-    rest = mask_out(q, hub)
-    left = rest.sum(-1, keepdim=True)
+    tail = mask_out(q, hub)
+    tail_mass = tail.sum(-1, keepdim=True)
     second = torch.where(
-        y == hub, left, q.gather(1, hub) * rest.gather(1, y) / clamp_positive(left)
+        y == hub, tail_mass, q.gather(1, hub) * tail.gather(1, y) / clamp_positive(tail_mass)
     )
-    return torch.cat([here, second], 1)
+    return torch.cat([y_mass, second], 1)
 
 
 def find_in_tops(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
-    """[n, k] whether draw i is y, of the k most likely tokens. q: any scores."""
+    """Compute whether draw i is y [n, k], 0 or 1, if the draws are the k most likely tokens. q: any scores."""
     return (select_most_likely(nodes.q, k) == nodes.y[:, None]).double()
 
 
 def find_in_tops_and_tail(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
-    """[n, k] Pr(child i is y) of `optimal`: sure tokens, then the distinct ones of its independent draws."""
-    # 1. The sure tokens, and the place of y among the distinct draws.
+    """Compute Pr(child i is y) [n, k] of `optimal`: certain tokens, then the distinct tokens of independent draws.
+
+    Two certain tokens, and the slots of the distinct draws behind them, for k = 5:
+
+        child         0    1    2    3    4
+        certain       A    B
+        distinct                0    1    2
+    """
+    # 1. The certain tokens, and Pr(y is the i-th distinct token of the independent draws).
     scheme = cast(Optimal, scheme)
-    tops, number, rest = scheme.split_certain_and_random(
+    tops, number, tail = scheme.split_certain_and_random(
         nodes.q, torch.full_like(nodes.y[:, None], k), k
     )
-    distinct = find_distinct_chances(scale_to_one(rest), nodes.y[:, None], number, k)
+    distinct = find_distinct_chances(scale_to_one(tail), nodes.y[:, None], number, k)
 
-    # 2. The draws stand behind the sure tokens.
-    sure = (tops >= 0).sum(-1, keepdim=True)
-    place = torch.arange(k, device=sure.device) - sure
-    drawn = distinct.gather(1, place.clamp(min=0)) * (place >= 0)
-    return (tops == nodes.y[:, None]) + drawn
+    # 2. The distinct draws follow the certain tokens.
+    certain_count = (tops >= 0).sum(-1, keepdim=True)
+    tail_slot = torch.arange(k, device=certain_count.device) - certain_count
+    tail_chances = distinct.gather(1, tail_slot.clamp(min=0)) * (tail_slot >= 0)
+    return (tops == nodes.y[:, None]) + tail_chances
 
 
-# By a scheme, or a verifier whose draws are not its scheme's.
+# name of a scheme, or of a verifier whose draws are not its scheme's -> the function for its draws
 DRAW_FINDERS: Mapping[str, FindDraws] = {
     "single": find_in_independent_draws,
     "rrs": find_in_independent_draws,
@@ -142,7 +149,7 @@ DRAW_FINDERS: Mapping[str, FindDraws] = {
     "optimal": find_in_tops_and_tail,
     "topk": find_in_tops,
 }
-# Where the first draws are the same however many follow: a scheme that draws so.
+# functions whose result for k draws begins with that for fewer -> a scheme that stands for all with such draws
 SAME_FOR_MORE: Mapping[FindDraws, Scheme] = {
     find_in_independent_draws: RRS(),
     find_in_turn: RRSWithoutReplacement(),
@@ -152,107 +159,129 @@ SAME_FOR_MORE: Mapping[FindDraws, Scheme] = {
 
 @dataclass
 class DraftedTexts:
-    """How likely a text is drafted by each pair. chances: by level of the tree, Pr(draw i is y), by draws and number.
+    """How likely each pair drafts a text, level by level.
 
-    pairs: verifiers on trees of fixed shape. greedy: of temperature 0, where the draws are the most likely tokens.
+    Attributes:
+        pairs: verifiers on trees of fixed shape.
+        greedy: whether the temperature is 0; then the draws are the most likely tokens.
+        odds: [n] p(y) of each level.
+        chances: for each level a dict from (function, scheme, number of draws k) to Pr(draw i is y) [n, k].
     """
 
     pairs: Sequence[Pair]
     greedy: bool
-    odds: list[Tensor] = field(default_factory=list)  # [n] p(y), by level
+    odds: list[Tensor] = field(default_factory=list)
     chances: list[dict[tuple[FindDraws, Scheme, int], Tensor]] = field(default_factory=list)
 
     def choose_finder(self, pair: Pair) -> tuple[FindDraws, Scheme]:
-        """What tells where a pair's draws are y, and a scheme that draws like the pair's."""
-        find = DRAW_FINDERS.get(pair.verifier, DRAW_FINDERS[pair.scheme.name])
+        """Choose the function for a pair's draws, and a scheme that draws like the pair's."""
+        find_draws = DRAW_FINDERS.get(pair.verifier, DRAW_FINDERS[pair.scheme.name])
         if self.greedy or pair.sure:
-            find = find_in_tops
-        return find, SAME_FOR_MORE.get(find, pair.scheme)
+            find_draws = find_in_tops
+        return find_draws, SAME_FOR_MORE.get(find_draws, pair.scheme)
 
     def add_level(self, nodes: Nodes, scored: Nodes) -> None:
-        """Take the draws of the next level; as `treespec.eval.acceptance.path_probability.follow_pairs` has them."""
-        # 1. Which draws, and how many of them.
+        """Add the next level.
+
+        nodes, scored: an item of `steps` of `treespec.eval.acceptance.path_probability.follow_pairs`.
+        """
+        # 1. The kinds of draws that pairs need at this level, with the numbers of draws.
         numbers = defaultdict[tuple[FindDraws, Scheme], set[int]](set)
         for pair in self.pairs:
             numbers[self.choose_finder(pair)] |= pair.count_draws(len(self.chances))
 
-        # 2. Where they are y.
+        # 2. Pr(draw i is y) of each.
         level = dict[tuple[FindDraws, Scheme, int], Tensor]()
-        for (find, scheme), counts in numbers.items():
+        for (find_draws, scheme), counts in numbers.items():
             source = nodes
-            if find is find_in_tops:
+            if find_draws is find_in_tops:
                 source = scored
-            if find in SAME_FOR_MORE:
-                widest = find(source, max(counts, default=1), scheme)
+            if find_draws in SAME_FOR_MORE:
+                widest = find_draws(source, max(counts, default=1), scheme)
                 for k in counts:
-                    level[find, scheme, k] = widest[:, :k]
+                    level[find_draws, scheme, k] = widest[:, :k]
             else:
                 for k in counts:
-                    level[find, scheme, k] = find(source, k, scheme)
+                    level[find_draws, scheme, k] = find_draws(source, k, scheme)
         self.chances.append(level)
         self.odds.append(clamp_positive(nodes.gather_mass(nodes.p)).double())
 
     def limit_kept(self, pair: Pair) -> Tensor:
-        """[n, D + 1] C_0 … C_D, D the depth of the pair's tree: no lossless verifier of its draws has a larger R."""
+        """Compute C_0 … C_D [n, D + 1], the largest R of any lossless verifier of a pair's draws.
+
+        D is the depth of the pair's tree.
+        """
         limits = [torch.ones_like(self.odds[0])]
-        target = limits[0]
+        target_chance = limits[0]
         for depth in range(1, pair.tree.max_depth + 1):
-            target = target * self.odds[depth - 1]
-            drafted = self.find_chance(pair, depth)
-            limits.append(torch.minimum(limits[-1], drafted / target))
+            target_chance = target_chance * self.odds[depth - 1]
+            drafted_chance = self.find_chance(pair, depth)
+            limits.append(torch.minimum(limits[-1], drafted_chance / target_chance))
         return torch.stack(limits, 1)
 
     def find_chance(self, pair: Pair, depth: int) -> Tensor:
-        """[n] Pr(the first `depth` tokens of the text are a path of the tree), from its last level up.
+        """Compute Pr(the next `depth` tokens of the text are a path of the tree) [n], from that level up to the root.
 
-        Children that repeat a token count together.
+        Independent draws may repeat a token; then the path may continue below any of them.
         """
-        find, scheme = self.choose_finder(pair)
-        below = {path: torch.ones_like(self.odds[0]) for path in list_paths(pair.tree, depth)}
+        find_draws, scheme = self.choose_finder(pair)
+        chance_below = {
+            path: torch.ones_like(self.odds[0]) for path in list_paths(pair.tree, depth)
+        }
         for level in reversed(range(depth)):
-            above = dict[tuple[int, ...], Tensor]()
+            chance_above = dict[tuple[int, ...], Tensor]()
             for path in list_paths(pair.tree, level):
                 k = pair.draws.get(path, 0)
                 if k == 0:
                     continue
-                columns = self.chances[level][find, scheme, k].T
+                columns = self.chances[level][find_draws, scheme, k].T
                 children = []
                 for i, column in enumerate(columns):
                     child = (*path, i)
-                    if child in below:
-                        children.append(column * below[child])
+                    if child in chance_below:
+                        children.append(column * chance_below[child])
                 if children:
-                    above[path] = combine_chances(
-                        torch.stack(children), find is find_in_independent_draws
+                    chance_above[path] = combine_chances(
+                        torch.stack(children), find_draws is find_in_independent_draws
                     )
-            below = above
-        return below[()]
+            chance_below = chance_above
+        return chance_below[()]
 
 
 def list_paths(tree: StaticTree, depth: int) -> list[tuple[int, ...]]:
-    """The paths of a depth."""
+    """List the paths of the nodes at a depth."""
     return [path for path in tree.paths if len(path) == depth]
 
 
 def combine_chances(chances: Tensor, are_independent: bool) -> Tensor:
-    """[n] Pr(one of K events), whose chances are [K, n]. Events that are not independent exclude each other."""
+    """Compute Pr(at least one of K events) [n] from their probabilities [K, n].
+
+    are_independent: whether the events are independent; otherwise they exclude each other.
+    """
     if not are_independent:
         return chances.sum(0)
     return -torch.log1p(-chances.clamp(max=1)).sum(0).expm1()
 
 
 def count_fewest_cycles(limits: Array) -> float:
-    """The fewest cycles, on average, in which a verifier may put out a text, whatever it knows of the text.
+    """Count the fewest cycles, on average, in which any verifier can emit a text, even one that knows the text.
 
-    limits: [n, D + 1], C at each of n places. With C_i - C_(i+1) at most i tokens can be kept. A verifier might keep
-    fewer, to begin the next cycle where it goes on better:
+    With probability C_i - C_(i+1) a cycle can accept at most i tokens. The verifier may accept fewer, if the next cycle
+    then begins at a better position:
 
-        N_t = 1 + sum over i of (C_i - C_(i+1)) min over j <= i of N_(t+1+j)        behind the text N is 0
+        N_t = 1 + sum over i of (C_i - C_(i+1)) min over j <= i of N_(t+1+j)        after the text N is 0
+
+    Five tokens and draws that always have the next token, C_0 = C_1 = 1, so that a cycle emits two:
+
+        t      0    1    2    3    4
+        N_t    3    2    2    1    1        N_4 = 1, N_3 = 1 + N_5 = 1, N_2 = 1 + min(N_3, N_4) = 2
+
+    limits: [n, D + 1] C at each of n positions.
     """
     length, width = limits.shape
     shares = limits - np.pad(limits[:, 1:], ((0, 0), (0, 1)))
     cycles = np.zeros(length + width)
-    for place in reversed(range(length)):
-        after = np.minimum.accumulate(cycles[place + 1 : place + 1 + width])
-        cycles[place] = 1 + shares[place] @ after
+    for position in reversed(range(length)):
+        fewest_after = np.minimum.accumulate(cycles[position + 1 : position + 1 + width])
+        cycles[position] = 1 + shares[position] @ fewest_after
     return float(cycles[0])

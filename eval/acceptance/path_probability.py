@@ -1,15 +1,21 @@
-"""Ways down a tree along a given text, and how likely a verifier's accepted path follows each of them.
+"""Compute how likely a verifier's accepted path follows a given text down a tree.
 
-R_i is Pr(the accepted path has y_1 … y_i), over the target's probability of these tokens. A verifier is
-lossless, so a cycle emits exactly y_1 … y_i with R_(i-1) - R_i, over the same. R is the sum over the ways,
-the nodes of depth i that may hold y_1 … y_i:
+R_i is Pr(the accepted path begins with y_1 … y_i), divided by the target's probability of these tokens. A cycle of a
+lossless verifier emits exactly y_1 … y_i with R_(i-1) - R_i, divided by the same. R_i is a sum over the nodes of depth
+i that may hold y_1 … y_i; such a node is called a way (`PathTerm`). Its part is a product along its path:
 
-    walk         each step: Pr(draw k is y, and the plan's output)
-    traversal    each step: Pr(draw k is y, and all before it are refused); in the end w of the last draw
+    walk         each step: Pr(draw k is y, and y is the plan's output)
+    traversal    each step: Pr(draw k is y, and all earlier draws are refused); after the last step w of that draw
 
-Of a node that is judged after all nodes below it, w is Pr(it or one of them is accepted), on average over
-their draws (Sun et al. 2024, Block Verification, theorem 2; 2505.12398, theorem 3.3): siblings and
-deeper nodes do not change this probability.
+Five nodes, two draws a node; the text has y_1 and y_2 next:
+
+    root -- draw 1 -- draw 1         R_1: two ways, draw 1 and draw 2 of the root
+       |        `---- draw 2         R_2: two ways, the children of draw 1
+       `--- draw 2
+
+w of a node that is judged after all nodes below it is Pr(it or one of them is accepted), on average over their draws.
+Siblings and deeper nodes do not change this probability (Sun et al. 2024, Block Verification, theorem 2; Traversal
+Verification, 2505.12398, theorem 3.3).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,66 +42,81 @@ from treespec.verify.topk import TopK
 
 @dataclass(frozen=True)
 class PathTerm:
-    """A node that may hold the next tokens of a text. reach, weight: [n]; their product is its part of R."""
+    """A way: a node that may hold the next tokens of a text, at each of n positions. Its part of R is reach * weight.
+
+    Attributes:
+        reach: [n] product of the steps' probabilities, each divided by the target's probability of the token.
+        weight: [n] w of the node; 1 for verifiers that walk.
+    """
 
     reach: Tensor
     weight: Tensor
 
 
 def share_columns(columns: Tensor, nodes: Nodes) -> Tensor:
-    """Divide probabilities [n, k] by the target's probability of y; [k, n] in float64."""
+    """Divide probabilities [n, k] by the target's probability of y; [k, n] float64."""
     return (columns / clamp_positive(nodes.gather_mass(nodes.p))[:, None]).double().T
 
 
 def list_leaf_first_ways(
-    way: PathTerm, nodes: Nodes, parts: tuple[Tensor, Tensor]
+    way: PathTerm, nodes: Nodes, chances_and_weights: tuple[Tensor, Tensor]
 ) -> list[PathTerm]:
-    """Follow k draws that are judged after all nodes below them: a way for each.
+    """Extend a way by each of k draws that are judged after all nodes below them.
 
-    parts: [n, k] Pr(draw k is y, and all before it are refused), and w of it.
+    chances_and_weights: [n, k] Pr(draw k is y, and all earlier draws are refused), and [n, k] w of draw k.
     """
-    chances, weights = parts
-    below = []
+    chances, weights = chances_and_weights
+    ways_below = []
     for chance, weight in zip(share_columns(chances, nodes), weights.double().T, strict=True):
-        below.append(PathTerm(way.reach * chance, weight))
-    return below
+        ways_below.append(PathTerm(way.reach * chance, weight))
+    return ways_below
 
 
 def weigh_block_optimal(
     nodes: Nodes, k: int, weight: Tensor, scheme: Optimal
 ) -> tuple[Tensor, Tensor]:
-    """Follow the draws of `treespec.verify.block_optimal`; as `accept_in_turn`."""
-    # 1. y is the selected draw with x(y): which draw that is.
+    """Compute what `accept_in_turn` returns, for the draws of `treespec.verify.block_optimal`."""
+    # 1. The selected draw is y with probability x(y); the samples tell which draw that is.
     nodes = replace(nodes, p=nodes.p * weight)
     optimal = draw_for_optimal(nodes, k, scheme)
-    many = optimal.samples
+    samples = optimal.samples
     tokens = optimal.selection.tokens
-    chosen = (optimal.selection.chosen * (tokens == many.y[:, None])).sum(
+    selection_weights = (optimal.selection.chosen * (tokens == samples.y[:, None])).sum(
         -1, keepdim=True
     ) + MIN_SELECTION_MASS
-    which = nodes.average_samples(many.mark_first_match(tokens) * chosen)
+    draw_weights = nodes.average_samples(samples.mark_first_match(tokens) * selection_weights)
     x = optimal.selection.selected.view(len(nodes.y), nodes.samples, -1)[:, 0]
     tops = optimal.sure_tokens.view(len(nodes.y), nodes.samples, -1)[:, 0]
-    at_x = nodes.gather_mass(x)[:, None]
-    at_p = nodes.gather_mass(nodes.p)[:, None]
-    chances = at_x * which[:, :k] / clamp_positive(which.sum(-1, keepdim=True))
+    x_of_y = nodes.gather_mass(x)[:, None]
+    p_of_y = nodes.gather_mass(nodes.p)[:, None]
+    chances = x_of_y * draw_weights[:, :k] / clamp_positive(draw_weights.sum(-1, keepdim=True))
 
-    # 2. Or it is sure, and those before it are refused.
-    rest = (nodes.p - x).clamp(min=0)
-    taken = rest.gather(1, tops.clamp(min=0)) * (tops >= 0)
-    left = rest.sum(-1, keepdim=True) + (1 - weight) - taken.cumsum(-1) + taken
-    sure = tops == nodes.y[:, None]
-    weights = torch.where(sure, taken / clamp_positive(left), at_p / clamp_positive(at_x)).clamp(
-        max=1
+    # 2. Or y is a certain token, and the tokens before it are refused.
+    residual = (nodes.p - x).clamp(min=0)
+    certain_residual = residual.gather(1, tops.clamp(min=0)) * (tops >= 0)
+    remaining = (
+        residual.sum(-1, keepdim=True)
+        + (1 - weight)
+        - certain_residual.cumsum(-1)
+        + certain_residual
     )
-    return torch.where(sure, left, chances), weights
+    is_certain = tops == nodes.y[:, None]
+    weights = torch.where(
+        is_certain, certain_residual / clamp_positive(remaining), p_of_y / clamp_positive(x_of_y)
+    ).clamp(max=1)
+    return torch.where(is_certain, remaining, chances), weights
 
 
 @dataclass(frozen=True)
 class Pair:
     """A verifier on a tree of fixed shape.
 
-    shape: as `--tree` names the tree. scheme: makes the draws. draws: their number by the path of an inner node.
+    Attributes:
+        verifier: as `--verifier` names it.
+        shape: as `--tree` names the tree.
+        scheme: makes the draws.
+        tree: the tree.
+        draws: path of an inner node -> number of draws there.
     """
 
     verifier: str
@@ -110,11 +131,11 @@ class Pair:
         return self.scheme.deterministic and self.verifier != "gumbel"
 
     def count_draws(self, depth: int) -> set[int]:
-        """The numbers of draws at the inner nodes of a depth."""
+        """Collect the different numbers of draws at the inner nodes of a depth."""
         return {k for path, k in self.draws.items() if len(path) == depth}
 
     def name_draws(self, greedy: bool) -> str | None:
-        """How the draws are made, as `Scheme.drawing` names it. greedy: of temperature 0."""
+        """Name how the draws are made, as `Scheme.drawing` does. greedy: whether the temperature is 0."""
         if greedy or self.sure:
             return TopK.drawing
         if self.verifier == "gumbel":
@@ -124,24 +145,27 @@ class Pair:
     def list_ways_below(
         self, way: PathTerm, nodes: Nodes, k: int, sure: bool, shares: dict[tuple[str, int], Tensor]
     ) -> list[PathTerm]:
-        """Follow k draws below a way at n nodes: a way for each.
+        """Extend a way by each of the k draws below it.
 
         Args:
-            way: leads to the nodes.
-            nodes: their p, q and y.
-            k: number of draws at each.
-            sure: whether the most likely tokens are the draws, as at temperature 0.
-            shares: [k, n] of these nodes by verifier and k, kept here for pairs that have equal ones.
+            way: the way, at n positions of the text.
+            nodes: p, q and y at its node.
+            k: number of draws there.
+            sure: whether the draws are the most likely tokens, as at temperature 0.
+            shares: cache of (verifier, k) -> shares [k, n] of these nodes; pairs with equal draws share it.
+
+        Returns:
+            k ways.
         """
         # 1. Verifiers of whole paths.
         weight = way.weight[:, None].to(nodes.p.dtype)
         if not sure and self.verifier in ("block", "traversal"):
             return list_leaf_first_ways(way, nodes, accept_in_turn(nodes, k, weight))
         if not sure and self.verifier.startswith("block-optimal"):
-            parts = weigh_block_optimal(nodes, k, weight, cast(Optimal, self.scheme))
-            return list_leaf_first_ways(way, nodes, parts)
+            chances_and_weights = weigh_block_optimal(nodes, k, weight, cast(Optimal, self.scheme))
+            return list_leaf_first_ways(way, nodes, chances_and_weights)
 
-        # 2. Others step by step. Of one draw, all schemes but gumbel make the same.
+        # 2. Verifiers that walk. With one draw, all schemes but gumbel are the same.
         name = self.verifier
         if sure:
             name = "topk"
@@ -159,7 +183,10 @@ class Pair:
 class FollowedPair:
     """How far a pair's cycles follow a text, level by level of its tree.
 
-    ways: by the path of a node that may hold the next tokens of the text. kept: [n] R of 0, 1, … tokens.
+    Attributes:
+        pair: verifier and tree.
+        ways: path of a node -> its way.
+        kept: R [n] of 0, 1, … tokens, as far as the levels are followed.
     """
 
     pair: Pair
@@ -173,26 +200,26 @@ class FollowedPair:
 
         Args:
             nodes: p, q and y after each token of the text.
-            is_greedy: whether the temperature is 0, where the draws are the most likely tokens.
-            scored: `nodes` with scores for q, which tell the most likely tokens.
-            shares: those of `Pair.score_children` at this level.
+            is_greedy: whether the temperature is 0; then the draws are the most likely tokens.
+            scored: `nodes` with untruncated draft probabilities for q, which rank the most likely tokens.
+            shares: cache of `Pair.list_ways_below` at this level.
         """
-        # 1. The ways one token further.
+        # 1. Extend each way of the last level.
         depth = len(self.kept) - 1
         sure = is_greedy or self.pair.sure
         if sure:
             nodes = scored
-        total = torch.zeros_like(self.kept[0])
+        kept = torch.zeros_like(self.kept[0])
         for path in list(self.ways):
             if len(path) == depth and path in self.pair.draws:
-                below = self.pair.list_ways_below(
+                ways_below = self.pair.list_ways_below(
                     self.ways[path], nodes, self.pair.draws[path], sure, shares
                 )
-                # 2. What they keep of the text.
-                for i, way in enumerate(below):
+                # 2. Sum their parts of R.
+                for i, way in enumerate(ways_below):
                     self.ways[(*path, i)] = way
-                    total = total + way.reach * way.weight
-        self.kept.append(total)
+                    kept = kept + way.reach * way.weight
+        self.kept.append(kept)
 
 
 def follow_pairs(
@@ -202,12 +229,12 @@ def follow_pairs(
 
     Args:
         pairs: verifiers on trees of fixed shape.
-        steps: for the draws of the root, of its children, …: p, q and y after each of the n tokens; and the same with
-            scores for q, which tell the most likely tokens.
-        greedy: whether the temperature is 0, where these are the draws.
+        steps: for each level of the trees (nodes, scored): p, q and y after each of the n tokens; and the same with
+            untruncated draft probabilities for q, which rank the most likely tokens.
+        greedy: whether the temperature is 0; then the draws are the most likely tokens.
 
     Returns:
-        R [n, D + 1] of each pair, for 0 … D tokens, D the depth of its tree.
+        R [n, D + 1] of each pair, for 0 … D tokens; D is the depth of its tree.
     """
     followed_pairs = list[FollowedPair]()
     for depth, (nodes, scored) in enumerate(steps):

@@ -1,4 +1,4 @@
-"""The acceptance lab: the acceptance rates of schemes at collected positions, and the largest possible ones."""
+"""Run `treespec acceptance`: measure schemes' acceptance rates at collected positions, and the optimal rates α*."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,26 +34,29 @@ from treespec.verify.rates import find_optimum, measure_rate
 from treespec.verify.registry import load_scheme
 from treespec.verify.scheme import Scheme
 
-MAX_TENSOR_ELEMENTS = 1 << 24  # most elements of a [rows, V] tensor: 64 MiB in float32
+MAX_TENSOR_ELEMENTS = 1 << 24  # largest number of elements of a [rows, V] tensor: 64 MiB in float32
 
-# The name of a scheme, or None for α*; and how its draws are made, None if α* of that is not known
+# (name of a scheme, or None for α*; how the draws are made, or None if their α* is not known)
 RateKey = tuple[str | None, str | None]
-# [2, n] rates and their Monte-Carlo errors, which are 0 where a formula states the rates
+# [2, n] rates and their Monte-Carlo errors; the errors are 0 if the rates have a closed form
 Rates = dict[RateKey, Tensor]
 
 
 def accept(config: AcceptanceConfig, report: Report = ignore_report) -> dict[str, Any]:
-    """Collect logits, or take the given distributions, then rate every scheme.
+    """Collect logits or load published distributions, measure every scheme's rate, and write OUT/acceptance.*.
 
-    Writes and returns OUT/acceptance.json; also writes OUT/acceptance.md and .html. Its fields:
-    config, environment; left_out: why each scheme that is missing does not fit; sweeps: the rows of
-    each sweep. Raises InputError for bad input.
+    Returns:
+        The content of OUT/acceptance.json: config; environment; left_out, for each scheme that does not fit the
+        reason; sweeps, the rows of each sweep (`build_rate_rows`).
+
+    Raises:
+        InputError: bad input.
     """
-    # 1. What is compared, and where p and q come from.
-    planned = []
+    # 1. The cases, and the logits of p and q.
+    cases = []
     for sweep in list_sweeps(config):
         for case in list_cases(sweep):
-            planned.append((sweep, case, parse_schemes(sweep.verifier)))
+            cases.append((sweep, case, parse_schemes(sweep.verifier)))
     with locked(config.out):
         if config.given:
             logits, environment = load_published_distributions()
@@ -66,15 +69,15 @@ def accept(config: AcceptanceConfig, report: Report = ignore_report) -> dict[str
         generator.manual_seed(config.seed)
         left_out: dict[str, str] = {}
         tables: dict[AcceptanceConfig, list[Row]] = defaultdict(list)
-        for done, (sweep, case, names) in enumerate(planned):
+        for done, (sweep, case, names) in enumerate(cases):
             text = f"rates at temperature {case.temperature:g} of {case.draws} draws"
-            report(ProgressStep(done, len(planned), text))
+            report(ProgressStep(done, len(cases), text))
             schemes = {name: load_scheme(name) for name in names}
-            rated, refused = compute_scheme_rates(logits, sweep, case, schemes, generator)
-            left_out = refused | left_out
-            if not rated:
-                raise InputError("; ".join(refused.values()))
-            tables[sweep] += build_rate_rows(rated, case, logits)
+            case_rates, refusals = compute_scheme_rates(logits, sweep, case, schemes, generator)
+            left_out = refusals | left_out
+            if not case_rates:
+                raise InputError("; ".join(refusals.values()))
+            tables[sweep] += build_rate_rows(case_rates, case, logits)
 
         # 3. The files.
         environment |= {"treespec": version("treespec"), "rates on": str(generator.device)}
@@ -102,25 +105,27 @@ def compute_scheme_rates(
     """Measure every scheme at every position, and the α* of the schemes' draws.
 
     Args:
-        logits: of target and draft, at n positions.
-        sweep: truncation of both distributions, and the number of Monte-Carlo samples.
+        logits: logits of target and draft at n positions.
+        sweep: has the truncation of both distributions, and the number of Monte-Carlo samples.
         case: temperatures, and the number of draws at a node.
-        schemes: by the name in `--verifier`.
-        generator: of draws and coins; its device computes.
+        schemes: name in `--verifier` -> scheme.
+        generator: draws tokens and coins; the rates are computed on its device.
 
     Returns:
-        The rates, ordered by how the schemes draw, α* after its schemes, and last the schemes whose α* is not known;
-        and why other schemes were left out, by name.
+        The rates, grouped by how the schemes draw: in each group the schemes, then their α*; the last group has the
+        schemes whose α* is not known. And the reason for each scheme that was left out, by its name.
     """
     # 1. Positions in chunks, so that a [rows, V] tensor fits in memory.
     chunks: dict[Any, list[Tensor]] = defaultdict(list)  # [2, rows] each
-    refused: dict[str, str] = {}
-    rows = max(1, MAX_TENSOR_ELEMENTS // logits.p.shape[1])
+    refusals: dict[str, str] = {}
+    chunk_rows = max(1, MAX_TENSOR_ELEMENTS // logits.p.shape[1])
     params = SamplingParams(case.temperature, sweep.top_k, sweep.top_p)
     draft_params = params
     if case.draft != "same":
         draft_params = SamplingParams(float(case.draft), sweep.top_k, sweep.top_p)
-    for p_logits, q_logits in zip(logits.p.split(rows), logits.q.split(rows), strict=True):
+    for p_logits, q_logits in zip(
+        logits.p.split(chunk_rows), logits.q.split(chunk_rows), strict=True
+    ):
         p = compute_probs(p_logits.to(generator.device), params)  # [B, V]
         q = compute_probs(q_logits.to(generator.device), draft_params)  # [B, V]
 
@@ -130,7 +135,7 @@ def compute_scheme_rates(
             try:
                 rates_and_errors = measure_rate(scheme, p, q, case.draws, generator, sweep.samples)
             except InputError as error:
-                refused[name] = str(error).partition(";")[0]
+                refusals[name] = str(error).partition(";")[0]
             else:
                 rated_schemes.append(scheme)
                 chunks[name, scheme.drawing].append(rates_and_errors.cpu())
@@ -138,18 +143,18 @@ def compute_scheme_rates(
             chunks[None, kind].append(torch.stack([values, torch.zeros_like(values)]).cpu())
 
     # 3. All positions; a scheme refused in one chunk is left out everywhere.
-    rated: Rates = {}
+    rates: Rates = {}
     for key, parts in chunks.items():
         scheme_name, _ = key
-        if scheme_name not in refused:
-            rated[key] = torch.cat(parts, dim=1)
-    return {key: rated[key] for key in order_by_draws(rated)}, refused
+        if scheme_name not in refusals:
+            rates[key] = torch.cat(parts, dim=1)
+    return {key: rates[key] for key in order_by_draws(rates)}, refusals
 
 
-def order_by_draws(rated: Rates) -> list[RateKey]:
+def order_by_draws(rates: Rates) -> list[RateKey]:
     """Order the keys of rates as `compute_scheme_rates` returns them."""
     kinds: list[str | None] = []
-    for _, kind in rated:
+    for _, kind in rates:
         if kind is not None and kind not in kinds:
             kinds.append(kind)
     kinds.append(None)  # schemes whose α* is not known
@@ -158,11 +163,11 @@ def order_by_draws(rated: Rates) -> list[RateKey]:
         scheme_name, kind = key
         return kinds.index(kind), scheme_name is None
 
-    return sorted(rated, key=rank)
+    return sorted(rates, key=rank)
 
 
 def find_optima(schemes: Iterable[Scheme], p: Tensor, q: Tensor, k: int) -> dict[str, Tensor]:
-    """[B] α* of the draws of each scheme where it is known, by how they are made. p, q: [B, V]."""
+    """Compute α* [B] of each kind of draws whose α* is known. p, q: [B, V] probabilities. k: number of draws."""
     optima = dict[str, Tensor]()
     for scheme in schemes:
         kind = scheme.drawing
@@ -174,15 +179,19 @@ def find_optima(schemes: Iterable[Scheme], p: Tensor, q: Tensor, k: int) -> dict
     return optima
 
 
-def build_rate_rows(rated: Rates, case: Case, logits: Logits) -> Iterator[Row]:
-    """Make a row for each method; with given distributions, for each pair of them and method.
+def build_rate_rows(rates: Rates, case: Case, logits: Logits) -> Iterator[Row]:
+    """Yield a row for each method; with published distributions, for each pair of distributions and each method.
 
-    at: temperature, draft (its temperature), draws and, for given distributions, which. method: of
-    α* with how the draws are made. positions, groups: their numbers; a group is a question or text.
-    rate: α or α*; its interval is over positions, by group, and at least as wide as `noise` makes
-    it: the Monte-Carlo error of a rate that no formula states. gap: α* - α of the same draws.
+    A row has the fields:
+
+        at                   temperature, draft (its temperature), draws; the names of a published pair of distributions
+        method               a scheme, or α* with how its draws are made
+        positions, groups    their numbers; a group is a question or text
+        rate                 α or α*. Its interval is over groups, and at least as wide as `noise` makes it
+        noise                Monte-Carlo error of the rate; None if it has a closed form
+        gap                  α* - α of the same draws; None if α* is not known
     """
-    # 1. The coordinates, and the positions [m] of each.
+    # 1. The coordinates of the rows, with the positions [m] of each.
     coordinates: Coordinates = {
         "temperature": case.temperature,
         "draft": case.draft,
@@ -195,21 +204,21 @@ def build_rate_rows(rated: Rates, case: Case, logits: Logits) -> Iterator[Row]:
         for i, name in enumerate(logits.names):
             parts.append((name | coordinates, all_positions[i : i + 1]))
 
-    # 2. Each method there, beside the α* of its draws.
+    # 2. A row for each method, with the gap to the α* of its draws.
     for at, positions in parts:
         group = logits.group[positions]
-        for (method, drawn), (values, errors) in rated.items():
+        for (method, drawing), (values, errors) in rates.items():
             noise: float | None = float(errors[positions].square().sum().sqrt()) / len(positions)
-            if noise == 0:  # a formula states the rate
+            if noise == 0:  # the rate has a closed form
                 noise = None
-            optimum = rated.get((None, drawn))
+            optimum = rates.get((None, drawing))
             gap = None
             if method and optimum is not None:
                 optimum_rates, _ = optimum
                 gap = average((optimum_rates - values)[positions], group, noise)
             yield {
                 "at": at,
-                "method": method or f"α* {drawn}",
+                "method": method or f"α* {drawing}",
                 "positions": len(positions),
                 "groups": len(group.unique()),
                 "rate": average(values[positions], group, noise),
@@ -219,25 +228,29 @@ def build_rate_rows(rated: Rates, case: Case, logits: Logits) -> Iterator[Row]:
 
 
 def average(values: Tensor, group: Tensor, noise: float | None = None) -> Figure:
-    """The mean over positions and its 95 % interval; without ends if only one group is there, and no noise.
+    """Compute the mean over positions with a 95 % interval; no interval if there is only one group and no noise.
 
-    values: [n]. group: [n] int64; groups differ in size, so the mean is a ratio of totals over
-    groups, and its error follows by linearisation: sqrt(G / (G - 1) · Σ_g (Σ_{i in g} (x_i -
-    mean))²) / n, with Student's t of G - 1 degrees of freedom. noise: the Monte-Carlo error of the mean.
-    The groups' spread holds it already, but a few groups may show less: the interval is never inside its own.
+    Groups differ in size, so the mean is a ratio of totals over groups. Its error follows by linearisation:
+    sqrt(G / (G - 1) · Σ_g (Σ_{i in g} (x_i - mean))²) / n, with Student's t of G - 1 degrees of freedom.
+
+    Args:
+        values: [n].
+        group: [n] int64, the group of each position.
+        noise: Monte-Carlo error of the mean; None: no error. The groups' spread includes it, but the spread of a few
+            groups may be smaller by chance: the interval is the wider one of both.
     """
     values = values.double()
     mean = float(values.mean())
     groups = len(group.unique())
-    reaches = []
+    half_widths = []
     if noise is not None:
-        reaches.append(Z * noise)
+        half_widths.append(Z * noise)
     if groups > 1:
         sums = torch.zeros(int(group.max()) + 1, dtype=torch.float64)
         squares = sums.index_add_(0, group, values - mean).square().sum()
-        spread = float((squares * groups / (groups - 1)).sqrt()) / len(values)
-        reaches.append(compute_t_quantile(groups - 1) * spread)
-    if not reaches:
+        error = float((squares * groups / (groups - 1)).sqrt()) / len(values)
+        half_widths.append(compute_t_quantile(groups - 1) * error)
+    if not half_widths:
         return {"value": mean, "low": None, "high": None}
-    reach = max(reaches)
-    return {"value": mean, "low": mean - reach, "high": mean + reach}
+    half_width = max(half_widths)
+    return {"value": mean, "low": mean - half_width, "high": mean + half_width}

@@ -1,4 +1,4 @@
-"""The distributions that schemes are compared on: logits of target and head on text, or those of a paper."""
+"""Collect the distributions that schemes are compared on: target's and head's logits on text, or a paper's."""
 
 import json
 from collections.abc import Sequence
@@ -16,16 +16,23 @@ from treespec.eval.common import Report
 from treespec.eval.texts import Passage, describe, iterate_passages, load_models
 
 FIGURE_2 = Path(__file__).with_name("figure2.json")
-Coordinates = dict[str, str | float]
-Collected = tuple["Logits", dict[str, object]]  # and the environment that they come from
+Coordinates = dict[
+    str, str | float
+]  # name and value of everything that identifies a pair of distributions
+Collected = tuple[
+    "Logits", dict[str, object]
+]  # logits, and the environment that they were computed in
 
 
 @dataclass(frozen=True)
 class Logits:
     """Logits of target and draft for the same token, at n positions.
 
-    p, q: [n, V] in the model's dtype. group: [n] int64, the question or text that a position belongs to.
-    names: of given distributions, what names each pair in tables.
+    Attributes:
+        p: [n, V] the target's, in the model's dtype.
+        q: [n, V] the draft's.
+        group: [n] int64, the question or text that a position belongs to.
+        names: the name of each pair of published distributions in tables; () for a model's logits.
     """
 
     p: Tensor
@@ -44,43 +51,55 @@ def collect_logits(config: AcceptanceConfig, report: Report) -> Collected:
 def gather_step_logits(
     spec: Spec, passages: Sequence[Passage], step: int, positions: int = 0
 ) -> Logits:
-    """Compute the logits at draft step `step`, on the CPU in the model's dtype.
+    """Compute both models' logits of the token at draft step `step`.
 
-    positions: their number, evenly spread over all passages; 0 takes all. Raises InputError if the
-    head drafts fewer steps or no passage is long enough. Row t holds both distributions of token
-    t + step + 1. Step 2 on five tokens has two rows:
+    Row t has both distributions of token t + step + 1. Step 2 on five tokens has two rows:
 
         token      a    b    c    d    e
         row 0                     p, q        p from the feature of c, q drafted after b
         row 1                          p, q   p from the feature of d, q drafted after c
+
+    Args:
+        spec: target and head.
+        passages: the texts.
+        step: draft step, from 1.
+        positions: number of rows, evenly spread over all passages; 0 takes all.
+
+    Returns:
+        The logits on the CPU, in the model's dtype.
+
+    Raises:
+        InputError: the head drafts fewer steps, or no passage is long enough.
     """
-    # 1. The rows whose token counts, passage by passage.
+    # 1. The rows whose token counts, for each passage.
     head = spec.head
     target = spec.target
     assert head is not None
     if draft_steps(head, step) < step:
         raise InputError(f"--step is {step}: {head.max_depth} is the most with {head.known_as}")
-    wanted = [passage.counts[step + 1 :].nonzero().squeeze(1) for passage in passages]
-    total = sum(map(len, wanted))
+    rows_by_passage = [passage.counts[step + 1 :].nonzero().squeeze(1) for passage in passages]
+    total = sum(map(len, rows_by_passage))
     if not total:
         raise InputError(
             f"no text has a token to draft at step {step}: give longer texts, or a lower --step"
         )
 
-    # 2. An even spread of them.
-    taken = torch.zeros(total, dtype=torch.bool)
+    # 2. Take `positions` of them, evenly spread.
+    is_taken_row = torch.zeros(total, dtype=torch.bool)
     number = total
     if positions:
         number = min(total, positions)
     spread = torch.linspace(0, total - 1, number, dtype=torch.float64)
-    taken[spread.round().long()] = True
-    chosen = taken.split(list(map(len, wanted)))
+    is_taken_row[spread.round().long()] = True
+    taken_by_passage = is_taken_row.split(list(map(len, rows_by_passage)))
 
     # 3. Both models along each passage.
     p = []
     q = []
     group = []
-    for passage, counted_rows, is_taken in zip(passages, wanted, chosen, strict=True):
+    for passage, counted_rows, is_taken in zip(
+        passages, rows_by_passage, taken_by_passage, strict=True
+    ):
         rows = counted_rows[is_taken]
         if len(rows):
             aux_layers = head.aux_layers
@@ -99,7 +118,7 @@ def gather_step_logits(
 def load_published_distributions() -> Collected:
     """Load the distributions of Khisti et al. 2025, Figure 2, and a toy example.
 
-    A uniform draft on 3 tokens against the target (t1, t2, 1 - t1 - t2), for two t1 and 13 t2.
+    The draft is uniform on 3 tokens, the target (t1, t2, 1 - t1 - t2), for 2 values of t1 and 13 of t2.
     """
     fields = json.loads(FIGURE_2.read_text())
     p = torch.tensor(fields["p"], dtype=torch.float64).log()

@@ -1,19 +1,18 @@
-"""Exact τ: the expected number of cycles that a lossless verifier takes for given texts of the target.
+"""Run `treespec tau`: compute τ exactly, from the expected number of cycles for given texts of the target.
 
-A lossless decoder's text has the target's distribution, whatever verifies and drafts. So one set of the
-target's own answers serves all. Let w_t(l) be the probability that a cycle behind y_t emits
-y_(t+1) … y_(t+l), over the target's probability of these tokens. Given the text, a cycle behind y_t
-ends behind y_(t+l) with probability w_t(l), and cycles end there u_(t+l) times on average:
+A lossless decoder's text has the target's distribution, whatever its drafter and verifier. So one set of the target's
+own answers serves all of them. Let w_t(l) be the probability that a cycle that begins after y_t emits
+y_(t+1) … y_(t+l), divided by the target's probability of these tokens. Given the text, such a cycle ends after y_(t+l)
+with probability w_t(l), and cycles end there u_(t+l) times on average:
 
     text        y1   y2   y3   y4            u_0 = 1
     w_0         .4   .5   .1                 u_1 = .4
     w_1              .7   .3                 u_2 = .5 + .4 · .7 = .78
     cycles      u_0 + u_1 + u_2 + u_3        τ = tokens / cycles
 
-It is what decoding gives on average, with the draws and coins integrated out. A tree of fixed shape
-needs only the draft's distributions along the text, and no forward over a tree (`path_probability`). So does the
-largest τ that any
-lossless verifier of the same draws may have (`drafted`). Other trees are drafted along the text by the real loop
+This is the average of decoding over its draws and coins. A tree of fixed shape needs only the draft's distributions
+along the text, and no forward over a tree (`path_probability`). So does the bound: the largest τ that any lossless
+verifier of the same draws can have (`drafted`). Trees of other shapes are drafted along the text by the real loop
 (`decoded`).
 """
 
@@ -49,7 +48,14 @@ from treespec.sampling.probs import SamplingParams, compute_probs
 
 @dataclass(frozen=True)
 class MeasuredDrafter:
-    """A drafter and the pairs to measure with it. name: in rows. costs: of its cycles."""
+    """A drafter and the pairs to measure with it.
+
+    Attributes:
+        name: its name in the rows.
+        spec: target and drafter.
+        pairs: verifiers on trees.
+        costs: batch size -> cost model of its cycles.
+    """
 
     name: str
     spec: Spec
@@ -58,11 +64,16 @@ class MeasuredDrafter:
 
 
 def measure_tau(config: TauConfig, report: Report = ignore_report) -> dict[str, Any]:
-    """Write and return OUT/tau.json: config, environment, left_out, and rows by temperature, drafter, tree, verifier.
+    """Measure τ of every drafter, tree and verifier at every temperature, and write OUT/tau.json, .md and .html.
 
-    Also writes OUT/tau.md and .html. Raises InputError for bad input.
+    Returns:
+        The content of OUT/tau.json: config; environment; left_out, for each pair that is not measured the reason;
+        rows (`treespec.eval.acceptance.tau_rows.build_tau_rows`).
+
+    Raises:
+        InputError: bad input.
     """
-    # 1. The models, and what is compared.
+    # 1. The models and the pairs.
     out = Path(config.out)
     rows = list[TauRow]()
     pairs_by_drafter, left_out = list_pairs(config)
@@ -93,7 +104,7 @@ def measure_tau(config: TauConfig, report: Report = ignore_report) -> dict[str, 
 
 
 def check_depths(spec: Spec, pairs: Sequence[Measured]) -> None:
-    """Raise InputError if a tree is deeper than the spec's head drafts."""
+    """Raise InputError if a tree is deeper than the spec's head can draft."""
     deepest = 0
     for pair in pairs:
         if pair.tree and not pair.tree.at_once:
@@ -105,7 +116,7 @@ def check_depths(spec: Spec, pairs: Sequence[Measured]) -> None:
 
 
 def load_costs(spec: Spec, config: TauConfig) -> Costs:
-    """Load the cost model of a drafter's cycles by batch size: of this machine, or of the processor in the options."""
+    """Load the cost model of a drafter's cycles by batch size, for the processor in the options or this machine."""
     cost_at = spec.times
     if config.bandwidth and config.flops:
         cost_at = build_roofline_cost(spec, config.bandwidth * 1e9, config.flops * 1e12)
@@ -122,12 +133,12 @@ def measure_temperature(
     totals_by_text = []
     for done, text in enumerate(texts):
         report(ProgressStep(done, len(texts), f"cycles at temperature {temperature:g}"))
-        of_text = []
+        text_totals = []
         for drafter in drafters:
-            of_text += sum_text_totals(text, drafter, params, config)
-        totals_by_text.append(of_text)
+            text_totals += sum_text_totals(text, drafter, params, config)
+        totals_by_text.append(text_totals)
 
-    # 2. Their ratios over all texts.
+    # 2. Ratios of the totals over all texts.
     pairs = []
     for drafter in drafters:
         for pair in drafter.pairs:
@@ -140,17 +151,17 @@ def measure_temperature(
 def sum_text_totals(
     text: Text, drafter: MeasuredDrafter, params: SamplingParams, config: TauConfig
 ) -> list[TextTotals]:
-    """Compute the expected cycles of decoding a text, their nodes and seconds, for each of a drafter's pairs."""
+    """Compute the expected cycles of decoding a text, with their nodes and seconds, for each of a drafter's pairs."""
     seed = config.seed + text.group
     fixed_pairs = [pair for pair in drafter.pairs if isinstance(pair, Pair)]
     fixed_totals = iter(compute_fixed_totals(text, drafter, fixed_pairs, params, config))
-    of_pairs = []
+    totals = []
     for pair in drafter.pairs:
         if isinstance(pair, Pair):
-            of_pairs.append(next(fixed_totals))
+            totals.append(next(fixed_totals))
         else:
-            of_pairs.append(decode_and_count(text, drafter, pair, params, seed))
-    return of_pairs
+            totals.append(decode_and_count(text, drafter, pair, params, seed))
+    return totals
 
 
 def compute_fixed_totals(
@@ -160,14 +171,17 @@ def compute_fixed_totals(
     params: SamplingParams,
     config: TauConfig,
 ) -> list[TextTotals]:
-    """Compute the expected cycles of pairs whose trees have a fixed shape: draws and coins are integrated out.
+    """Compute the expected cycles of pairs whose trees have a fixed shape; draws and coins are integrated out.
 
     Args:
-        text: one of the target's own.
-        drafter: its head drafts the trees.
-        pairs: those of the drafter with a tree of fixed shape.
-        params: the sampling of text and drafts.
-        config: seed and number of the samples, for schemes without a closed form.
+        text: a text of the target.
+        drafter: has the head that drafts the trees, and the costs.
+        pairs: the drafter's pairs whose trees have a fixed shape.
+        params: temperature and truncation of text and drafts.
+        config: has the seed and the number of samples, for schemes without a closed form.
+
+    Returns:
+        The totals of each pair.
     """
     if not pairs:
         return []
@@ -175,7 +189,7 @@ def compute_fixed_totals(
     # 1. How far each pair's cycles follow the text.
     generator = torch.Generator().manual_seed(config.seed + text.group)
     depth = max(pair.tree.max_depth for pair in pairs)
-    drafted = DraftedTexts(pairs, params.greedy)
+    drafted_texts = DraftedTexts(pairs, params.greedy)
 
     def list_steps() -> Iterator[tuple[Nodes, Nodes]]:
         for p, scores, y in run_teacher_forced(drafter.spec, text, depth, params):
@@ -183,55 +197,55 @@ def compute_fixed_totals(
             q = pad(compute_probs(scores, params), (0, 1))
             scored = Nodes(p, ranked, y, generator, config.samples)
             drawn = Nodes(p, q, y, generator, config.samples)
-            drafted.add_level(drawn, scored)
+            drafted_texts.add_level(drawn, scored)
             yield drawn, scored
 
-    kept = follow_pairs(pairs, list_steps(), params.greedy)
+    kept_by_pair = follow_pairs(pairs, list_steps(), params.greedy)
 
-    # 2. Its expected cycles.
-    of_pairs = []
-    for pair, r in zip(pairs, kept, strict=True):
+    # 2. Its expected cycles, by the recurrence of the module's docstring.
+    totals = []
+    for pair, r in zip(pairs, kept_by_pair, strict=True):
         w = (r - pad(r[:, 1:], (0, 1))).numpy()
         u = count_cycle_starts(w)
         cycles = u.sum()
-        inside = max(0, text.count - pair.tree.max_depth)
+        starts_before_end = max(0, text.count - pair.tree.max_depth)
         inner_nodes = len(pair.draws)
         seconds = []
         for cost in drafter.costs.values():
-            seconds_of_cycle = cost.predict_cycle(pair.tree.size, pair.tree.max_depth, inner_nodes)
-            seconds.append(cycles * float(seconds_of_cycle))
-        of_pair = TextTotals(
+            cycle_seconds = cost.predict_cycle(pair.tree.size, pair.tree.max_depth, inner_nodes)
+            seconds.append(cycles * float(cycle_seconds))
+        pair_totals = TextTotals(
             tokens=text.count,
             nodes=pair.tree.size * cycles,
-            fewest_cycles=count_fewest_cycles(drafted.limit_kept(pair).numpy()),
+            fewest_cycles=count_fewest_cycles(drafted_texts.limit_kept(pair).numpy()),
             cycles=np.full(len(seconds), cycles),
             seconds=np.array(seconds),
-            cycles_by_length=u[:inside] @ w[:inside],
+            cycles_by_length=u[:starts_before_end] @ w[:starts_before_end],
         )
-        of_pairs.append(of_pair)
-    return of_pairs
+        totals.append(pair_totals)
+    return totals
 
 
 def decode_and_count(
     text: Text, drafter: MeasuredDrafter, pair: Decoded, params: SamplingParams, seed: int
 ) -> TextTotals:
-    """Count the cycles of a pair whose tree is drafted again each cycle, by the real decoding loop.
+    """Count the cycles of a pair whose tree has another shape each cycle, by the real decoding loop.
 
     Args:
         text: the text to decode along.
         drafter: drafts the trees.
         pair: one of its pairs.
-        params: the sampling of the text.
-        seed: of the answer; under Gumbel noise it writes the text again.
+        params: temperature and truncation of the text.
+        seed: the seed that the text was written with; under Gumbel noise it writes the text again.
     """
-    # 1. Cycles at each batch size, by whose cost the tree may be chosen.
+    # 1. The cycles at each batch size, since trees may be chosen by its cost.
     costs = drafter.costs.values()
     cycles_by_cost = [pair.decode_cycles(drafter.spec, cost, text, params, seed) for cost in costs]
     seconds = []
     for cost, cycles in zip(costs, cycles_by_cost, strict=True):
         seconds.append(sum(predict_cycle_seconds(cycle, cost) for cycle in cycles))
 
-    # 2. Nodes and lengths of the cycles at the first one.
+    # 2. The nodes and lengths of the cycles at the first batch size.
     first_cycles = cycles_by_cost[0]
     drafted_tokens = [cycle.new_tokens - 1 for cycle in first_cycles[:-1]]
     return TextTotals(
@@ -247,11 +261,23 @@ def decode_and_count(
 def run_teacher_forced(
     spec: Spec, text: Text, depth: int, params: SamplingParams
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Score a text by target and head, as a cycle after each of its n tokens does at draft step 1, 2, … `depth`.
+    """Yield, for each draft step, the target's and the head's distributions after each of a text's n tokens.
+
+    A cycle that begins after token t drafts token t + 1 at step 1, token t + 2 at step 2, … Here n = 3, depth 2:
+
+        token         a    b    c    d    e        a is before the root, b the root
+        step 1             c    d    e             the tokens y of the three cycles after b, c and d
+        step 2             d    e    .             after d there is no second token: padding
+
+    Args:
+        spec: target and head.
+        text: the text.
+        depth: number of draft steps.
+        params: temperature and truncation of the target; greedy drafts are not sharpened.
 
     Yields:
-        The target's probabilities [n, N + 1], the draft logits [n, N], and the next tokens [n] as columns of the first.
-        N: the tokens that the head drafts. The last column has the mass of all others.
+        The target's probabilities [n, N + 1], the draft logits [n, N], and the next tokens y [n] as column indices of
+        the probabilities. N is the size of the draft vocabulary. The last column has the mass of all other tokens.
     """
     # 1. The target along the text.
     head = spec.head
@@ -263,33 +289,33 @@ def run_teacher_forced(
     inputs, last = target.split_features(features, head.aux_layers)
     masses = compute_probs(target.compute_output_logits(last[text.root :]), params).cpu()
 
-    # 2. Columns of the tokens that the head drafts, and one of the others.
+    # 2. A column for each token of the draft vocabulary, and one for all others.
     if head.vocabulary is None:
         draft_tokens = torch.arange(target.vocab_size)
     else:
         draft_tokens = head.vocabulary.cpu()
-    of_draft_tokens = masses[:, draft_tokens]
-    others = (1 - of_draft_tokens.sum(-1, keepdim=True)).clamp_(min=0)
-    masses = torch.cat([of_draft_tokens, others], 1)
+    draft_token_masses = masses[:, draft_tokens]
+    other_mass = (1 - draft_token_masses.sum(-1, keepdim=True)).clamp_(min=0)
+    masses = torch.cat([draft_token_masses, other_mass], 1)
     column_of_token = torch.full((target.vocab_size,), len(draft_tokens))
     column_of_token.index_copy_(0, draft_tokens, torch.arange(len(draft_tokens)))
 
-    # 3. The head, step by step. The padding after the text changes nothing that counts.
-    longer = torch.cat([ids, ids[-1:].expand(depth)])
+    # 3. The head, step by step. Rows that reach into the padding after the text do not count.
+    padded_ids = torch.cat([ids, ids[-1:].expand(depth)])
     inputs = pad(inputs, (0, 0, 0, depth))
     sharpness = spec.sharpness
     if params.greedy:
         sharpness = ()
-    for step, logits in enumerate(draft_along(head, target, longer, inputs, depth)):
+    for step, logits in enumerate(draft_along(head, target, padded_ids, inputs, depth)):
         rows = (torch.arange(n) + step).clamp_max(len(masses) - 1)
         begin = text.root + 1 + step
         drafts = logits[text.root - 1 : text.root - 1 + n].float().cpu()
         scores = scale_by_sharpness(drafts, step, sharpness)
-        yield masses[rows], scores, column_of_token[longer[begin : begin + n]]
+        yield masses[rows], scores, column_of_token[padded_ids[begin : begin + n]]
 
 
 def count_cycle_starts(w: Array) -> Array:
-    """[n] u: how often, on average, a cycle begins after each token of a text.
+    """Count how often, on average, a cycle begins after each token of a text: u [n].
 
     w: [n, D + 1] the probability that a cycle that begins there emits the next 1 … D + 1 tokens.
     """

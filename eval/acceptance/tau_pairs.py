@@ -1,4 +1,4 @@
-"""The pairs of a verifier and a tree whose τ is measured, and why the others are left out."""
+"""List the pairs of a verifier and a tree whose τ is measured, and explain why others are left out."""
 
 from dataclasses import dataclass
 from typing import TypeAlias, TypeGuard
@@ -15,13 +15,13 @@ from treespec.trees.static import StaticTree
 from treespec.verify.registry import load_scheme
 
 Measured: TypeAlias = Pair | Decoded
-Costs: TypeAlias = dict[int, CycleCost]  # by batch size
-OWN_TREE_LABEL = "its own"  # the tree of a drafter without a head
+Costs: TypeAlias = dict[int, CycleCost]  # batch size -> cost model
+OWN_TREE_LABEL = "its own"  # names the tree of a drafter without draft distributions
 
 
 @dataclass(frozen=True)
 class MeasuredPair:
-    """A verifier on a tree, with the name of its drafter and the costs of that drafter's cycles."""
+    """A verifier on a tree, with the name of its drafter and the costs of that drafter's cycles by batch size."""
 
     drafter: str
     pair: Measured
@@ -32,7 +32,7 @@ def list_pairs(config: TauConfig) -> tuple[list[list[Measured]], dict[str, str]]
     """List the pairs to compare.
 
     Returns:
-        The pairs by drafter, and why each other pair is left out.
+        The pairs of each drafter, and the reason for each pair that is left out.
 
     Raises:
         InputError: all pairs are left out.
@@ -56,7 +56,7 @@ def list_pairs(config: TauConfig) -> tuple[list[list[Measured]], dict[str, str]]
 
 
 def list_shapes(drafter: DrafterSpec, config: TauConfig) -> list[str]:
-    """List the trees of a drafter, as `--tree` writes them: its own if it has one."""
+    """List the trees of a drafter as `--tree` names them; a drafter with its own tree has only that."""
     if drafter.tree:
         return [drafter.tree]
     if drafter.kind.one_hot:
@@ -85,7 +85,7 @@ def make_pair(verifier: str, shape: str, tree: Policy | None) -> Measured:
 
 
 def find_inner_nodes(tree: StaticTree) -> set[tuple[int, ...]]:
-    """The paths of the nodes with children."""
+    """Find the paths of the nodes that have children."""
     return {path[:-1] for path in tree.paths[1:]}
 
 
@@ -96,9 +96,9 @@ def explain_misfit(
 
     Args:
         verifier: as `--verifier` names it.
-        tree: None is the drafter's own.
+        tree: the tree policy; None: the drafter's own tree.
         drafter: drafts the tree.
-        are_texts_given: whether the texts are those of `--text`, not the target's answers.
+        are_texts_given: whether the texts come from `--text`; otherwise they are the target's answers.
     """
     max_draws = load_scheme(find_draw_scheme(verifier)).max_draws
     if not has_fixed_shape(tree):
@@ -117,7 +117,7 @@ def explain_misfit(
 
 
 def explain_redrafted_misfit(verifier: str, are_texts_given: bool) -> str:
-    """Explain why a verifier is not measured on a tree that is drafted again each cycle; "" if it is."""
+    """Explain why a verifier is not measured on a tree whose shape changes each cycle; "" if it is."""
     if are_texts_given and verifier in ("gumbel", "auto"):
         return f"{verifier} writes texts of its own on such trees: leave out --text"
     if verifier not in ("topk", "gumbel", "auto"):

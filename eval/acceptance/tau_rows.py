@@ -1,4 +1,4 @@
-"""The rows of OUT/tau.json: ratios of totals over texts, with intervals over groups of texts."""
+"""Make the rows of OUT/tau.json: ratios of totals over texts, with intervals over groups of texts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,16 +13,21 @@ from treespec.eval.acceptance.tau_pairs import Costs, MeasuredPair
 from treespec.eval.intervals import Array, Figure, compute_interval, leave_one_out
 
 TauRow = dict[str, Any]
-TotalsTable = NDArray[np.void]  # fields of `describe_totals`
+TotalsTable = NDArray[np.void]  # has the fields of `describe_totals`
 
 
 @dataclass(frozen=True)
 class TextTotals:
     """The expected cycles of decoding one text with a pair, and their nodes and seconds.
 
-    tokens: of the text. nodes: of all trees. fewest_cycles: that the pair's draws allow any lossless verifier;
-    NaN if that is not known. cycles, seconds: [B] at each batch size. cycles_by_length: [D + 1] cycles of 1, 2, …
-    tokens that end well before the text does, D the most drafted tokens that a cycle keeps.
+    Attributes:
+        tokens: number of tokens of the text that count.
+        nodes: expected number of nodes of all trees.
+        fewest_cycles: expected cycles that any lossless verifier of the pair's draws needs at least; NaN if unknown.
+        cycles: [B] expected cycles at each batch size.
+        seconds: [B] predicted seconds at each batch size.
+        cycles_by_length: [D + 1] expected cycles of 1, 2, … tokens, without those that the end of the text may cut. D
+            is the largest number of draft tokens that a cycle accepts.
     """
 
     tokens: int
@@ -34,29 +39,32 @@ class TextTotals:
 
 
 def describe_totals(batches: int, lengths: int) -> np.dtype[np.void]:
-    """Describe the columns of a table of `TextTotals`, all float64: `batches` sizes, cycles of 1 … `lengths` tokens."""
-    of_batch = np.dtype([("cycles", np.float64), ("seconds", np.float64)])
+    """Make the dtype of a table of `TextTotals`; all fields are float64.
+
+    batches: number of batch sizes. lengths: number of cycle lengths.
+    """
+    batch_columns = np.dtype([("cycles", np.float64), ("seconds", np.float64)])
     return np.dtype(
         [
             ("tokens", np.float64),
             ("nodes", np.float64),
             ("fewest_cycles", np.float64),
-            ("of_batch", of_batch, (batches,)),
+            ("of_batch", batch_columns, (batches,)),
             ("cycles_by_length", np.float64, (lengths,)),
         ]
     )
 
 
 def tabulate_totals(texts: Sequence[Sequence[TextTotals]]) -> TotalsTable:
-    """Make the table [texts, pairs] of totals; lengths that a pair's cycles cannot have are 0."""
-    # 1. As many lengths as the longest cycle has tokens.
+    """Make the table [texts, pairs] of totals; its entries for lengths that a pair's cycles cannot have are 0."""
+    # 1. The number of lengths: the tokens of the longest cycle.
     lengths = 0
     for pairs in texts:
         for totals in pairs:
             lengths = max(lengths, len(totals.cycles_by_length))
     columns = describe_totals(len(texts[0][0].cycles), lengths)
 
-    # 2. Row by row.
+    # 2. The table, text by text.
     table = np.zeros((len(texts), len(texts[0])), columns)
     for row, pairs in zip(table, texts, strict=True):
         for i, totals in enumerate(pairs):
@@ -70,34 +78,44 @@ def tabulate_totals(texts: Sequence[Sequence[TextTotals]]) -> TotalsTable:
 
 
 def sum_and_leave_out(table: TotalsTable, groups: Array) -> TotalsTable:
-    """Sum the totals over all groups of texts, then over all but each one; [1 + G, pairs]. groups: [texts]."""
-    # 1. As numbers: a row of each text holds the fields of all pairs.
+    """Sum the totals over all groups of texts, then over all groups but each one; [1 + G, pairs].
+
+    groups: [texts] the group of each text.
+    """
+    # 1. The table as numbers: the row of a text has the fields of all pairs.
     columns = table.dtype
     numbers = table.view(np.float64)  # [texts, pairs * fields]
 
-    # 2. Totals of each group, and what remains without each.
+    # 2. The totals of each group, then with `leave_one_out` those of all groups and without each group.
     _, group_of_text = np.unique(groups, return_inverse=True)
-    by_group = np.zeros((group_of_text.max() + 1, numbers.shape[1]))
-    np.add.at(by_group, group_of_text, numbers)
-    resampled = np.tensordot(leave_one_out(len(by_group)), by_group, 1)
+    group_totals = np.zeros((group_of_text.max() + 1, numbers.shape[1]))
+    np.add.at(group_totals, group_of_text, numbers)
+    resampled = np.tensordot(leave_one_out(len(group_totals)), group_totals, 1)
     return resampled.view(columns)
 
 
 def build_tau_rows(
     pairs: Sequence[MeasuredPair], temperature: float, groups: Array, table: TotalsTable
 ) -> list[TauRow]:
-    """Make the rows of one temperature, a row for each pair. Their figures have intervals over groups.
-
-    tau: tokens a cycle. bound: the largest tau that any lossless verifier of the pair's draws may have; None if that is
-    not known. draws: how these are made. ratio: tau over the first pair's. nodes: of a cycle. speed: by batch size,
-    tokens a second by the cost model, and over those of one token at a time. alpha: by depth. lengths: shares of cycles
-    by tokens.
+    """Make the rows of one temperature, a row for each pair.
 
     Args:
-        pairs: what was measured.
-        temperature: of the texts.
-        groups: [texts] the question or text that each belongs to.
+        pairs: the measured pairs.
+        temperature: temperature of the texts.
+        groups: [texts] the question or conversation that each text belongs to.
         table: [texts, pairs] of `tabulate_totals`.
+
+    Returns:
+        The rows. Their figures have intervals over groups:
+
+        - tau: tokens per cycle.
+        - bound: the largest tau that any lossless verifier of the pair's draws can have; None if unknown.
+        - draws: how the draws are made; None if the tree has no fixed shape.
+        - ratio: tau relative to the first pair's.
+        - nodes: mean size of a cycle's tree.
+        - speed: batch size -> tokens a second by the cost model, and relative to one-token decoding.
+        - alpha: acceptance rate at depth 1, 2, …
+        - lengths: shares of the cycles of 1, 2, … tokens.
     """
     totals = sum_and_leave_out(table, groups)
     rows = []
@@ -110,8 +128,11 @@ def build_tau_rows(
 def make_tau_row(
     measured: MeasuredPair, temperature: float, totals: TotalsTable, first_totals: TotalsTable
 ) -> TauRow:
-    """Make a pair's row. totals, first_totals: [1 + G] its own, and those of the first pair."""
-    # 1. Tokens a cycle.
+    """Make a pair's row of `build_tau_rows`.
+
+    totals: [1 + G] the pair's totals. first_totals: [1 + G] those of the first pair, for the ratio.
+    """
+    # 1. Tokens per cycle.
     pair = measured.pair
     cycles = totals["of_batch"]["cycles"][:, 0]
     tau = totals["tokens"] / cycles
@@ -122,7 +143,7 @@ def make_tau_row(
         bound = compute_interval(totals["tokens"] / totals["fewest_cycles"])
         draws = pair.name_draws(not temperature)
 
-    # 2. Cycles by their tokens, as far as the tree is deep.
+    # 2. The cycles by length, up to the tree's depth.
     counts = totals["cycles_by_length"]
     if isinstance(pair, Pair):
         depth = pair.tree.max_depth
@@ -152,10 +173,10 @@ def make_tau_row(
 
 
 def predict_speeds(costs: Costs, totals: TotalsTable) -> dict[int, dict[str, Figure]]:
-    """Predict tokens a second by the cost model, and over those of one token at a time, by batch size."""
+    """Predict tokens a second by the cost model, and relative to one-token decoding, for each batch size."""
     speeds = {}
-    for at, (batch, cost) in enumerate(costs.items()):
-        rate = totals["tokens"] / totals["of_batch"]["seconds"][:, at]
+    for index, (batch, cost) in enumerate(costs.items()):
+        rate = totals["tokens"] / totals["of_batch"]["seconds"][:, index]
         speeds[batch] = {
             "tokens": compute_interval(batch * rate),
             "over_one": compute_interval(rate / cost.baseline_speed),

@@ -1,7 +1,7 @@
-"""The draws of each cycle as numbers: their places in the distributions that they are said to come from.
+"""Convert the draws of each cycle to test statistics, such as their ranks in the reported draft distributions.
 
-The scheme says which draws are random (`Scheme.random_draws`); their distributions are computed here
-once more, apart from its code.
+The scheme says which draws are random (`Scheme.random_draws`). Their distributions are computed here again,
+independently of the scheme's code.
 """
 
 from collections.abc import Mapping
@@ -22,13 +22,16 @@ NO_NUMBERS = torch.empty(0, dtype=torch.float64)
 
 @dataclass(frozen=True)
 class SampledCycle:
-    """One cycle of one sequence. Places are numbers in [0, 1], uniform if draws have their distribution.
+    """One cycle of one sequence.
 
-    tokens: the n committed tokens.
-    numbers: by question: of `DRAWS_QUESTION` [m] the place of each draw of the tree, tokens ordered by q; of
-    `POWER_QUESTION` [m, POWERS] and of `REPEATS_QUESTION` [r, ODDS] bets.
-    first: [I] the place of the first draw at each inner node, tokens ordered by number.
-    root_q: [V] q at the root; None where the root has no draws.
+    A rank is a number in [0, 1], uniform if a draw has its reported distribution (see `place_tokens`).
+
+    Attributes:
+        tokens: the n committed tokens.
+        numbers: test name -> its statistics. `DRAWS_QUESTION`: [m] the rank of each draw of the tree, tokens ordered by
+            q. `POWER_QUESTION`: [m, BET_POWERS] and `REPEATS_QUESTION`: [r, BET_ODDS] log growth of the bets.
+        first: [I] the rank of the first draw at each inner node, tokens ordered by token id.
+        root_q: [V] q at the root; None if the root has no draws.
     """
 
     tokens: list[int]
@@ -38,113 +41,134 @@ class SampledCycle:
 
 
 def build_shown_cycle(
-    tokens: list[int], drafts: Drafts | None, how: RandomDraws | None, coins: torch.Generator
+    tokens: list[int],
+    drafts: Drafts | None,
+    random_draws: RandomDraws | None,
+    coins: torch.Generator,
 ) -> SampledCycle:
-    """Compute what a cycle shows of its draws.
+    """Compute the test statistics of a cycle's draws.
 
     Args:
-        tokens: those that the cycle committed.
-        drafts: those of its tree; None without a tree.
-        how: the scheme's `random_draws`.
-        coins: generator of the coins inside a token's own mass.
+        tokens: the tokens that the cycle committed.
+        drafts: the draws of the cycle's tree; None if the cycle had no tree.
+        random_draws: the scheme's `random_draws`.
+        coins: generator of the ranks' random part.
     """
     if drafts is None:
         return SampledCycle(tokens)
-    q, draws, is_first = gather_random_draws(how, drafts)
+    q, draws, is_first = gather_random_draws(random_draws, drafts)
     number = torch.arange(q.shape[-1], device=q.device).expand_as(q)
     first = place_tokens(q[is_first], number[is_first], draws[is_first], coins)
     numbers = {
         DRAWS_QUESTION: place_tokens(q, q, draws, coins),
         POWER_QUESTION: compute_power_stakes(q, draws).cpu(),
     }
-    if how == "independent":
-        repeated, chance = find_repeats(drafts, coins)
-        numbers[REPEATS_QUESTION] = compute_odds_stakes(repeated, chance).cpu()
-    at_root = drafts.q[drafts.nodes == 0]
-    root_q = at_root[0] if len(at_root) else None
+    if random_draws == "independent":
+        again, chance = find_repeats(drafts, coins)
+        numbers[REPEATS_QUESTION] = compute_odds_stakes(again, chance).cpu()
+    q_at_root = drafts.q[drafts.nodes == 0]
+    root_q = q_at_root[0] if len(q_at_root) else None
     return SampledCycle(tokens, numbers, first, root_q)
 
 
-def gather_random_draws(how: RandomDraws | None, drafts: Drafts) -> tuple[Tensor, Tensor, Tensor]:
-    """Gather the m random draws of a tree; none if `how` is None.
+def gather_random_draws(
+    random_draws: RandomDraws | None, drafts: Drafts
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gather the m random draws of a tree; none if `random_draws` is None.
 
-    Returns the distribution of each [m, V], not normalised, its token [m], and whether it is the
-    first at its node, [m] bool.
+    Draws without replacement at a node, with q over five tokens; an earlier token has lost its mass:
+
+        q                .4   .3   .2   .1   0         draw 1 is token 1
+        q of draw 2      .4    0   .2   .1   0         not normalised
+
+    Returns:
+        The distribution of each draw [m, V], not normalised; its token [m]; whether it is the first random draw at its
+        node, [m] bool.
     """
-    # 1. Which draws are random, and which tokens are sure.
+    # 1. The draws that are random, and the tokens that are certain.
     tokens = drafts.draws.tokens
-    sure = mark_sure_tokens(drafts)
-    present = tokens >= 0
-    random = present & ~sure & bool(how)
-    if how == "the last":
-        random &= present.cumsum(1) == present.sum(1, keepdim=True)
-        sure = present & ~random
-    elif how == "the first":
-        random[:, 1:] = False
+    is_certain = mark_sure_tokens(drafts)
+    is_present = tokens >= 0
+    is_random = is_present & ~is_certain & bool(random_draws)
+    if random_draws == "the last":
+        is_random &= is_present.cumsum(1) == is_present.sum(1, keepdim=True)
+        is_certain = is_present & ~is_random
+    elif random_draws == "the first":
+        is_random[:, 1:] = False
 
-    # 2. The distribution of the next draw at each node, a column of draws at a time.
-    left = drafts.q
-    if bool(sure.any()):
-        left = remove_tokens(left, tokens, sure)
-    found = []
-    is_first = (random.cumsum(1) == 1) & random
-    for token, rows in zip(tokens.T, random.T, strict=True):
-        found.append(left[rows])
-        if how == "without replacement":
-            left = remove_tokens(left, token[:, None], rows[:, None])
-    return torch.cat(found), tokens.T[random.T], is_first.T[random.T]
+    # 2. The distribution of each draw, column by column: all nodes' first draws, then their second ones.
+    remaining_q = drafts.q
+    if bool(is_certain.any()):
+        remaining_q = remove_tokens(remaining_q, tokens, is_certain)
+    draw_qs = []
+    is_first = (is_random.cumsum(1) == 1) & is_random
+    for token, rows in zip(tokens.T, is_random.T, strict=True):
+        draw_qs.append(remaining_q[rows])
+        if random_draws == "without replacement":
+            remaining_q = remove_tokens(remaining_q, token[:, None], rows[:, None])
+    return torch.cat(draw_qs), tokens.T[is_random.T], is_first.T[is_random.T]
 
 
 def find_repeats(drafts: Drafts, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Find which of the independent draws of a node repeat one another, but for each node's first.
+    """Find which independent draws repeat an earlier draw of their node. A node's first draw is left out.
 
-    Returns for r draws: whether each repeats an earlier one of its node, and the probability of that.
-    The order of a node's draws may depend on its tokens, so they are taken in a random one.
+    The order of a node's draws may depend on the tokens, so the draws are shuffled first.
+
+    Returns:
+        For each of r draws whether it repeats an earlier one, [r] bool, and the probability of that, [r] float64.
     """
-    # 1. The draws, in an order that their tokens do not decide.
-    sure = mark_sure_tokens(drafts)
-    q = remove_tokens(drafts.q, drafts.draws.tokens, sure)
-    tokens = drafts.draws.tokens.masked_fill(sure, -1)
+    # 1. The draws in random order.
+    is_certain = mark_sure_tokens(drafts)
+    q = remove_tokens(drafts.q, drafts.draws.tokens, is_certain)
+    tokens = drafts.draws.tokens.masked_fill(is_certain, -1)
     shuffle = torch.rand(tokens.shape, generator=generator).to(q.device)
     tokens = tokens.gather(1, shuffle.masked_fill(tokens < 0, 2).argsort(dim=1))
 
-    # 2. The mass of the distinct tokens before each draw: its probability to repeat one.
+    # 2. The mass of the distinct earlier tokens is a draw's probability of repeating one.
     again = (tokens[:, :, None] == tokens[:, None]).tril(-1).any(-1)
     mass = q.gather(1, tokens.clamp(min=0)) / q.sum(-1, keepdim=True, dtype=torch.float64)
-    share = mass.masked_fill(again | (tokens < 0), 0)
-    before = share.cumsum(1) - share
-    present = tokens[:, 1:] >= 0
-    return again[:, 1:][present], before[:, 1:][present]
+    new_mass = mass.masked_fill(again | (tokens < 0), 0)
+    mass_before = new_mass.cumsum(1) - new_mass
+    is_present = tokens[:, 1:] >= 0
+    return again[:, 1:][is_present], mass_before[:, 1:][is_present]
 
 
 def mark_sure_tokens(drafts: Drafts) -> Tensor:
-    """[I, K] bool: whether a token is sure, not drawn."""
-    sure = drafts.draws.sure
+    """Mark the tokens that were certain, not drawn: [I, K] bool."""
+    is_certain = drafts.draws.sure
     tokens = drafts.draws.tokens
-    if sure is None:
+    if is_certain is None:
         return torch.zeros_like(tokens, dtype=torch.bool)
-    return (tokens >= 0) & sure
+    return (tokens >= 0) & is_certain
 
 
-def remove_tokens(q: Tensor, tokens: Tensor, gone: Tensor) -> Tensor:
-    """[I, V] the distribution without the mass of the tokens [I, K] that are `gone` [I, K]."""
-    return q.scatter_reduce(1, tokens.clamp(min=0), (~gone).to(q.dtype), "prod")
+def remove_tokens(q: Tensor, tokens: Tensor, is_removed: Tensor) -> Tensor:
+    """Set the mass of the tokens [I, K] that are marked in `is_removed` [I, K] to 0; [I, V], not normalised."""
+    return q.scatter_reduce(1, tokens.clamp(min=0), (~is_removed).to(q.dtype), "prod")
 
 
-def place_tokens(p: Tensor, order: Tensor, chosen: Tensor, generator: torch.Generator) -> Tensor:
-    """Compute the places [n] float64 of tokens in their distributions, on the host: uniform if drawn from them.
+def place_tokens(p: Tensor, order: Tensor, tokens: Tensor, generator: torch.Generator) -> Tensor:
+    """Compute the ranks of tokens in their distributions: uniform on [0, 1] if the tokens were drawn from them.
 
-    A place is the mass before the token in an order, plus a random part of its own mass. Tokens
-    of equal order count as one. Five tokens, the chosen one in brackets, a coin of .5:
+    A rank is the mass before the token in some order, plus a random part of the token's mass. Tokens of equal order
+    count as one. Five tokens, the given one in brackets, a coin of .5:
 
         order           1    2   [3]   4    5
-        probability    .1   .2   .4   .2   .1        place .1 + .2 + .5 * .4 = .5
+        probability    .1   .2   .4   .2   .1        rank .1 + .2 + .5 * .4 = .5
 
-    p, order: [n, V]; the probabilities need not sum to 1. chosen: [n] int64. generator: for the
-    coins, on the host.
+    Args:
+        p: [n, V] probabilities; they need not sum to 1.
+        order: [n, V] the sort key of each token.
+        tokens: [n] int64.
+        generator: draws the coins, on the CPU.
+
+    Returns:
+        [n] float64, on the CPU.
+
+    Source: Rosenblatt 1952.
     """
-    at = order.gather(1, chosen[:, None])
-    before = (p * (order < at)).sum(1, dtype=torch.float64).cpu()
-    same = (p * (order == at)).sum(1, dtype=torch.float64).cpu()
+    token_order = order.gather(1, tokens[:, None])
+    mass_before = (p * (order < token_order)).sum(1, dtype=torch.float64).cpu()
+    token_mass = (p * (order == token_order)).sum(1, dtype=torch.float64).cpu()
     coins = torch.rand(len(p), generator=generator, dtype=torch.float64)
-    return (before + coins * same) / p.sum(1, dtype=torch.float64).cpu()
+    return (mass_before + coins * token_mass) / p.sum(1, dtype=torch.float64).cpu()

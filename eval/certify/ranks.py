@@ -1,8 +1,7 @@
-"""Samples as numbers, the places of tokens in the plain model's distribution, and questions about them.
+"""Convert samples to test statistics: the ranks of their tokens in the plain model's distribution.
 
-Nothing comes from the verifier: p is that of the plain model's forward over the whole sequence. q
-only orders the tokens. So any function of the tokens before serves; it need not be the distribution
-that the draft used.
+The verifier has no part in this: p is computed by a plain forward over the whole sequence. q only orders the tokens,
+so it may be any function of the earlier tokens; it need not be the distribution that the draft used.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,11 +23,16 @@ from treespec.eval.certify.draws import (
 from treespec.eval.certify.samples import Sample
 from treespec.sampling.probs import SamplingParams, compute_probs
 
-MAX_TENSOR_PROBABILITIES = 1 << 23  # probabilities in one tensor
+MAX_TENSOR_PROBABILITIES = 1 << 23  # largest number of probabilities in one tensor
 
 
 class Statistic(NamedTuple):
-    """A test's statistic: the p-value of numbers, and the smallest fault that n numbers find at an error."""
+    """A statistical test.
+
+    Attributes:
+        p_value: computes the p-value of the statistics.
+        least_fault: computes the smallest fault that n statistics find at a given error; None if that is not known.
+    """
 
     p_value: Callable[[Tensor], float]
     least_fault: Callable[[int, float], float | None]
@@ -59,21 +63,21 @@ ALIKE_QUESTION = "samples look like plain ones, by p"
 def iterate_sequence_ranks(
     spec: Spec, samples: Sequence[Sample], **changes: Any
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield the numbers of each sample by question. changes: options of `Spec.generate` that change the logits."""
+    """Yield the statistics of each sample by test name. changes: options of `Spec.generate` that change the logits."""
     coins = torch.Generator().manual_seed(len(samples))
     target = spec.target
     longest = max(len(sample.output) for sample in samples)
-    size = max(1, MAX_TENSOR_PROBABILITIES // (longest * target.vocab_size))
+    chunk_size = max(1, MAX_TENSOR_PROBABILITIES // (longest * target.vocab_size))
     layers = spec.head.aux_layers if spec.head else ()
-    for start in range(0, len(samples), size):
-        # 1. One plain forward over several sequences, padded on the right.
-        some = samples[start : start + size]
-        sequences = [torch.tensor(sample.prompt + sample.output) for sample in some]
+    for start in range(0, len(samples), chunk_size):
+        # 1. One plain forward over a chunk of sequences, padded on the right.
+        chunk = samples[start : start + chunk_size]
+        sequences = [torch.tensor(sample.prompt + sample.output) for sample in chunk]
         rows = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True).to(target.output_device)
         features, last = target.split_features(
             target.compute_features(rows, layers, last=True), layers
         )
-        for row, sample in enumerate(some):
+        for row, sample in enumerate(chunk):
             # 2. The distributions p and q [n, V] of each new token.
             first = len(sample.prompt) - 1
             length = len(sequences[row])
@@ -93,15 +97,22 @@ def iterate_sequence_ranks(
 def compute_sequence_ranks(
     p: Tensor, q: Tensor, sample: Sample, coins: torch.Generator
 ) -> dict[str, Tensor]:
-    """Compute the numbers of one sequence by question; `RANK_QUESTION`: [n] places in q, tokens ordered by q.
+    """Compute the statistics of one sequence by test name.
 
-    Cycles of three and two tokens, of which the output keeps the first four, begin at 0 and 3:
+    Cycles of three and two tokens begin at positions 0 and 3. The output was cut after four tokens:
 
         cycles    a b c | d e         output    a b c d
 
-    p, q: [n, V] of its tokens.
+    Args:
+        p: [n, V] the target's probabilities of the output's n tokens.
+        q: [n, V] draft probabilities of the same.
+        sample: the sequence and its cycles.
+        coins: generator of the ranks' random part.
+
+    Returns:
+        The ranks and bets of each test. `RANK_QUESTION`: [n] ranks in q, tokens ordered by q.
     """
-    # 1. Places of the tokens in p, ordered by p/q, by p and by number.
+    # 1. The ranks of the tokens in p, ordered by p/q, by p and by token id.
     tokens = torch.tensor(sample.output, device=p.device)
     cycles = sample.cycles
     ratio = p / q.clamp(min=torch.finfo(q.dtype).tiny)
@@ -118,22 +129,22 @@ def compute_sequence_ranks(
     if not cycles:
         return numbers
 
-    # 2. Of the first tokens of cycles, ordered by number, and by p over the root's q.
+    # 2. The ranks of the cycles' first tokens, ordered by token id, and by p over the root's q.
     numbers[CYCLES_QUESTION] = match_successive(by_number[begins])
-    drafted_at = []
+    drafted_begins = []
     root_qs = []
     for begin, cycle in zip(begins, cycles, strict=True):
         if cycle.root_q is not None:
-            drafted_at.append(begin)
+            drafted_begins.append(begin)
             root_qs.append(cycle.root_q)
-    if drafted_at:
+    if drafted_begins:
         roots = torch.stack(root_qs)
-        order = p[drafted_at] / roots.clamp(min=torch.finfo(roots.dtype).tiny)
+        order = p[drafted_begins] / roots.clamp(min=torch.finfo(roots.dtype).tiny)
         numbers[FIRST_TOKENS_QUESTION] = place_tokens(
-            p[drafted_at], order, tokens[drafted_at], coins
+            p[drafted_begins], order, tokens[drafted_begins], coins
         )
 
-    # 3. Of draws; those of first draws at successive nodes, and at the same node of successive trees.
+    # 3. The draws' statistics; pairs of first draws at successive nodes, and at the same node of successive trees.
     for name in (DRAWS_QUESTION, POWER_QUESTION, REPEATS_QUESTION):
         parts = [cycle.numbers[name] for cycle in cycles if name in cycle.numbers]
         if parts:
@@ -148,48 +159,55 @@ def compute_sequence_ranks(
 def draft_probabilities(
     spec: Spec, tokens: Tensor, features: Tensor, first: int, params: SamplingParams
 ) -> Tensor:
-    """Probabilities [n, V] of each token after position `first`, by a head's first draft step, else `repeats`.
+    """Compute draft probabilities [n, V] of each token after position `first`.
 
-    Row t of a draft step is for token t + 2. For five tokens and first = 1:
+    They come from a head's first draft step; without a head from `predict_repeats`. Row t of a draft step is for token
+    t + 2. For five tokens and first = 1:
 
         tokens         0  1 | 2  3  4        n = 3
         rows of q             0  1  2        row 0 is for token 2
 
-    With first = 0 token 1 has no row; uniform probabilities stand for it.
-    tokens: [T]. features: [T, F] the head's input.
+    With first = 0 token 1 has no row, so its probabilities are uniform.
+
+    Args:
+        spec: the target, and the head if there is one.
+        tokens: [T] int64.
+        features: [T, F] the head's input.
+        first: position before the first token to predict.
+        params: temperature and truncation.
     """
     head = spec.head
     target = spec.target
     if head is None:
         return predict_repeats(tokens, first, target.vocab_size)
-    drafted = next(roll_out_drafts(head, target, tokens, features, 1), None)
-    even = torch.full((1, target.vocab_size), 1 / target.vocab_size, device=tokens.device)
-    if drafted is None:
-        return even
-    q = compute_probs(drafted[max(0, first - 1) :], params)
-    return torch.cat([even, q]) if first == 0 else q
+    draft_logits = next(roll_out_drafts(head, target, tokens, features, 1), None)
+    uniform = torch.full((1, target.vocab_size), 1 / target.vocab_size, device=tokens.device)
+    if draft_logits is None:
+        return uniform
+    q = compute_probs(draft_logits[max(0, first - 1) :], params)
+    return torch.cat([uniform, q]) if first == 0 else q
 
 
 def predict_repeats(tokens: Tensor, first: int, vocab_size: int) -> Tensor:
-    """[T - first - 1, V] probabilities after each token from `first` on, for drafters without a model.
+    """Compute probabilities [T - first - 1, V] of each token after position `first`, for drafters without a head.
 
-    A token's mass is proportional to the sum of three terms: how often it followed the same token
-    before, its share of the sequence so far, and 1 / V. tokens: [T].
+    A token's mass is proportional to the sum of three terms: how often it has followed the same token, its share of
+    the sequence so far, and 1 / V. tokens: [T] int64.
     """
-    last = torch.arange(first, len(tokens) - 1, device=tokens.device)[:, None]
-    before = torch.arange(len(tokens) - 1, device=tokens.device) < last  # [n, T - 1]
-    weight = (tokens[last] == tokens[:-1]) + 1 / last.clamp(min=1)
-    counts = torch.full((len(last), vocab_size), 1 / vocab_size, device=tokens.device)
-    counts.scatter_add_(1, tokens[1:].expand(weight.shape), weight * before)
+    positions = torch.arange(first, len(tokens) - 1, device=tokens.device)[:, None]
+    is_before = torch.arange(len(tokens) - 1, device=tokens.device) < positions  # [n, T - 1]
+    weight = (tokens[positions] == tokens[:-1]) + 1 / positions.clamp(min=1)
+    counts = torch.full((len(positions), vocab_size), 1 / vocab_size, device=tokens.device)
+    counts.scatter_add_(1, tokens[1:].expand(weight.shape), weight * is_before)
     return counts / counts.sum(-1, keepdim=True)
 
 
 def match_successive(numbers: Tensor) -> Tensor:
-    """[n - 1, 2] the pairs of successive numbers [n]."""
+    """Pair successive numbers [n]; [n - 1, 2]."""
     return match_common(numbers[:-1], numbers[1:])
 
 
-def match_common(before: Tensor, now: Tensor) -> Tensor:
-    """[n, 2] pairs of the numbers that both have."""
-    both = min(len(before), len(now))
-    return torch.stack([before[:both], now[:both]], dim=1)
+def match_common(earlier: Tensor, later: Tensor) -> Tensor:
+    """Pair the numbers at equal indices, as far as both have them; [n, 2]."""
+    length = min(len(earlier), len(later))
+    return torch.stack([earlier[:length], later[:length]], dim=1)

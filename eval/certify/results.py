@@ -1,4 +1,4 @@
-"""What the tests of a certificate find, and its entries for them."""
+"""Results of a certificate's tests, and their entries in its JSON."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +14,13 @@ from treespec.eval.certify import statistics
 class StatisticalResult:
     """The result of a statistical test.
 
-    name: the question that it answers. samples: the numbers, pairs or texts that it read. error: the probability that
-    it fails a right decoder. finds: the smallest fault that it finds with probability `statistics.POWER`; None if
-    nobody can say. p_value: of the samples. worst_sample: fields of the sample that shows most of a fault.
+    Attributes:
+        name: the claim that is tested.
+        samples: how many numbers, pairs or texts were tested.
+        error: probability that the test fails a correct decoder.
+        finds: the smallest fault that it finds with probability `statistics.TEST_POWER`; None if that is not known.
+        p_value: probability of samples at least as extreme, if the decoder is correct.
+        worst_sample: fields of the sample that shows the fault most clearly; None if the test passed.
     """
 
     name: str
@@ -31,7 +35,7 @@ class StatisticalResult:
         return bool(self.p_value >= self.error)
 
     def to_json(self) -> dict[str, Any]:
-        """The test's entry in the certificate."""
+        """Make the test's entry in the certificate."""
         entry = {
             "test": self.name,
             "samples": self.samples,
@@ -47,9 +51,9 @@ class StatisticalResult:
 
 
 def judge_greedy(outputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The certificate's entry for greedy outputs: they must be equal, but for rounding.
+    """Make the certificate's entry for greedy outputs: every difference must be explained by rounding.
 
-    outputs: each as `treespec.eval.certify.samples.describe_difference` describes it.
+    outputs: the fields of `treespec.eval.certify.samples.describe_difference` for each output.
     """
     return {
         "test": "greedy answers are the plain ones, token for token",
@@ -62,7 +66,10 @@ def judge_greedy(outputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def concat_numbers(
     samples: Sequence[Mapping[str, Tensor]], names: Iterable[str]
 ) -> dict[str, Tensor]:
-    """The numbers of all samples for each question that has any. samples: the numbers of each, by question."""
+    """Concatenate the statistics of all samples by test; tests without any are left out.
+
+    samples: test name -> statistics, of each sample. names: the tests.
+    """
     numbers = {}
     for name in names:
         parts = [sample[name] for sample in samples if name in sample]

@@ -1,9 +1,8 @@
-"""A certificate: a test that a target, head, verifier and tree generate the same as the target without them.
+"""Test that a target with head, verifier and tree generates the same as the target without them: a certificate.
 
-Greedy outputs must be those of `model.generate`, token for token. Samples answer ten questions, or
-five where the draft is not sampled. Half of the samples have the whole distribution and half a
-truncated one; half are sampled alone and half in batches. A token's place in its distribution is
-uniform whatever the distribution, so all samples answer the same questions:
+Greedy outputs must be those of `model.generate`, token for token. Samples take ten tests, or five if the draft is not
+sampled. Half of the samples have the full distribution and half a truncated one; half are sampled alone and half in
+batches. A token's rank in its distribution is uniform whatever the distribution, so all samples take the same tests:
 
     tokens           uniform by p/q and by p; independent of the token before
     cycles           first tokens uniform by p over the root's q; independent of the cycle before
@@ -11,7 +10,7 @@ uniform whatever the distribution, so all samples answer the same questions:
                      from a power of q, or repeat one another more or less often, are lost
     plain sampling   samples of `model.generate` look alike
 
-The questions share the error. docs/verification.md says what they find.
+The tests share the error of the whole certificate. docs/verification.md says which faults they find.
 """
 
 import math
@@ -61,11 +60,11 @@ from treespec.sampling.probs import SamplingParams
 def certify(config: CertifyConfig, report: Report = ignore_report) -> dict[str, Any]:
     """Run all tests and write the certificate; its field `passed` is the verdict.
 
-    report: called with each step of the work. Raises InputError for bad input.
+    report: called with the progress. Raises InputError for bad input.
     """
-    # 1. What is examined.
+    # 1. The prompts, and the spec that is examined.
     check_writable(config.out)
-    asked = load_questions(config.questions)[0][: config.limit]
+    loaded_questions = load_questions(config.questions)[0][: config.limit]
     if config.endpoint:  # a server drafts by itself
         report(ProgressStep(0, 1, f"loading {config.target}"))
         target, _ = load_sources(config.target, [], config.placement)
@@ -74,16 +73,16 @@ def certify(config: CertifyConfig, report: Report = ignore_report) -> dict[str, 
         report(ProgressStep(0, 1, f"loading {config.target} and {config.drafter or config.head}"))
         spec = load_options(config)
 
-    # 2. The tests of its answers.
+    # 2. The tests of its outputs.
     questions = {}
-    for question in asked:
+    for question in loaded_questions:
         turn = question.turns[0]
         questions[tuple(spec.encode([{"role": "user", "content": turn}]))] = turn
-    examined = Examination(spec, list(map(list, questions)), config, report)
+    examination = Examination(spec, list(map(list, questions)), config, report)
     if config.endpoint:
-        verdict = examine_server(examined, questions)
+        verdict = examine_server(examination, questions)
     else:
-        verdict = examined.decide_verdict()
+        verdict = examination.decide_verdict()
 
     # 3. The certificate.
     certificate = {"config": asdict(config), "environment": describe(spec.target)} | verdict
@@ -93,7 +92,12 @@ def certify(config: CertifyConfig, report: Report = ignore_report) -> dict[str, 
 
 @dataclass(frozen=True)
 class Comparison:
-    """How the texts of both sides are compared. numbers: which of `iterate_sequence_ranks`. name: of the test."""
+    """How the texts of both sides are compared.
+
+    Attributes:
+        numbers: the statistics of `iterate_sequence_ranks` that are compared, by their test's name.
+        name: name of the comparison in the certificate.
+    """
 
     numbers: str
     name: str
@@ -106,9 +110,18 @@ RANK_COMPARISON = Comparison(RANK_QUESTION, RANK_QUESTION)
 class Examination:
     """The tests of one `spec` on some prompts.
 
-    changes: options of `Spec.generate` that change the logits. remember: whether a suffix cache
-    drafts from the examined outputs too; one in a folder stays as it is. groups: each pair of a
-    distribution and a prompt.
+    Attributes:
+        spec: the examined target, drafter, verifier and tree.
+        config: the options of `treespec certify`.
+        report: called with the progress.
+        prompts: token ids, each prompt once.
+        changes: options of `Spec.generate` that change the logits.
+        remember: whether a suffix cache also drafts from the examined outputs; False if it has a folder, which must
+            not change.
+        groups: (distribution, prompt) of all pairs.
+        batches: batch sizes.
+        copies: samples of each group at each batch size.
+        total: samples of all groups at all batch sizes.
     """
 
     def __init__(
@@ -118,7 +131,7 @@ class Examination:
         config: CertifyConfig,
         report: Report = ignore_report,
     ) -> None:
-        # 1. What is examined.
+        # 1. The spec, the prompts, and the options that change the logits.
         self.spec = spec
         self.config = config
         self.report = report
@@ -130,17 +143,17 @@ class Examination:
         if config.drafter and DrafterSpec.parse(config.drafter).cache_folder:
             self.remember = False
 
-        # 2. The groups of samples, and how many each has at each batch size.
-        whole = SamplingParams(config.temperature)
+        # 2. The groups of samples, and the number of samples of each.
+        full = SamplingParams(config.temperature)
         truncated = SamplingParams(config.temperature, config.top_k, config.top_p)
-        self.groups = list(product(dict.fromkeys([whole, truncated]), self.prompts))
+        self.groups = list(product(dict.fromkeys([full, truncated]), self.prompts))
         self.batches = sorted({1, config.batch})
         cells = len(self.groups) * len(self.batches)
         self.copies = -(-config.tokens // (cells * config.length))
         self.total = cells * self.copies
 
     def decide_verdict(self) -> dict[str, Any]:
-        """Generate all answers and samples of both sides, and `judge` them."""
+        """Generate the greedy outputs and the samples of both sides, and `judge` them."""
         greedy_outputs = []
         length = self.config.length
         for number, prompt in enumerate(self.prompts, 1):
@@ -151,30 +164,30 @@ class Examination:
         return self.judge(greedy_outputs, self.sample(), self.sample_plain())
 
     def sample(self) -> list[Sample]:
-        """`config.tokens` sampled tokens with their cycles, in the order of their groups.
+        """Sample about `config.tokens` tokens with treespec; return the samples in the order of their groups.
 
-        Alone, the copies of a prompt follow one another and reuse its prefix; in a batch the prompts
-        alternate. 8 sequences or more are sampled at a time.
+        At batch size 1 the copies of a prompt follow one another, so that they reuse its prefix; in a batch the prompts
+        alternate. At least 8 sequences are sampled in one call.
         """
         samples = list[Sample]()
         generator = torch.Generator().manual_seed(self.config.seed)
         options = {"max_new_tokens": self.config.length, "remember": self.remember}
         for batch in self.batches:
-            copied = self.groups * self.copies
+            repeated_groups = self.groups * self.copies
             if batch == 1:
-                copied.sort(key=self.groups.index)
-            stretch = max(8, 2 * batch)
-            for start in range(0, len(copied), stretch):
-                some = copied[start : start + stretch]
-                more = options | self.changes
-                samples += draw_own_samples(self.spec, some, batch, generator, **more)
+                repeated_groups.sort(key=self.groups.index)
+            chunk_size = max(8, 2 * batch)
+            for start in range(0, len(repeated_groups), chunk_size):
+                chunk = repeated_groups[start : start + chunk_size]
+                request_options = options | self.changes
+                samples += draw_own_samples(self.spec, chunk, batch, generator, **request_options)
                 self.report(
                     ProgressStep(len(samples), self.total, f"sampled by {self.spec.verifier.name}")
                 )
         return sorted(samples, key=lambda sample: self.groups.index((sample.params, sample.prompt)))
 
     def sample_plain(self) -> list[Sample]:
-        """The same number of samples for every group, in the same order, by `model.generate`."""
+        """Sample as many sequences of every group with `model.generate`, in the same order."""
         samples = list[Sample]()
         copies = self.copies * len(self.batches)
         with torch.random.fork_rng():
@@ -192,24 +205,24 @@ class Examination:
         outputs: Sequence[Mapping[str, Any]],
         samples: Sequence[Sample],
         plain: Sequence[Sample],
-        asked: Iterable[str] = TESTS_BY_QUESTION,
+        test_names: Iterable[str] = TESTS_BY_QUESTION,
         comparison: Comparison = RANK_COMPARISON,
     ) -> dict[str, Any]:
         """Test the greedy outputs and the samples of both sides.
 
         Args:
-            outputs: greedy ones, each as `describe_difference` describes it.
-            ours: the samples of the examined decoder.
-            plain: those of the other side; without any, both sides are not compared.
-            asked: the questions about ours.
-            comparison: how both sides are compared.
+            outputs: the fields of `describe_difference` for each greedy output.
+            samples: the samples of the examined decoder.
+            plain: the samples without drafts; if it is empty the two sides are not compared.
+            test_names: the tests of `samples`; those without statistics are left out.
+            comparison: how the two sides are compared.
 
         Returns:
-            The fields of the certificate that say what was tested, and the tests.
+            The fields of the certificate that describe the examined decoder, the verdict, and the tests.
         """
-        # 1. The questions about our samples and the comparison with plain ones share the error.
+        # 1. The tests of our samples and the comparison with plain ones share the error.
         sample_numbers = list(iterate_sequence_ranks(self.spec, samples, **self.changes))
-        numbers = concat_numbers(sample_numbers, asked)
+        numbers = concat_numbers(sample_numbers, test_names)
         error = self.config.error / (len(numbers) + 1)
         tests = [judge_greedy(outputs)]
         for name, values in numbers.items():
@@ -229,7 +242,7 @@ class Examination:
             result = StatisticalResult(comparison.name, len(samples), error, finds, p_value)
             tests.append(result.to_json())
 
-        # 2. All together.
+        # 2. The certificate's fields.
         spec = self.spec
         tree = self.config.drafter
         if spec.policy:
@@ -247,57 +260,63 @@ class Examination:
     def find_worst_sample(
         self, name: str, numbers: Sequence[Mapping[str, Tensor]], samples: Sequence[Sample]
     ) -> dict[str, Any]:
-        """Find the sample that shows a fault most clearly, with its own p-value.
+        """Find the sample that shows a fault most clearly.
 
-        name: the question. numbers: those of each sample, by question.
+        Args:
+            name: the test that failed.
+            numbers: test name -> statistics, of each sample.
+            samples: the samples.
+
+        Returns:
+            The sample's parameters, prompt and answer, and its p-value.
         """
-        # 1. The sample with the least p-value.
-        p_value_of = TESTS_BY_QUESTION[name].p_value
-        least = math.inf
+        # 1. The sample with the smallest p-value.
+        compute_p_value = TESTS_BY_QUESTION[name].p_value
+        least_p_value = math.inf
         worst = samples[0]
-        for of_sample, sample in zip(numbers, samples, strict=True):
-            if name in of_sample and len(of_sample[name]):
-                p_value = p_value_of(of_sample[name])
-                if p_value < least:
-                    least = p_value
+        for sample_numbers, sample in zip(numbers, samples, strict=True):
+            if name in sample_numbers and len(sample_numbers[name]):
+                p_value = compute_p_value(sample_numbers[name])
+                if p_value < least_p_value:
+                    least_p_value = p_value
                     worst = sample
 
-        # 2. In words, if there is a tokenizer.
+        # 2. Its text, or the token ids if there is no tokenizer.
         texts: dict[str, Any] = {"prompt": worst.prompt, "answer": worst.output}
         tokenizer = self.spec.target.tokenizer
         if tokenizer:
             texts = {part: tokenizer.decode(ids) for part, ids in texts.items()}
-        return {**asdict(worst.params), **texts, "p_value": least}
+        return {**asdict(worst.params), **texts, "p_value": least_p_value}
 
 
 def examine_server(
-    examined: Examination, questions: Mapping[tuple[int, ...], str]
+    examination: Examination, questions: Mapping[tuple[int, ...], str]
 ) -> dict[str, Any]:
-    """Examine a server, beside the same one without drafts or the target itself.
+    """Examine a server that drafts against the same server without drafts, or against the target itself.
 
-    If a side gives no token ids, the words of both are encoded again, and the two sides are only compared with each
-    other. questions: by the tokens of their prompts.
+    If a side returns no token ids, the texts of both sides are encoded again, and the two sides are only compared with
+    each other. questions: the questions by the tokens of their prompts.
     """
-    # 1. What both sides answer: the greedy answers, then samples in the order of their groups.
-    spec = examined.spec
-    config = examined.config
-    changes = examined.changes
+    # 1. The replies of both sides: greedy ones, then samples in the order of their groups.
+    spec = examination.spec
+    config = examination.config
+    changes = examination.changes
     server = ServedEndpoint("endpoint", str(config.endpoint), config.length, changes)
-    our_replies = ask_server(server, examined, questions)
+    our_replies = ask_server(server, examination, questions)
     plain_replies = list[EndpointReply]()
     if config.plain:
-        other = ServedEndpoint("plain", config.plain, config.length, changes)
-        plain_replies = ask_server(other, examined, questions)
+        plain_server = ServedEndpoint("plain", config.plain, config.length, changes)
+        plain_replies = ask_server(plain_server, examination, questions)
     else:
-        for prompt in examined.prompts:
+        for prompt in examination.prompts:
             [output] = generate_plain_outputs(
                 spec, prompt, config.length, SamplingParams(), **changes
             )
             plain_replies.append(reply_of(output, spec))
-        for sample in examined.sample_plain():
+        for sample in examination.sample_plain():
             plain_replies.append(reply_of(sample.output, spec))
 
-    # 2. As tokens.
+    # 2. The replies as tokens.
     exact = all(reply.token_ids for reply in our_replies + plain_replies)
     our_tokens = [read_reply_tokens(reply, exact, spec) for reply in our_replies]
     plain_tokens = [read_reply_tokens(reply, exact, spec) for reply in plain_replies]
@@ -308,52 +327,62 @@ def examine_server(
         outputs.append({"question": question, **comparison})
 
     # 3. The tests.
-    samples = make_samples(examined, our_tokens[len(questions) :])
-    plain = make_samples(examined, plain_tokens[len(questions) :])
-    asked: Sequence[str] = ()
+    samples = make_samples(examination, our_tokens[len(questions) :])
+    plain = make_samples(examination, plain_tokens[len(questions) :])
+    test_names: Sequence[str] = ()
     if exact:
-        asked = (BY_RATIO, BY_P, TOKENS_QUESTION)
-    verdict = examined.judge(outputs, samples, plain, asked, Comparison(BY_P, ALIKE_QUESTION))
+        test_names = (BY_RATIO, BY_P, TOKENS_QUESTION)
+    verdict = examination.judge(
+        outputs, samples, plain, test_names, Comparison(BY_P, ALIKE_QUESTION)
+    )
     return verdict | {"verifier": config.endpoint, "tree": None, "equal_bits": None}
 
 
-def make_samples(examined: Examination, outputs: Sequence[list[int]]) -> list[Sample]:
-    """The samples whose outputs are these, in the order of their groups."""
-    copies = examined.copies * len(examined.batches)
+def make_samples(examination: Examination, outputs: Sequence[list[int]]) -> list[Sample]:
+    """Make the samples that have these outputs. outputs: in the order of the groups."""
+    copies = examination.copies * len(examination.batches)
     samples = []
     for i, output in enumerate(outputs):
-        params, prompt = examined.groups[i // copies]
+        params, prompt = examination.groups[i // copies]
         samples.append(Sample(params, prompt, output))
     return samples
 
 
 def ask_server(
-    server: ServedEndpoint, examined: Examination, questions: Mapping[tuple[int, ...], str]
+    server: ServedEndpoint, examination: Examination, questions: Mapping[tuple[int, ...], str]
 ) -> list[EndpointReply]:
-    """Ask a server all questions greedily, then all groups at each batch size.
+    """Ask a server all questions greedily, then sample all groups at each batch size.
 
-    Returns its replies in the order of the questions, then in that of the groups.
+    Args:
+        server: the server.
+        examination: has the groups, the batch sizes and the number of copies.
+        questions: the questions by the tokens of their prompts.
+
+    Returns:
+        The greedy replies in the order of the questions, then the samples in the order of the groups.
     """
-    seeds = count(examined.config.seed)
+    seeds = count(examination.config.seed)
     greedy = [
         ServedQuestion(question, SamplingParams(), next(seeds)) for question in questions.values()
     ]
     replies = server.ask_questions(greedy, 1)
-    by_group: list[list[EndpointReply]] = [[] for _ in examined.groups]
+    by_group: list[list[EndpointReply]] = [[] for _ in examination.groups]
     done = 0
-    for batch in examined.batches:
-        groups = list(range(len(by_group))) * examined.copies
-        stretch = max(8, 2 * batch)
-        for start in range(0, len(groups), stretch):
-            some = groups[start : start + stretch]
+    for batch in examination.batches:
+        groups = list(range(len(by_group))) * examination.copies
+        chunk_size = max(8, 2 * batch)
+        for start in range(0, len(groups), chunk_size):
+            chunk = groups[start : start + chunk_size]
             asks = []
-            for group in some:
-                params, prompt = examined.groups[group]
+            for group in chunk:
+                params, prompt = examination.groups[group]
                 asks.append(ServedQuestion(questions[tuple(prompt)], params, next(seeds)))
-            for group, reply in zip(some, server.ask_questions(asks, batch), strict=True):
+            for group, reply in zip(chunk, server.ask_questions(asks, batch), strict=True):
                 by_group[group].append(reply)
-            done += len(some)
-            examined.report(ProgressStep(done, examined.total, f"sampled by {server.address}"))
+            done += len(chunk)
+            examination.report(
+                ProgressStep(done, examination.total, f"sampled by {server.address}")
+            )
     for group_replies in by_group:
         replies += group_replies
     return replies

@@ -1,4 +1,4 @@
-"""The two sides of a certificate: treespec, and `model.generate` without the model's own settings."""
+"""Sample the two sides of a certificate: treespec, and `model.generate` without the model's generation config."""
 
 import math
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ from treespec.sampling.probs import SamplingParams
 from treespec.sampling.sampler import Sampler
 from treespec.text.strings import count_common_prefix
 
-MAX_OUTPUTS_A_CALL = 16  # outputs of one prompt in one call of model.generate
-# Fields of a generation config that are options of treespec, or that change no token.
+MAX_OUTPUTS_A_CALL = 16  # largest number of outputs of one prompt in one call of model.generate
+# Fields of a generation config that treespec has as options, or that change no token.
 HARMLESS_SETTINGS = {
     "do_sample", "temperature", "top_k", "top_p", "min_p", "max_length", "max_new_tokens",
     "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id",
@@ -32,7 +32,14 @@ NEUTRAL_VALUES: tuple[object, ...] = (None, 0, 1, [], {})  # values that change 
 
 @dataclass(frozen=True)
 class Sample:
-    """A sampled sequence. cycles: of its decoding; `model.generate` has none."""
+    """A sampled sequence.
+
+    Attributes:
+        params: temperature and truncation.
+        prompt: token ids.
+        output: token ids, with the end-of-sequence token if it was sampled.
+        cycles: the cycles that decoded it; [] for `model.generate`.
+    """
 
     params: SamplingParams
     prompt: list[int]
@@ -47,19 +54,27 @@ def draw_own_samples(
     generator: torch.Generator,
     **options: Any,
 ) -> list[Sample]:
-    """Sample by treespec, with the cycles, one sample for each pair of a distribution and a prompt.
+    """Sample with treespec: one sample, with its cycles, for each pair of a distribution and a prompt.
 
-    generator: of seeds and coins. options: further ones of `Spec.request`.
+    Args:
+        spec: the examined target, drafter, verifier and tree.
+        groups: (distribution, prompt) of each sample.
+        batch: batch size.
+        generator: draws the seeds and the coins of `build_shown_cycle`.
+        options: further options of `Spec.request`.
+
+    Returns:
+        The samples in the order of `groups`.
     """
     samples = list[Sample]()
     requests = []
     random_draws = spec.verifier.scheme.random_draws
 
-    def listen(cycles: list[SampledCycle], seen: CycleRecord) -> None:
+    def listen(cycles: list[SampledCycle], record: CycleRecord) -> None:
         tokens = list[int]()
-        for piece in seen.answer:
+        for piece in record.answer:
             tokens += piece.token_ids
-        cycles.append(build_shown_cycle(tokens, seen.tree.drafts, random_draws, generator))
+        cycles.append(build_shown_cycle(tokens, record.tree.drafts, random_draws, generator))
 
     for params, prompt in groups:
         samples.append(Sample(params, prompt, []))
@@ -72,18 +87,18 @@ def draw_own_samples(
 
 
 def list_ignored_settings(model: PreTrainedModel) -> dict[str, object]:
-    """The settings of the model's generation config that change completions and treespec ignores."""
+    """List the settings of the model's generation config that would change completions and that treespec ignores."""
     fields = (model.generation_config or GenerationConfig()).to_diff_dict()
     return {
-        name: x
-        for name, x in fields.items()
-        if name not in HARMLESS_SETTINGS and x not in NEUTRAL_VALUES
+        name: value
+        for name, value in fields.items()
+        if name not in HARMLESS_SETTINGS and value not in NEUTRAL_VALUES
     }
 
 
 @final
 class DistributionRecorder(LogitsProcessor):
-    """The processors of a request for `model.generate`: each row's logits from its whole sequence."""
+    """Applies a request's logits processors inside `model.generate`."""
 
     def __init__(self, distribution: Sampler, prompt: list[int]) -> None:
         self.distribution = distribution
@@ -91,10 +106,10 @@ class DistributionRecorder(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         outputs = input_ids[:, len(self.prompt) :].tolist()
-        shaped = self.distribution.process_logits([tuple(output) for output in outputs], scores)
+        processed = self.distribution.process_logits([tuple(output) for output in outputs], scores)
         if self.distribution.error:
             raise self.distribution.error
-        return shaped
+        return processed
 
 
 def generate_plain_outputs(
@@ -105,15 +120,18 @@ def generate_plain_outputs(
     number: int = 1,
     **changes: Any,
 ) -> list[list[int]]:
-    """Generate outputs by `model.generate`, with torch's own generator, that end where those of `spec` would.
+    """Generate outputs with `model.generate` and torch's default generator, cut where `spec` would end them.
 
     Args:
-        spec: the target, and what ends its outputs.
+        spec: the target, with the rules that end an output.
         prompt: token ids.
-        tokens: the largest length of an output.
-        params: greedy or sampled.
-        number: of outputs.
-        changes: options that change the logits.
+        tokens: largest length of an output.
+        params: temperature and truncation.
+        number: number of outputs; above 1 for sampling only.
+        changes: options of `Spec.request` that change the logits.
+
+    Returns:
+        The new tokens of each output.
     """
     request = spec.request(prompt, max_new_tokens=tokens, **changes)
     fields: dict[str, object] = {
@@ -127,7 +145,7 @@ def generate_plain_outputs(
     if request.sampler.processors:
         processors.append(DistributionRecorder(request.sampler, prompt))
     outputs = list[list[int]]()
-    while len(outputs) < number:  # several at a time, cut where ours would end
+    while len(outputs) < number:  # several at a time
         fields["num_return_sequences"] = min(MAX_OUTPUTS_A_CALL, number - len(outputs))
         for row in generate_plain_tokens(
             spec.target.model, prompt, fields, logits_processor=processors
@@ -141,48 +159,69 @@ def generate_plain_outputs(
 def compare_greedy_output(
     spec: Spec, prompt: list[int], tokens: int, remember: bool = True, **changes: Any
 ) -> dict[str, object]:
-    """`describe_difference` of the greedy output and model.generate's.
+    """Decode a prompt greedily with treespec and with `model.generate`, and describe the difference.
 
-    remember: whether later outputs may be drafted from it.
+    Args:
+        spec: the examined target, drafter, verifier and tree.
+        prompt: token ids.
+        tokens: largest length of an output.
+        remember: whether a suffix cache may draft later outputs from this one.
+        changes: options of `Spec.generate` that change the logits.
+
+    Returns:
+        The fields of `describe_difference`.
     """
-    ours = spec.generate(prompt, max_new_tokens=tokens, remember=remember, **changes).token_ids
-    [theirs] = generate_plain_outputs(spec, prompt, tokens, SamplingParams(), **changes)
-    return describe_difference(spec, prompt, ours, theirs, **changes)
+    our_tokens = spec.generate(
+        prompt, max_new_tokens=tokens, remember=remember, **changes
+    ).token_ids
+    [plain_tokens] = generate_plain_outputs(spec, prompt, tokens, SamplingParams(), **changes)
+    return describe_difference(spec, prompt, our_tokens, plain_tokens, **changes)
 
 
 @torch.no_grad()
 def describe_difference(
-    spec: Spec, prompt: list[int], ours: list[int], theirs: list[int], **changes: Any
+    spec: Spec, prompt: list[int], our_tokens: list[int], plain_tokens: list[int], **changes: Any
 ) -> dict[str, object]:
     """Describe where two greedy outputs differ, and whether rounding explains it.
 
-    Rounding explains a difference in a lower precision than float32 if the logits of the two tokens
-    are close: within twice the largest difference that the plain model shows between two shapes of
-    the same forward.
+    In float32 rounding explains no difference. In a lower precision it does if the logits of the two tokens are close:
+    within twice the largest difference between the plain model's logits of the same prefix, computed in batches and
+    chunks of other shapes.
+
+    Args:
+        spec: has the target.
+        prompt: token ids.
+        our_tokens: the output of the examined decoder.
+        plain_tokens: the output without drafts.
+        changes: options of `Spec.request` that change the logits.
+
+    Returns:
+        different_at: the first position that differs, or None; explained: whether rounding explains the difference.
+        If there is one also margin, between the two tokens' logits, and noise, the rounding error.
     """
-    if ours == theirs:
+    if our_tokens == plain_tokens:
         return {"different_at": None, "explained": True}
 
-    # 1. At the first difference: the two tokens' logits, and the same logits in other shapes.
+    # 1. At the first difference: the margin between both tokens' logits, and how the logits vary with the shape.
     model = spec.target.model
-    at = count_common_prefix(ours, theirs)
+    position = count_common_prefix(our_tokens, plain_tokens)
     margin = noise = math.inf
-    if at < min(len(ours), len(theirs)) and spec.target.dtype != torch.float32:
-        prefix = torch.tensor([prompt + theirs[:at]], device=spec.target.device)
-        cut = (prefix.shape[1] + 1) // 2
-        cache = model(prefix[:, :cut], use_cache=True).past_key_values
-        shapes = [model(prefix), model(prefix.repeat(3, 1))]
-        if cut < prefix.shape[1]:
-            shapes.append(model(prefix[:, cut:], past_key_values=cache))
-        once = shapes[0].logits[0, -1].float()
+    if position < min(len(our_tokens), len(plain_tokens)) and spec.target.dtype != torch.float32:
+        prefix = torch.tensor([prompt + plain_tokens[:position]], device=spec.target.device)
+        half = (prefix.shape[1] + 1) // 2
+        cache = model(prefix[:, :half], use_cache=True).past_key_values
+        forwards = [model(prefix), model(prefix.repeat(3, 1))]
+        if half < prefix.shape[1]:
+            forwards.append(model(prefix[:, half:], past_key_values=cache))
+        logits = forwards[0].logits[0, -1].float()
         noise = 0.0
-        for shape in shapes[1:]:
-            other = shape.logits[0, -1].float()
-            noise = max(noise, float((once - other).abs().max()))
-        distribution = spec.request(prompt, **changes).sampler
-        [shaped] = distribution.process_logits([tuple(theirs[:at])], once[None])
-        margin = abs(float(shaped[theirs[at]] - shaped[ours[at]]))
+        for forward in forwards[1:]:
+            other_logits = forward.logits[0, -1].float()
+            noise = max(noise, float((logits - other_logits).abs().max()))
+        sampler = spec.request(prompt, **changes).sampler
+        [processed] = sampler.process_logits([tuple(plain_tokens[:position])], logits[None])
+        margin = abs(float(processed[plain_tokens[position]] - processed[our_tokens[position]]))
 
     # 2. Is the margin within rounding?
     explained = margin <= 2 * noise and math.isfinite(margin)
-    return {"different_at": at, "margin": margin, "noise": noise, "explained": explained}
+    return {"different_at": position, "margin": margin, "noise": noise, "explained": explained}

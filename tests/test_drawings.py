@@ -2,7 +2,11 @@
 
 import pytest
 import torch
+from models import seeded, target
 
+from treespec.engine.batch import Batch
+from treespec.engine.request import Request
+from treespec.engine.stats import Stats
 from treespec.heads.formats.vocabulary import read_mapping, to_offsets
 from treespec.heads.layers import mask_last_seen
 from treespec.heads.unrolled import build_window_mask
@@ -13,6 +17,11 @@ from treespec.model.cpu.experts import multiply_by_expert
 from treespec.model.masks import build_additive_masks, pad_trees, split_causal_chunks
 from treespec.model.recurrent.model import find_last_steps
 from treespec.model.recurrent.rows import build_path_rows
+from treespec.sampling.noise import Noise
+from treespec.sampling.params import SamplingParams
+from treespec.sampling.processors import Penalties
+from treespec.sampling.sampler import Sampler, TargetDistributions, list_node_paths
+from treespec.text.ending import Ending
 from treespec.train.data.batches import iterate_forwards, split_epoch
 from treespec.train.losses.objectives import TrainingBatch
 from treespec.trees.layout import get_layout
@@ -245,3 +254,93 @@ def test_conversations_of_similar_lengths_share_a_batch():
     for process, conversations in enumerate(([1, 0], [3, 4])):
         forwards = iterate_forwards(0, batches_of, process, processes=2)
         assert [next(forwards).conversations for _ in range(2)] == [[number] for number in conversations]
+
+
+class RowRecorder:
+    """A drafter of a batch whose sequences are known by name, as those of the cache are by their lengths."""
+
+    aux_layers = ()
+
+    def __init__(self, names=()):
+        self.names = list(names)
+
+    def new(self):
+        return RowRecorder([None])
+
+    def enter(self, memory):
+        pass
+
+    def observe(self, features, tokens):
+        self.names = [len(sequence) for sequence in tokens]
+
+    def join(self, others, row=None):
+        for other in others:
+            self.names += other.names if row is None else [other.names[row]]
+
+    def select(self, rows):
+        self.names = [self.names[row] for row in rows]
+
+    def rewind(self, lengths):
+        pass
+
+
+def request_of(tokens):
+    return Request(
+        [*range(3, 3 + tokens)], Ending(None, frozenset(), (), 9), seeded(0), Stats(), Sampler(SamplingParams())
+    )
+
+
+def test_an_entering_request_takes_a_free_row_and_the_last_row_fills_the_next():
+    """Requests A to F have prompts of two to seven tokens, of which all but the last are in the cache."""
+    requests = [request_of(tokens) for tokens in range(2, 8)]
+    a, b, c, d, e, f = requests
+    with torch.inference_mode():
+        batch = Batch(target("llama"), RowRecorder([None]))
+        batch.admit_and_release([a, b, c, d, e])
+        assert batch.requests == [a, b, c, d, e]
+        b.cancelled = d.cancelled = True
+        batch.admit_and_release([f])
+    assert batch.requests == [a, f, c, e]
+    assert batch.cache.lengths == [1, 6, 3, 5]
+    assert batch.drafter.names == [2, 7, 4, 6]
+
+
+def test_prompts_are_prefilled_in_turns():
+    a, b = request_of(5), request_of(3)
+    batch = Batch(target("llama"), None)
+    calls = []
+    with torch.inference_mode():
+        for entering in ([a, b], [], []):
+            batch.admit_and_release(entering, 2)
+            calls.append((len(a.committed), len(b.committed), list(batch.requests)))
+    assert calls == [(2, 0, []), (2, 2, [b]), (4, 2, [b, a])]
+    assert (a.root, b.root) == (a.prompt[4], b.prompt[2])
+
+
+def test_a_processor_counts_the_path_of_each_node():
+    """Tokens a to e are 0 to 4; the tree is that of `TreeLogitsProcessor`."""
+    tree = TokenTree(torch.tensor([9, 0, 1, 2, 3]), PARENTS, DEPTH, build_ancestor_mask(PARENTS))
+    paths = list_node_paths(tree)
+    assert paths == [(), (0,), (1,), (0, 2), (1, 3)]
+    sampler = Sampler(SamplingParams(1.0), [Penalties(frequency=1.0)])
+    sampler.append([0])
+    penalties = [[1, 0, 0, 0, 0], [2, 0, 0, 0, 0], [1, 1, 0, 0, 0], [2, 0, 1, 0, 0], [1, 1, 0, 1, 0]]
+    assert (-sampler.process_logits(paths, torch.zeros(5, 5))).tolist() == penalties
+    nodes = torch.tensor([0, 2, 4])
+    shares = TargetDistributions(torch.zeros(5, 5), sampler, tree)[nodes]
+    torch.testing.assert_close(shares, (-torch.tensor(penalties, dtype=torch.float32))[nodes].softmax(-1))
+
+
+def test_all_nodes_of_a_level_share_the_noise_of_one_position():
+    p, noise = torch.tensor([-0.5, -1.2, -2.3]), torch.tensor([-0.9, 1.1, 0.4])
+    assert (p + noise).tolist() == pytest.approx([-1.4, -0.1, -1.9])
+    sampler = Sampler(SamplingParams(1.0))
+    sampler.noise = Noise(5, 64, CPU)
+    sampler.noise.position = 7
+    levels = {7 + depth: sampler.noise.get_level(depth) for depth in range(3)}
+    scores = sampler.score_tokens(torch.zeros(2, 64), 1)
+    assert torch.equal(scores, levels[8].expand(2, -1))
+    sampler.append([51, 53])
+    assert sampler.noise.position == 9
+    assert torch.equal(sampler.noise.get_level(0), levels[9])
+    assert not torch.equal(levels[8], levels[9])

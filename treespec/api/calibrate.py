@@ -1,4 +1,4 @@
-"""Fit a head's calibration on text: predicted against actual acceptance."""
+"""Fit a head's calibration on text: from the probabilities of its drafts to their acceptance rates."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -18,12 +18,12 @@ from treespec.model.target import Target
 from treespec.sampling.probs import SamplingParams, compute_probs
 from treespec.trees.static import build_eagle_tree
 
-Row = tuple[Tensor, Tensor, Tensor]  # tokens [T], which of them count [T] bool, features [T, F]
+Row = tuple[Tensor, Tensor, Tensor]  # tokens [T], whether each counts [T] bool, features [T, F]
 
 CALIBRATED_TEMPERATURES = (0.3, 0.6, 1.0)
 SHARPNESS_FACTORS = tuple(1 + i / 10 for i in range(11))
-RATE_PROMPTS = 12  # completions that rates are counted over
-CALIBRATED_RANKS = 5  # most likely tokens of a node
+RATE_PROMPTS = 12  # completions over which acceptance rates are counted
+CALIBRATED_RANKS = 5  # most likely tokens of a node that the model learns from
 
 
 def calibrate(
@@ -35,8 +35,15 @@ def calibrate(
 ) -> Calibration:
     """Fit a calibration on text that the target would write.
 
-    depth: draft steps. positions: the most positions for each draft step and temperature. Raises
-    InputError if the text is too short.
+    Args:
+        head: The trained head.
+        target: Its target.
+        rows: Passages of text with the target's features. Tokens that do not count are skipped.
+        depth: Draft steps. Default: 6.
+        positions: The most positions for each draft step and temperature. Default: 1500.
+
+    Raises:
+        InputError: If the text is too short.
     """
     # 1. The factors of the draft logits, and the model of greedy choices.
     depth = draft_steps(head, depth)
@@ -44,30 +51,36 @@ def calibrate(
     samples = list(iterate_choices(iterate_draft_steps(head, target, rows, depth, positions)))
     if not samples or not len(samples[0][0]):
         raise InputError("the text is too short to calibrate a head on: give longer conversations")
-    top = torch.cat([features for features, _, _ in samples])
-    hit = torch.cat([hits for _, hits, _ in samples])
-    weight = torch.cat([weights for _, _, weights in samples])
-    fitted = Calibration(tuple(fit_logistic(top, hit, weight[:, None]).tolist()), {}, sharpness)
+    features = torch.cat([step_features for step_features, _, _ in samples])
+    hits = torch.cat([step_hits for _, step_hits, _ in samples])
+    weights = torch.cat([step_weights for _, _, step_weights in samples])
+    coefficients = tuple(fit_logistic(features, hits, weights[:, None]).tolist())
+    calibration = Calibration(coefficients, {}, sharpness)
 
-    # 2. Rates counted while the target writes, after what precedes the first counted token: at
-    #    least a token, and at most half of the context, so that a completion fits.
+    # 2. Rates counted while the target writes. A prompt is what precedes the first token that counts:
+    #    at least one token, and at most half of the context, so that a completion fits.
     proposer = build_proposer(head, target)
-    half = target.context_length // 2
+    half_context = target.context_length // 2
     prompts = []
     for tokens, counts, _ in rows[:RATE_PROMPTS]:
         first_counted = int(counts.int().argmax())
-        size = min(max(first_counted, 1), half)
+        size = min(max(first_counted, 1), half_context)
         prompts.append(tokens[:size].tolist())
-    for t in (GREEDY_TEMPERATURE,) + CALIBRATED_TEMPERATURES:
-        fitted.rates[f"{t:g}"] = measure_draw_rates(target, proposer, prompts, t, fitted)
-    return fitted
+    for temperature in (GREEDY_TEMPERATURE,) + CALIBRATED_TEMPERATURES:
+        rates = measure_draw_rates(target, proposer, prompts, temperature, calibration)
+        calibration.rates[f"{temperature:g}"] = rates
+    return calibration
 
 
 class CalibrationStep(NamedTuple):
     """One draft step along a passage of R + number + 1 tokens.
 
-    number: of the draft step, from 1. chosen: indices of the rows to learn from. tokens: [R] the
-    text's tokens that the step drafts. target, draft: [R, V] logits of p and q for these tokens.
+    Attributes:
+        number: Of the draft step, from 1.
+        chosen: Indices of the rows to learn from.
+        tokens: [R] the passage's tokens that the step drafts.
+        target: [R, V] the target's logits for these tokens.
+        draft: [R, V] the draft logits for them.
     """
 
     number: int
@@ -85,18 +98,21 @@ def iterate_draft_steps(
     positions: int,
     sharpness: tuple[float, ...] = (),
 ) -> Iterator[CalibrationStep]:
-    """The draft steps along each passage.
+    """Run a head along each passage and yield its draft steps.
 
     Args:
-        depth: draft steps.
-        positions: the most positions for each draft step; later passages are left out.
-        sharpness: a calibration's: for each draft step the factor of its logits.
+        head: The trained head.
+        target: Its target.
+        rows: Passages of text with the target's features.
+        depth: Draft steps.
+        positions: The most positions for each draft step; later passages are left out.
+        sharpness: For each draft step the factor of its logits, from a calibration. Default: none.
     """
-    for tokens, counts, known in rows:
+    for tokens, counts, target_features in rows:
         if len(tokens) < depth + 3 or positions <= 0:
             continue
-        features, last = target.split_features(known, head.aux_layers)
-        target_logits = target.compute_output_logits(last)  # [T, V], row t: of token t + 1
+        features, last = target.split_features(target_features, head.aux_layers)
+        target_logits = target.compute_output_logits(last)  # [T, V], row t is for token t + 1
         steps = roll_out_drafts(head, target, tokens, features, depth, sharpness)
         for step, logits in enumerate(steps, 1):
             drafted_tokens = slice(step + 1, step + 1 + len(logits))
@@ -110,9 +126,10 @@ def iterate_draft_steps(
 def fit_sharpness(
     head: Head, target: Target, rows: Sequence[Row], depth: int, positions: int
 ) -> tuple[float, ...]:
-    """For each draft step the factor of the logits, of FACTORS, at which most drafts are accepted.
+    """Find for each draft step the factor of its logits at which most drafts are accepted.
 
-    Accepted: Σ min(p, q), summed over positions and TEMPERATURES. depth, positions: as for `iterate_draft_steps`.
+    The candidates are SHARPNESS_FACTORS. What is accepted is Σ min(p, q), summed over positions and
+    CALIBRATED_TEMPERATURES. The arguments are those of `iterate_draft_steps`.
     """
     accepted = torch.zeros(depth, len(SHARPNESS_FACTORS), dtype=torch.float64)
     for step in iterate_draft_steps(head, target, rows, depth, positions):
@@ -128,10 +145,11 @@ def fit_sharpness(
 
 @torch.no_grad()
 def iterate_choices(steps: Iterable[CalibrationStep]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """For each draft step what its positions show the model [n, K, 4], and whether each token is chosen [n, K].
+    """Yield the training samples of each draft step, on the host: features, hits and weights.
 
-    Beside them a weight [n]: about how often a tree reaches the text's token at that depth, the product of
-    min(1, q/p) over the levels above. On the host.
+    features: [n, K, 4] of the K most likely draft tokens. hits: [n, K] whether each is the target's most
+    likely token. weights: [n] about how often a tree reaches the passage's token at this depth: the
+    product of min(1, q/p) over the levels above.
     """
     params = SamplingParams(1.0)
     weight = torch.empty(0)
@@ -141,19 +159,24 @@ def iterate_choices(steps: Iterable[CalibrationStep]) -> Iterator[tuple[Tensor, 
         if step.number == 1:
             weight = torch.ones(len(q), device=q.device)
         top = q[step.chosen].topk(min(CALIBRATED_RANKS, q.shape[-1]))
-        hit = top.indices == p[step.chosen].argmax(-1, keepdim=True)
+        hits = top.indices == p[step.chosen].argmax(-1, keepdim=True)
         features = build_calibration_features(top.values.double().cpu().numpy(), step.number - 1)
-        yield torch.from_numpy(features), hit.double().cpu(), weight[step.chosen].cpu()
-        following = step.tokens[:, None]
-        ratio = q.gather(1, following) / p.gather(1, following).clamp(min=1e-9)
+        yield torch.from_numpy(features), hits.double().cpu(), weight[step.chosen].cpu()
+        next_tokens = step.tokens[:, None]
+        ratio = q.gather(1, next_tokens) / p.gather(1, next_tokens).clamp(min=1e-9)
         weight = weight * ratio.squeeze(1).clamp(max=1)
 
 
 def fit_logistic(x: Tensor, y: Tensor, weight: Tensor, steps: int = 30) -> Tensor:
-    """[f] weights of a logistic regression, by Newton's method.
+    """Fit a logistic regression by Newton's method. Returns its [f] coefficients.
 
-    x: [..., f]. y: [...] shares. weight: broadcast to y. A step that raises the loss is halved: on
-    few rows full steps may diverge.
+    A step that raises the loss is halved: on few rows full steps may diverge.
+
+    Args:
+        x: [..., f] features.
+        y: [...] shares in [0, 1].
+        weight: Of each row; broadcast to y.
+        steps: Of Newton's method. Default: 30.
     """
     x = x.double().flatten(0, -2)
     weight = weight.double().expand_as(y).flatten()
@@ -162,8 +185,9 @@ def fit_logistic(x: Tensor, y: Tensor, weight: Tensor, steps: int = 30) -> Tenso
     ridge = 1e-6 * torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
     solution = x.new_zeros(x.shape[1])
 
-    def loss(at: Tensor) -> Tensor:
-        return weight @ (softplus(x @ at) - y * (x @ at)) + at @ ridge @ at / 2
+    def loss(coefficients: Tensor) -> Tensor:
+        scores = x @ coefficients
+        return weight @ (softplus(scores) - y * scores) + coefficients @ ridge @ coefficients / 2
 
     for _ in range(steps):
         share = torch.sigmoid(x @ solution)
@@ -184,28 +208,36 @@ def measure_draw_rates(
     calibration: Calibration | None = None,
     tokens: int = 48,
 ) -> tuple[float, ...]:
-    """[K] Pr(the k-th draw without replacement is accepted), counted over completions of prompts.
+    """Count, over completions of prompts, how often the k-th draw without replacement is accepted.
 
-    prompts: token ids, at least one each. tokens: the most tokens of a completion. Draws that were
-    never judged have no rate.
+    Args:
+        target: The model that answers.
+        proposer: The draft model.
+        prompts: Token ids, at least one each.
+        temperature: Of the completions; at least GREEDY_TEMPERATURE is used.
+        calibration: The head's, for the sharpness of its logits. Default: none.
+        tokens: The most tokens of a completion. Default: 48.
+
+    Returns:
+        [K] probability that the k-th draw is accepted. Draws that were never verified have no rate.
     """
     tree = build_eagle_tree()
     if proposer.max_depth:
         tree = tree.cut(proposer.max_depth)
-    judged = torch.zeros(tree.max_draws, dtype=torch.float64)
+    verified = torch.zeros(tree.max_draws, dtype=torch.float64)
     accepted = torch.zeros(tree.max_draws, dtype=torch.float64)
 
-    def count(seen: CycleRecord) -> None:
-        drafts = seen.tree.drafts
+    def count(cycle: CycleRecord) -> None:
+        drafts = cycle.tree.drafts
         draws_at: dict[int, Tensor] = {}  # the draws [K] at each inner node
         if drafts:
             draws_at = dict(zip(drafts.nodes.tolist(), drafts.draws.tokens.cpu(), strict=True))
-        path = [0] + list(seen.verdict.path)
-        for node, token in zip(path, seen.verdict.tokens, strict=True):
+        path = [0] + list(cycle.verdict.path)
+        for node, token in zip(path, cycle.verdict.tokens, strict=True):
             if node in draws_at:
-                hit = (draws_at[node] == token).double()
-                judged.add_((draws_at[node] >= 0) * (1 - hit.cumsum(0) + hit))
-                accepted.add_(hit)
+                hits = (draws_at[node] == token).double()
+                verified.add_((draws_at[node] >= 0) * (1 - hits.cumsum(0) + hits))
+                accepted.add_(hits)
 
     # 1. Decode and count.
     spec = Spec(target, proposer, tree, "rrs-wo", calibration=calibration)
@@ -220,5 +252,5 @@ def measure_draw_rates(
         list(spec.decoder.run([request]))
 
     # 2. From rates given that earlier draws were refused, to unconditional ones.
-    rates = (accepted / judged)[judged > 0]
+    rates = (accepted / verified)[verified > 0]
     return tuple((rates * pad((1 - rates).cumprod(0), (1, -1), value=1)).tolist())

@@ -1,4 +1,4 @@
-"""One thread owns target and drafter, and decodes the requests of many callers together."""
+"""Continuous batching: one thread decodes the requests of many callers together."""
 
 import atexit
 from collections import deque
@@ -23,7 +23,7 @@ from treespec.model.target import Target
 from treespec.options import require_whole_number
 from treespec.text.prompts import Prompt
 
-MIN_PREFILL_TOKENS = 16  # prompt tokens between two cycles
+MIN_PREFILL_TOKENS = 16  # the least prompt tokens that are prefilled between two cycles
 
 
 @final
@@ -31,26 +31,39 @@ class Engine:
     """Decodes the requests of many callers together, on a thread of its own.
 
     Requests enter the running batch between cycles, in the order in which they came. Between two
-    cycles a chunk of one prompt is prefilled, and the prompts take turns: so a long prompt holds
-    nobody up for longer than about two cycles.
+    cycles a chunk of one prompt is prefilled, and the prompts take turns. So a long prompt delays the
+    other requests by no more than about two cycles at a time.
 
-    Each request has its own options, seed and end. One that fails or is cancelled leaves after the
-    present cycle, and the others do not notice. An error of the models ends all requests that run;
-    the next ones start again.
-    The engine decodes with a cache and drafter of its own, so the Spec stays free for its callers;
-    they take turns with the engine, a cycle each. `close` it, or use it in a `with` block.
+    Each request has its own options, seed and end. A request that fails or is cancelled leaves after
+    the cycle that runs; the others go on. An error of the models ends all requests that run; later
+    requests start with an empty cache.
+    The engine decodes with a cache and a drafter of its own, so callers may use the Spec meanwhile;
+    they take turns with the engine, a cycle each. Call `close`, or use the engine in a `with` block.
+
+    Attributes:
+        spec: The engine's own Spec, with the parts of the one it was given.
+        batch: The most requests that run at a time.
+        queue: The most requests that wait.
+        columns: Positions of keys and values for the running requests together; None: no limit.
+        stretch: Prompt tokens that are prefilled between two cycles; adapted to the cycles' time.
     """
 
     def __init__(
         self, spec: Spec, *, batch: int = 8, queue: int = 64, columns: int | None = None
     ) -> None:
-        """batch: requests that run at a time. queue: requests that may wait beside them.
+        """Start the thread.
 
-        columns: positions of keys and values that the running requests may take together, each row
-        counted as long as the longest (prompt and max_new_tokens). Default: as many as a quarter of
-        the free memory holds, less the recurrent states of a full batch; no limit on devices that do
-        not tell how much is free.
-        Raises InputError for a number out of range.
+        Args:
+            spec: Target, drafter, tree and verifier. No weights are copied.
+            batch: The most requests that run at a time. Default: 8.
+            queue: The most requests that wait for a place in the batch. Default: 64.
+            columns: Positions of keys and values that the running requests may take together, each
+                row counted as long as the longest (prompt and max_new_tokens). Default: what fits in
+                a quarter of the free memory, less the recurrent states of a full batch; no limit on
+                devices that do not report their free memory.
+
+        Raises:
+            InputError: For a number out of range.
         """
         # 1. Limits.
         self.spec = spec.new()
@@ -64,16 +77,16 @@ class Engine:
                 self.columns = free_columns(spec.target, self.batch)
             else:
                 self.columns = require_whole_number("columns", columns, least=1)
-        rows = self.decoder.batch
-        rows.keep = self.batch
-        rows.columns = self.columns
+        decoder_batch = self.decoder.batch
+        decoder_batch.keep = self.batch
+        decoder_batch.columns = self.columns
 
         # 2. Requests, and the thread that answers them.
         end_workers()
         self._changed = Condition()  # guards the fields below
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
-        self._answers: dict[Request, Completion] = {}  # of both
+        self._answers: dict[Request, Completion] = {}  # of waiting and running requests
         self._closed = False
         self._thread = Thread(target=self._run_thread, name="treespec-engine", daemon=True)
         self._thread.start()
@@ -108,8 +121,8 @@ class Engine:
 
         on_piece: called on the engine's thread with each piece, and with None at the end, also
         after an error or `cancel`; it must return soon.
-        Raises InputError for bad input, for a request that the memory never holds and after
-        `close`; Busy when the queue is full.
+        Raises InputError for bad input, for a request that needs more than `columns`, and after
+        `close`; Busy if the queue is full.
         """
         return self.submit_n(prompt, 1, seed=seed, on_pieces=[on_piece], **options)[0]
 
@@ -122,10 +135,10 @@ class Engine:
         on_pieces: Sequence[OnPiece | None] | None = None,
         **options: Unpack[RequestKeywords],
     ) -> list[Completion]:
-        """Queue n requests for one prompt, which is prefilled once: all of them, or none.
+        """Queue n requests for one prompt, which is prefilled once. If they do not all fit, none is queued.
 
-        seed: of the first; each other one has the next. on_pieces: `on_piece` of each. The rest is
-        as for `submit`.
+        seed: of the first request; each next one has the next seed. on_pieces: `on_piece` of each.
+        The other arguments and errors are those of `submit`.
         """
         # 1. The requests, on the caller's thread.
         n = require_whole_number("n", n, least=1)
@@ -141,7 +154,7 @@ class Engine:
         for request, on_piece in zip(requests, on_pieces, strict=True):
             answers[request] = Completion(request, on_piece)
 
-        # 2. Their places in the queue.
+        # 2. Queue all of them, if there is room.
         with self._changed:
             pending = len(self._answers)
             limit = self.batch + self.queue
@@ -158,10 +171,10 @@ class Engine:
         return list(answers.values())
 
     def close(self, finish: bool = True) -> None:
-        """Take no more requests and end the thread.
+        """Refuse further requests, and wait for the thread to end.
 
-        finish: answer all requests first. Otherwise the present cycle is the last, and each
-        unfinished answer raises an InputError.
+        finish: whether to answer all requests first. Otherwise the cycle that runs is the last, and
+        each unfinished answer raises an InputError.
         """
         with self._changed:
             self._closed = True
@@ -173,7 +186,7 @@ class Engine:
         atexit.unregister(self.close)
 
     def _run_thread(self) -> None:
-        """The thread. Whatever ends it, no caller waits for ever."""
+        """Run the engine's thread. If an error ends it, all answers get that error: no caller waits for ever."""
         try:
             self._run_cycles()
         except BaseException as error:
@@ -190,7 +203,7 @@ class Engine:
     def _run_cycles(self) -> None:
         """Decode cycle after cycle, until the engine is closed and all requests have ended."""
         while True:
-            # 1. Requests leave the queue as far as there is room.
+            # 1. Requests leave the queue while the batch has room.
             with self._changed:
                 self._changed.wait_for(self._has_work)
                 if not self._answers:
@@ -212,7 +225,7 @@ class Engine:
                 )  # frees the rows of requests that were cancelled since the cycle
 
     def _has_work(self) -> bool:
-        """Whether the thread need not wait: requests run or wait, or the engine is closed."""
+        """Whether the thread must wake up: requests run or wait, or the engine is closed."""
         return bool(self._answers) or self._closed
 
     def _remove_ended(self) -> list[Completion]:
@@ -227,7 +240,7 @@ class Engine:
         return answers
 
     def _run_cycle(self, entering: list[Request]) -> list[tuple[Request, Piece]]:
-        """A cycle of the decoder. An error of the models ends all requests that run."""
+        """Run one step of the decoder. An error of the models ends all requests that run."""
         batch = self.decoder.batch
         self.decoder.stretch = IDLE_CHUNK_TOKENS
         if batch.running:
@@ -243,7 +256,7 @@ class Engine:
         return pieces
 
     def _adapt_stretch(self) -> None:
-        """Let the next stretch of a prompt take the time of about two cycles."""
+        """Adapt the prompt tokens prefilled between two cycles, so that they take as long as about two cycles."""
         prefill_seconds, cycle_seconds = self.decoder.seconds
         stretch = self.stretch
         if prefill_seconds > 3 * cycle_seconds:
@@ -254,29 +267,30 @@ class Engine:
 
 
 def end_requests(requests: Iterable[Request], error: Exception) -> None:
-    """End requests by an error, those excepted that have one already."""
+    """Store an error in each request that has none, which ends it."""
     for request in requests:
         if request.error is None:
             request.error = error
 
 
-PREFILL_SHARE = (
-    4  # a cache is up to twice as long as its texts, and a change of its rows copies it once
-)
+# The cache may take 1/4 of the free memory: it is up to twice as long as its requests, and a change of its
+# rows copies it once.
+PREFILL_SHARE = 4
 
 
 @torch.inference_mode()
 def free_columns(target: Target, texts: int = 1) -> int | None:
-    """Columns that a quarter of the free memory holds; None if nobody knows how much is free.
+    """Compute how many columns fit in a quarter of the free memory.
 
-    None too for a target without keys and values.
+    A column is the keys and values of one position of one request, in all layers. The caller holds the
+    model.
 
-    A column is the keys and values of one position of one text, in all layers. texts: the most that
-    run at a time; their recurrent states, if the target has any, are taken from the free memory first.
-    The caller holds the model.
+    texts: the most requests that run at a time; their recurrent states, if the target has any, are
+    subtracted from the free memory first. Returns None if the device does not report its free memory,
+    and for a target without keys and values.
     """
-    # 1. Bytes of a column, from a cache with one token. With recurrent layers only there are none:
-    #    a text's state has one size, whatever its length.
+    # 1. Bytes of a column, from a cache with one token. A target with only recurrent layers has none: the
+    #    size of a request's state does not depend on its length.
     cache = target.build_cache(capacity=1)
     target.prefill(cache, torch.zeros(1, 1, dtype=torch.int64))
     column_bytes = 0
@@ -286,7 +300,7 @@ def free_columns(target: Target, texts: int = 1) -> int | None:
     if not column_bytes:
         return None
 
-    # 2. Free bytes, where the output layer lies, less the texts' recurrent states.
+    # 2. Free bytes on the device of the output layer, less the requests' recurrent states.
     free_bytes = free_memory_of(target.output_device)
     if free_bytes is None:
         return None
@@ -295,20 +309,22 @@ def free_columns(target: Target, texts: int = 1) -> int | None:
 
 
 def free_memory_of(device: torch.device) -> int | None:
-    """Bytes that a device has free; None if its backend does not tell."""
+    """Return the free bytes of a device; None if its backend does not report them."""
     if device.type == "cpu":
         return free_memory()
-    # torch 2.9 may tell of cuda only.
-    tell = getattr(torch.accelerator, "get_memory_info", torch.cuda.mem_get_info)
-    with suppress(RuntimeError, ValueError, AssertionError):  # no such call, or another backend
-        return int(tell(device)[0])
+    # torch 2.9 has no `get_memory_info` of accelerators: it reports the memory of cuda devices only.
+    get_memory_info = getattr(torch.accelerator, "get_memory_info", torch.cuda.mem_get_info)
+    with suppress(RuntimeError, ValueError, AssertionError):  # not supported by this backend
+        return int(get_memory_info(device)[0])
     return None
 
 
 def free_memory(group: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that the machine has free, and the process's control group (a container's), if fewer.
+    """Return the free bytes of the machine, or of the process's control group (a container) if it has fewer.
 
-    A group counts cached pages of files as used; those that are not in use are free all the same.
+    A group counts the page cache as used memory; its inactive pages are counted as free here.
+
+    group: the folder of the control group's files.
     """
     free = psutil.virtual_memory().available
     with suppress(OSError, ValueError, KeyError):  # no group, or one without a limit

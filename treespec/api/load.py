@@ -1,4 +1,4 @@
-"""`load`: the public API's first call. Targets and their sources of drafts, for decoding only."""
+"""`load`: the first call of the public API. It reads a target and a source of drafts, for decoding only."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -27,12 +27,8 @@ from treespec.model.tree_check import warn_if_not_bit_exact
 if TYPE_CHECKING:
     from treespec.model.placement import DeviceMap
 
-SPREADING_MAPS = (
-    "auto",
-    "balanced",
-    "balanced_low_0",
-    "sequential",
-)  # over accelerators, if there are any
+# Device maps that place weights on accelerators if the machine has any.
+SPREADING_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def load(
@@ -54,23 +50,34 @@ def load(
 ) -> Spec:
     """Load a target and a source of drafts, placed by accelerate, for decoding only.
 
-    target: directory, hub id, `demo`, or a loaded transformers model. A loaded model stays usable,
-    but changes for good: evaluation mode, no gradients, attention that takes trees. Its weights do
-    not change; those of a model loaded here are packed on a CPU, where that is faster.
-    tokenizer: default the directory's own. A model object without one takes and gives token ids.
-    head: directory or hub id of a trained head of any kind, or `demo` for treespec's own. drafter:
-    `kind:value` instead of a head, with a kind of `treespec.draft.registry.DRAFTERS`. Default: for
-    `demo` its head and a suffix cache of the sequence, for other targets one token at a time.
-    tree: a form of `treespec.trees.policy.TREE_SYNTAX`. Default: the verifier's.
-    verifier: a name of `treespec.verify.facts.VERIFIER_NAMES`. allow_lossy: permit a lossy one.
-    template: of chats, default the tokenizer's own. device_map, dtype, max_memory: as transformers
-    takes them; repr(spec) names the dtype.
-    trust_remote_code: run Python files from the target's or a draft model's directory.
-    load_in: the form of the target's weights, one of `treespec.options.LOAD_IN_FORMS`. Default: as
-    its files hold them, a quantised checkpoint included. revision: of the target's hub repository.
-    Raises InputError, or TreeError, for models, names and files that cannot be used.
+    Args:
+        target: Directory, hub id, `demo`, or a loaded transformers model. A loaded model stays usable,
+            but changes for good: evaluation mode, no gradients, attention that takes trees. Its
+            weights do not change; those of a model loaded here are packed on a CPU if that is faster.
+        head: Directory or hub id of a trained head of any kind, or `demo` for the one that comes with
+            treespec. Default: see `drafter`.
+        tree: A form of `treespec.trees.policy.TREE_SYNTAX`. Default: chosen for the verifier.
+        verifier: A name of `treespec.verify.facts.VERIFIER_NAMES`. Default: `auto`.
+        tokenizer: Default: the one in the target's directory. With a model object and no tokenizer,
+            prompts and answers are token ids.
+        drafter: `kind:value` instead of a head, with a kind of `treespec.draft.registry.DRAFTERS`.
+            Default: for `demo` its head and a suffix cache of the sequence; other targets decode one
+            token at a time.
+        allow_lossy: Whether the verifier may change the distribution of the text.
+        template: Chat template of fschat by name. Default: the tokenizer's own.
+        device_map: As in transformers.
+        dtype: As in transformers; repr(spec) names it.
+        max_memory: As in transformers.
+        trust_remote_code: Whether to run Python files from the target's or a draft model's directory.
+        load_in: The form of the target's weights, one of `treespec.options.LOAD_IN_FORMS`. Default: as
+            its files hold them, a quantised checkpoint included.
+        revision: Of the target's hub repository. Default: its main branch.
+
+    Raises:
+        InputError: For models, names and files that cannot be used.
+        TreeError: For a tree that the verifier or the drafter cannot use.
     """
-    # 1. The drafter that is named, and its tree.
+    # 1. The drafter, and its tree.
     spec = parse_drafter(target, head, drafter)
     if spec is not None:
         tree = spec.choose_tree(tree)
@@ -90,7 +97,7 @@ def parse_drafter(
     head: str | PathLike[str] | None,
     drafter: str | None,
 ) -> DrafterSpec | None:
-    """The drafter that `load`'s arguments name; None for one token at a time. Raises InputError."""
+    """Parse the drafter that `load`'s arguments name; None means one token at a time. Raises InputError."""
     if head and drafter:
         raise InputError(f"both --head {head} and --drafter {drafter} are given: leave out one")
     if head is None and drafter is None:
@@ -103,8 +110,8 @@ def parse_drafter(
 
 
 def load_options(options: ModelOptions) -> Spec:
-    """`load` with the options that commands share. Raises as `load` does."""
-    return load(**{known.name: getattr(options, known.name) for known in fields(ModelOptions)})
+    """Call `load` with the options that commands share. Raises what `load` raises."""
+    return load(**{field.name: getattr(options, field.name) for field in fields(ModelOptions)})
 
 
 def load_sources(
@@ -112,9 +119,9 @@ def load_sources(
     drafters: Sequence[str],
     placement: Placement = AS_IT_IS,
 ) -> tuple[Target, dict[str, DraftSource]]:
-    """A target, and by drafter name each source of drafts for it.
+    """Load a target and several sources of drafts for it. Returns the target, and each source by its name.
 
-    drafters: `kind:value` each, as `--drafter` takes them.
+    drafters: `kind:value` each, as for `--drafter`. placement: where the weights go, and in which form.
     """
     specs = [DrafterSpec.parse(name) for name in drafters]
     model, sources = load_parsed(target, specs, placement)
@@ -127,7 +134,7 @@ def load_parsed(
     placement: Placement,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> tuple[Target, list[DraftSource]]:
-    """A target, and the source of drafts of each drafter. tokenizer: as for `load`."""
+    """Load a target, and the source of drafts for each parsed drafter. target, tokenizer: as for `load`."""
     # 1. The target.
     target = unwrap_adapter(target)
     if isinstance(target, PreTrainedModel):
@@ -143,9 +150,9 @@ def load_parsed(
             f"the target is a {type(target).__name__}: give a directory, a hub id or a loaded model"
         )
 
-    # 2. Sources take what they need of the target's weights before those are packed.
+    # 2. Sources are loaded first: they copy weights of the target, which packing would change.
     sources = [load_source(spec, model) for spec in drafters]
-    if model.model is not target:  # a model that the caller holds keeps its weights as they are
+    if model.model is not target:  # the weights of the caller's model do not change
         pack(model.model)
         fuse(model.model)
     for source in sources:
@@ -158,10 +165,10 @@ def load_parsed(
 
 
 def read_target(path: str, placement: Placement) -> Target:
-    """A target from its directory or hub id.
+    """Load a target from its directory or hub id.
 
-    On a CPU that does not multiply in bfloat16, quantised weights are read as float32, in which it
-    multiplies them faster.
+    On a CPU without bfloat16 instructions, quantised weights are read with dtype float32, because
+    products in float32 are faster there.
     """
     is_slow = is_only_cpu(placement.device_map) and not has_bfloat16_instructions()
     if is_slow and placement.load_in and placement.dtype == "auto":
@@ -179,19 +186,19 @@ def is_only_cpu(device_map: Any) -> bool:
 
 
 def refuse_placement(placement: Placement) -> None:
-    """Raises InputError for a placement, which a loaded model cannot follow."""
+    """Refuse placement options for a model that is loaded already. Raises InputError."""
     for name, value in vars(placement).items():
         if value not in (None, "auto") and name != "trust_remote_code":
             raise InputError(f"{name} is {value}, but the target is loaded already: leave it out")
 
 
 def load_calibration_for(source: DraftSource, drafter: str) -> Calibration | None:
-    """The calibration of a trained head's folder. drafter: `kind:value`, the name of the source."""
+    """Load the calibration of a source's trained head. drafter: `kind:value`, the name of the source."""
     return read_calibration(source, DrafterSpec.parse(drafter))
 
 
 def read_calibration(source: DraftSource, drafter: DrafterSpec) -> Calibration | None:
-    """The calibration in the folder of a source's trained head; None without either of them."""
+    """Load the calibration in the folder of a source's trained head; None without a head or a calibration."""
     if not source.head:
         return None
     return load_calibration(find_head_folder(drafter.place))

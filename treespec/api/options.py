@@ -1,6 +1,6 @@
 """Options that several commands share: each group is a dataclass that their configurations inherit.
 
-A configuration states a shared option again only where its default or its meaning differs.
+A configuration declares a shared option again only if its default or its meaning differs.
 """
 
 from dataclasses import dataclass, fields
@@ -32,7 +32,7 @@ DRAFTER_HELP = (
 
 
 def list_tree_forms() -> list[str]:
-    """What `--tree` takes: the shapes, those of installed packages, and a file."""
+    """List the values of `--tree`: built-in shapes, those of installed packages, and a file."""
     forms = list(TREE_FORMS.values())
     for form in load_installed_entries("trees").values():
         forms.append(form.example)
@@ -40,13 +40,13 @@ def list_tree_forms() -> list[str]:
 
 
 def mark_lossy() -> list[str]:
-    """The names of verifiers; those that change the text's distribution say so."""
-    marked = []
+    """List the names of verifiers, with `(lossy)` behind those that change the text's distribution."""
+    marked_names = []
     for name in VERIFIER_NAMES:
         if name in LOSSY_SCHEMES:
             name += " (lossy)"
-        marked.append(name)
-    return marked
+        marked_names.append(name)
+    return marked_names
 
 
 TREE_HELP = f"shape of the drafted tree: {join_or(list_tree_forms())}"
@@ -61,7 +61,7 @@ QUESTION_FILE = f"{', '.join(QUESTION_SUITES)} or a JSONL file in FastChat's for
 
 @dataclass(frozen=True, kw_only=True)
 class VariantOptions(CommandOptions):
-    """Which of the target's files are read, in which form its weights are held, its chat template."""
+    """The target's revision, the form of its weights, its code and its chat template."""
 
     PANEL = "Target"
 
@@ -87,7 +87,7 @@ class VariantOptions(CommandOptions):
 
     @property
     def placement(self) -> Placement:
-        """How the target is loaded, as far as the command has options for it."""
+        """The placement of the target's weights, from those of its fields that the command has as options."""
         declared = {field.name for field in fields(self)}
         options = {}
         for field in fields(Placement):
@@ -98,6 +98,8 @@ class VariantOptions(CommandOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class TargetOptions(VariantOptions):
+    """Which target is loaded, and how."""
+
     PANEL = "Target"
 
     target: str = option("target model: a directory, a hub id, or demo for SmolLM2-135M-Instruct")
@@ -105,7 +107,7 @@ class TargetOptions(VariantOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementOptions(CommandOptions):
-    """Where the models' weights go, and in which precision."""
+    """On which devices the models' weights are placed, and in which precision."""
 
     PANEL = "Target"
 
@@ -124,7 +126,7 @@ class PlacementOptions(CommandOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterOptions(CommandOptions):
-    """What drafts, in which trees, and how its tokens are verified."""
+    """The drafter, the shape of its trees, and the verifier."""
 
     PANEL = "Drafting"
 
@@ -149,20 +151,20 @@ class DrafterOptions(CommandOptions):
 
     @property
     def source(self) -> str | None:
-        """What drafts, as `kind:value`. None: nothing drafts."""
+        """The drafter as `kind:value`; None if there is none."""
         if self.head is None:
             return self.drafter
         return f"head:{self.head}"
 
     def check_one_source(self) -> None:
-        """Raises InputError where neither `head` nor `drafter` is given."""
+        """Raise InputError if neither `head` nor `drafter` is given."""
         if self.source is None:
             raise InputError("give --head or --drafter")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadOptions(CommandOptions):
-    """A head that a command measures: by default that of the target `demo`, as its directory."""
+    """The head that a command measures. Default for the target `demo`: the directory of its head."""
 
     PANEL = "Drafting"
 
@@ -178,26 +180,26 @@ class HeadOptions(CommandOptions):
             object.__setattr__(self, "head", demo_head)
 
     def check_head(self) -> None:
-        """Raises InputError if there is no head."""
+        """Raise InputError if there is no head."""
         if self.head is None:
             raise InputError("give --head: a draft head of this target, a directory or a hub id")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(TargetOptions, PlacementOptions, DrafterOptions):
-    """What decodes: a target, and what drafts for it. Without a drafter: one token at a time."""
+    """The target and its drafter. Without a drafter it decodes one token at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions(ModelOptions):
-    """What decodes, by default the target `demo`."""
+    """The target, by default `demo`, and its drafter."""
 
     target: str = reuse_option(TargetOptions, "target", DEMO_NAME)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions(CommandOptions):
-    """How long a completion may be, and which tokens may be sampled."""
+    """The length of completions, and which tokens may be sampled."""
 
     PANEL = "Answers"
 
@@ -208,7 +210,7 @@ class SamplingOptions(CommandOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionOptions(CommandOptions):
-    """Which prompts a measurement asks."""
+    """The questions of a measurement."""
 
     PANEL = "Questions"
 
@@ -218,7 +220,7 @@ class QuestionOptions(CommandOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions(QuestionOptions):
-    """Which text a fit reads: a file, or the target's own answers."""
+    """The text that a fit reads: a file, or the target's own answers."""
 
     PANEL = "Questions"
 

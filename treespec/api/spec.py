@@ -39,11 +39,24 @@ from treespec.verify.walk import Verifier
 class Spec:
     """A target, a source of drafts, a tree policy and a verifier; without a source, the baseline.
 
-    source: a `DraftSource`, a trained head, a proposer or a drafter. tree: None is the default for the
-    verifier; a drafter that hands over whole trees takes none. times: None measures on first use.
-    It decodes one text, or one batch, at a time. Threads may share it: `generate` waits for another
-    thread's `generate`, and supersedes an open stream. For two streams at a time take `new`; Specs
-    of one target take turns, a cycle each.
+    A Spec decodes one request, or one batch, at a time. Threads may share it: `generate` waits for
+    another thread's `generate`, and supersedes an open stream. For two streams at a time use `new`;
+    Specs of one target take turns, a cycle each.
+
+    Args:
+        target: The model that answers.
+        source: A `DraftSource`, a trained head, a proposer or a drafter; None decodes one token at a time.
+        tree: A tree policy, or its name. Default: chosen for the verifier. Not for drafters that build
+            whole trees themselves.
+        verifier: A verifier, or its name. Default: `auto`.
+        template: Chat template of fschat by name. Default: the tokenizer's own.
+        allow_lossy: Whether the verifier may change the distribution of the text.
+        calibration: Of the trained head. Default: none.
+        times: Seconds of a cycle by its tree. Default: measured on first use.
+
+    Attributes:
+        policy: The tree policy; None without one.
+        decoder: Runs the cycles.
     """
 
     def __init__(
@@ -79,8 +92,8 @@ class Spec:
 
     def __repr__(self) -> str:
         dtype = str(self.target.dtype).removeprefix("torch.")
-        parts = [self.name] + self.drafting_names + [dtype, str(self.target.device)]
-        return f"Spec({', '.join(parts)})"
+        names = [self.name] + self.drafting_names + [dtype, str(self.target.device)]
+        return f"Spec({', '.join(names)})"
 
     @property
     def name(self) -> str:
@@ -104,7 +117,7 @@ class Spec:
 
     @property
     def sharpness(self) -> tuple[float, ...]:
-        """For each draft step the factor of the draft logits, by the head's calibration; () without one."""
+        """The factor of the draft logits at each draft step, from the calibration; () without one."""
         if self.calibration is None:
             return ()
         return self.calibration.sharpness
@@ -129,7 +142,7 @@ class Spec:
         verifier: str | Verifier = "auto",
         allow_lossy: bool = False,
     ) -> "Spec":
-        """The same target and head with another tree and verifier; no weights are copied."""
+        """Return a Spec of the same target and head with another tree and verifier. No weights are copied."""
         return Spec(
             self.target,
             self.source,
@@ -142,56 +155,64 @@ class Spec:
         )
 
     def new(self) -> "Spec":
-        """Another Spec with the same parts, for a second text at a time; no weights are copied."""
-        return self.configured(self.policy, self.verifier, allow_lossy=True)  # it was allowed
+        """Return another Spec with the same parts, to decode a second request meanwhile. No weights are copied."""
+        # A lossy verifier was allowed when this Spec was built.
+        return self.configured(self.policy, self.verifier, allow_lossy=True)
 
     def baseline(self) -> "Spec":
-        """A Spec that decodes one token at a time with the same target: the base of every speedup."""
+        """Return a Spec that decodes one token at a time with the same target, to compare speeds with."""
         return Spec(self.target, None, template=self.template)
 
     def warm_up(self) -> None:
-        """Decode a few tokens, so that first-time measuring is over."""
+        """Decode a few tokens, so that what only the first call measures is done."""
         self.generate([0] * 8, max_new_tokens=8, memory=None)
 
     def measure(self) -> None:
-        """Measure now, before an answer's clock runs, what trees cost; the first call takes seconds."""
+        """Measure the cost of trees now, before an answer is timed. The first call takes seconds."""
         drafter = self.decoder.drafter
         if drafter and drafter.timed:
             with alone_with(self.decoder.models):
                 self.times(1)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt, by `treespec.text.prompts.encode_prompt`. Raises InputError."""
+        """Encode a prompt as token ids, by `treespec.text.prompts.encode_prompt`. Raises InputError."""
         return encode_prompt(self.target, prompt, self.template)
 
     def request(
         self, prompt: Prompt, *, seed: Seed = None, **options: Unpack[RequestKeywords]
     ) -> Request:
-        """The decoder's request for a prompt. seed: as for `stream`. Raises InputError."""
+        """Build the decoder's request for a prompt. seed, options: as for `stream`. Raises InputError."""
         return self.requests(prompt, 1, seed=seed, **options)[0]
 
     def requests(
         self, prompt: Prompt, n: int, *, seed: Seed = None, **options: Unpack[RequestKeywords]
     ) -> list[Request]:
-        """n requests for one prompt, for one decoder, which prefills it once. Raises InputError.
+        """Build n requests for one prompt, which their decoder prefills once. Raises InputError.
 
-        seed: of the first; each other one has the next.
+        seed: of the first request; each next one has the next seed. options: as for `stream`.
         """
-        parsed = parse_request_options(options, "seed")
-        ids = encode_prompt(self.target, prompt, self.template, parsed.chat_template_kwargs)
+        request_options = parse_request_options(options, "seed")
+        chat_variables = request_options.chat_template_kwargs
+        ids = encode_prompt(self.target, prompt, self.template, chat_variables)
         self.measure()
-        return build_requests(self.target, self.template, ids, parsed, seed, n)
+        return build_requests(self.target, self.template, ids, request_options, seed, n)
 
     def stream(
         self, prompt: Prompt, *, seed: Seed = None, **options: Unpack[RequestKeywords]
     ) -> Stream:
-        """Pieces of the answer as they are accepted. prompt: see `treespec.text.prompts`.
+        """Return an iterator over the pieces of the answer, each of which it yields once it is accepted.
 
-        seed: of all draws, in [0, 2^64). The same seed and prompt give the same answer; with the same
-        seed another prompt's draws are independent (`treespec.engine.prepare.build_generator`). None draws a
-        new seed, and a `torch.Generator` draws it from there. options: see
-        `treespec.engine.options.RequestOptions`. The stream ends with a SupersededError once this Spec begins
-        another text.
+        The stream ends with a SupersededError once this Spec begins another request.
+
+        Args:
+            prompt: A string, messages or token ids (`treespec.text.prompts`).
+            seed: Of all draws, in [0, 2^64). The same seed and prompt give the same answer; with the same
+                seed another prompt's draws are independent (`treespec.engine.prepare.build_generator`).
+                Default: None draws a new seed; a `torch.Generator` draws the seed from its state.
+            options: See `treespec.engine.options.RequestOptions`.
+
+        Raises:
+            InputError: For a prompt or options that cannot be used.
         """
         request = self.request(prompt, seed=seed, **options)
         pieces = (piece for _, piece in self.decoder.run([request]))
@@ -218,16 +239,25 @@ class Spec:
         seed: Seeds = None,
         **options: Unpack[RequestKeywords],
     ) -> Any:
-        """The answer; for a list of prompts a list. One forward of the target serves a batch of them.
+        """Return the answer to a prompt, or a list of answers to a list of prompts, which share forwards.
 
-        prompt: see `treespec.text.prompts`. n: give a list of n answers to each prompt, which is
-        prefilled once. batch: answers at a time, default all; the next one takes the place of a
-        finished one. seed: of the first answer (each next answer gets the next seed), or a list with
-        one for each prompt. options: as for `stream`. Each answer is the same as for its prompt alone
-        with that seed, up to rounding. Threads that generate wait for each other, and supersede an
-        open stream of this Spec. Raises InputError, which names the prompt of several.
+        Each answer is the same as for its prompt alone with that seed, up to rounding. Threads that
+        generate wait for each other, and supersede an open stream of this Spec.
+
+        Args:
+            prompt: A string, messages or token ids, or a list of such (`treespec.text.prompts`).
+            n: Return a list of n answers to each prompt, which is prefilled once. Default: None, one
+                answer that is not in a list.
+            batch: The most answers that are decoded at a time; the next one begins when one has ended.
+                Default: all.
+            seed: Of the first answer (each next answer has the next seed), or a list with one for each
+                prompt. Default: a new one is drawn.
+            options: As for `stream`.
+
+        Raises:
+            InputError: For a prompt or options that cannot be used; it names the prompt if there are several.
         """
-        # 1. Options, before any prompt is blamed for them.
+        # 1. Check the options first, so that their error names no prompt.
         parse_request_options(options, "n", "batch", "seed")
         samples = 1
         if n is not None:
@@ -243,7 +273,7 @@ class Spec:
         if len(prompts) > 1 and options.get("on_cycle"):
             raise InputError("on_cycle hears of one answer at a time: give one prompt")
 
-        # 2. A list of answers to each prompt, and of it what was asked for.
+        # 2. Lists of answers to each prompt, without the list levels that the caller did not ask for.
         groups = self._begin_samples(prompts, samples, seed, options)
         answers: list[Any] = self._decode_groups(groups, rows)
         if n is None:
@@ -255,9 +285,9 @@ class Spec:
     def _begin_samples(
         self, prompts: list[Prompt], samples: int, seed: Seeds, options: RequestKeywords
     ) -> list[list[Request]]:
-        """The requests for `samples` answers to each prompt.
+        """Build the requests for `samples` answers to each prompt.
 
-        seed, options: as for `generate`. Raises InputError, which names the prompt of several.
+        seed, options: as for `generate`. Raises InputError, which names the prompt if there are several.
         """
         groups: list[list[Request]] = []
         seeds = parse_seeds(seed, len(prompts), samples)
@@ -272,7 +302,7 @@ class Spec:
         return groups
 
     def _decode_groups(self, groups: list[list[Request]], rows: int) -> list[list[Output]]:
-        """The answers to all requests, `rows` of them at a time; other threads wait meanwhile."""
+        """Decode all requests, `rows` of them at a time, while other threads wait. Returns their answers."""
         self.measure()
         pieces: dict[Request, list[Piece]] = {}
         for request in chain.from_iterable(groups):
@@ -289,15 +319,15 @@ class Spec:
 def trace(
     spec: Spec, prompt: Prompt, *, seed: Seed = None, **options: Unpack[RequestKeywords]
 ) -> Iterator[Cycle]:
-    """The cycles of `spec.generate` with this prompt and seed, as they come.
+    """Yield the cycles of `spec.generate` with this prompt and seed, each as soon as it is over.
 
-    It decodes with a cache and drafter of its own; `spec` may decode other texts meanwhile.
-    Raises InputError as `Spec.stream` does.
+    The cycles have a cache and a drafter of their own, so `spec` may decode other requests meanwhile.
+    prompt, seed, options: as for `Spec.stream`. Raises InputError as `Spec.stream` does.
     """
     cycles: list[Cycle] = []
     options["on_cycle"] = cycles.append
-    fresh = spec.new()
-    fresh.decoder.stretch = IDLE_CHUNK_TOKENS  # others may decode with the models meanwhile
-    for _ in fresh.stream(prompt, seed=seed, **options):
+    traced_spec = spec.new()
+    traced_spec.decoder.stretch = IDLE_CHUNK_TOKENS  # others may decode with the models meanwhile
+    for _ in traced_spec.stream(prompt, seed=seed, **options):
         yield from cycles
         cycles.clear()

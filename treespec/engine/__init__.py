@@ -1,1 +1,1 @@
-"""The loop: draft, one forward, verify, commit; and what a prompt becomes on its way through it."""
+"""The loop (draft, one forward, verify, commit), and what it takes and returns: requests, pieces, outputs."""

@@ -1,4 +1,4 @@
-"""The sequences decoded together: one row each in the target's cache and in the drafter."""
+"""The requests decoded together: one row each in the target's cache and in the drafter."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -16,22 +16,24 @@ from treespec.model.pictures import PictureInputs, prepare_pictures
 from treespec.model.target import Target
 from treespec.text.strings import count_common_prefix
 
-PREFILL_CHUNK_TOKENS = (
-    1024  # prompt tokens a prefill takes at once: bounds the memory of their features
-)
-IDLE_CHUNK_TOKENS = 128  # where nobody decodes, but somebody may come
-GROUP_PREFILL_TOKENS = (
-    8192  # prompt tokens, with padding, of several texts that a GPU prefills as one
-)
+PREFILL_CHUNK_TOKENS = 1024  # prompt tokens in a forward: bounds the memory of their features
+IDLE_CHUNK_TOKENS = 128  # the same if no request decodes, but another one may enter soon
+GROUP_PREFILL_TOKENS = 8192  # the same if a GPU prefills several prompts in it, padding included
 
 
 @final
 @dataclass(eq=False)
 class Prefilling:
-    """A sequence in a cache and a drafter of its own: on its way into the batch, and after it has left.
+    """A request with a cache and a drafter of its own: before it gets a row of the batch, and after it has left.
 
-    Both hold `text.committed`, which may begin with a reused prefix. begun: whether its prompt has.
-    shown: of a prompt with pictures.
+    Cache and drafter contain exactly `request.committed`, which may begin with a reused prefix.
+
+    Attributes:
+        request: The request.
+        cache: A cache of one row.
+        drafter: A drafter of one sequence; None if the batch has no drafter.
+        begun: Whether the cache was chosen and the prompt's tokens are counted (`Batch._begin`).
+        shown: The prepared inputs of a prompt with pictures; None before `begun` and for text only.
     """
 
     request: Request
@@ -42,28 +44,32 @@ class Prefilling:
 
     @property
     def remaining(self) -> int:
-        """Tokens of the prompt, without its last, that are not in the cache."""
+        """Prompt tokens that are not in the cache yet, except the last one, which is the root of the first tree."""
         return len(self.request.prompt) - 1 - len(self.request.committed)
 
     @property
     def is_new(self) -> bool:
-        """Whether all of its prompt is left, and it shares none."""
-        text = self.request
-        if text.samples or text.pictures or text.committed:
+        """Whether the whole prompt is still to be prefilled, and no other request shares its cache."""
+        request = self.request
+        if request.samples or request.pictures or request.committed:
             return False
         return self.begun and self.remaining > 0
 
 
 @final
 class Batch:
-    """Sequences enter and leave between cycles.
+    """The rows of a running batch. Requests enter and leave between cycles (`admit_and_release`).
 
-    texts: one a row of the cache. A text that has ended keeps its row until `exchange`; without
-    texts the cache is nobody's.
-    entering: texts whose prompts go into caches of their own; they take turns.
-    kept: what the last `keep` texts have left, the latest last, for prompts that begin as they do.
-    columns: positions that the memory of keys and values holds; None: any number.
-    A text whose prefill fails gets the error and no row; the others do not notice.
+    A request whose prefill fails keeps the error and gets no row; the other requests go on.
+
+    Attributes:
+        requests: The request of each row of `cache`. An ended request keeps its row until the next
+            `admit_and_release`. If the list is empty, the contents of `cache` are garbage.
+        prefilling: Requests whose prompts are prefilled into caches of their own, a chunk each in turn.
+        prefix_cache: Caches of the last `keep` requests that ended, the latest last, for prompts that
+            begin with the same tokens.
+        keep: The most entries of `prefix_cache`. Default: 1.
+        columns: Positions that the memory of keys and values holds. Default: None, any number.
     """
 
     keep = 1
@@ -75,7 +81,7 @@ class Batch:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all texts."""
+        """Forget all requests."""
         self.cache = self.target.build_cache()
         self.requests: list[Request] = []
         self.prefilling: deque[Prefilling] = deque()
@@ -83,268 +89,317 @@ class Batch:
 
     @property
     def running(self) -> list[Request]:
-        """The texts that go on."""
-        return [text for text in self.requests if not text.ended]
+        """The requests that have a row and have not ended."""
+        return [request for request in self.requests if not request.ended]
 
-    def admit_and_release(self, entering: Iterable[Request] = (), most: int | None = None) -> None:
-        """Ended texts leave; entering ones get a row each once their prompts are prefilled.
+    def admit_and_release(
+        self, entering: Iterable[Request] = (), max_tokens: int | None = None
+    ) -> None:
+        """Release the rows of ended requests, prefill prompts, and give a row to each complete one.
 
-        most: prompt tokens that are prefilled now; None: all.
+        As few rows as possible are copied. Of five requests B and D have ended, and the prompt of F is complete:
+
+            row                        0  1  2  3  4
+            before                     A  B  C  D  E
+            F takes the row of B       A  F  C  D  E     cache.put(1, F)
+            the last row moves to D's  A  F  C  E        cache.select([0, 1, 2, 4])
+
+        entering: requests whose prefill begins now. max_tokens: prompt tokens to prefill in this call;
+        None: all.
         """
-        # 1. What ended texts leave.
-        stay = [row for row, text in enumerate(self.requests) if not text.ended]
-        ended = [row for row, text in enumerate(self.requests) if text.ended and not text.error]
-        for row in ended[-self.keep :] if self.keep > 1 or not stay else []:
-            alone = self.cache, self.drafter
+        # 1. Keep the caches of requests that have ended, for later prompts.
+        staying_rows = [row for row, request in enumerate(self.requests) if not request.ended]
+        ended_rows = [
+            row for row, request in enumerate(self.requests) if request.ended and not request.error
+        ]
+        for row in ended_rows[-self.keep :] if self.keep > 1 or not staying_rows else []:
+            states = self.cache, self.drafter
             if len(self.requests) > 1:
-                alone = copy_row(*alone, row)
-            self._keep(Prefilling(self.requests[row], *alone))
+                states = copy_row(*states, row)
+            self._keep(Prefilling(self.requests[row], *states))
 
-        # 2. Prompts, in turns. New ones come first, as most are short.
-        for text in reversed(list(entering)):
+        # 2. Prefill prompts, in turns. New ones come first, as most are short.
+        for request in reversed(list(entering)):
             drafter = self.drafter.new() if self.drafter else None
-            self.prefilling.appendleft(Prefilling(text, self.target.build_cache(), drafter))
+            self.prefilling.appendleft(Prefilling(request, self.target.build_cache(), drafter))
         self._make_room()
-        complete = self._prefill_chunks(most)
+        complete = self._prefill_chunks(max_tokens)
 
-        # 3. A complete one takes the row of an ended text: no other row of the cache is copied.
-        if complete and not stay:
+        # 3. A complete one takes the row of an ended request: no other row of the cache is copied.
+        if complete and not staying_rows:
             first, *complete = complete
             self.cache = first.cache
             self.drafter = first.drafter
             self.requests = [first.request]
-            stay = [0]
-            ended = []
-        placed = dict(zip(ended, complete, strict=False)) if stay else {}
-        rest = complete[len(placed) :]
-        left = {*stay, *placed}
-        last = sorted(row for row in left if row >= len(left))  # each fills a row that is free now
-        rows = [row if row in left else last.pop() for row in range(len(left))]
+            staying_rows = [0]
+            ended_rows = []
+        replaced = dict(zip(ended_rows, complete, strict=False)) if staying_rows else {}
+        joining = complete[len(replaced) :]
+        used_rows = {*staying_rows, *replaced}
+        moving_rows = sorted(row for row in used_rows if row >= len(used_rows))  # fill the gaps
+        rows = [row if row in used_rows else moving_rows.pop() for row in range(len(used_rows))]
         if not complete and len(rows) == len(self.requests):
             return
 
-        # 4. The other ended texts leave, and the other complete ones get new rows.
-        stats = [text.stats for text in (*self.requests, *(own.request for own in complete))]
+        # 4. The other ended requests leave, and the other complete ones get new rows.
+        entered = [prefilling.request for prefilling in complete]
+        stats = [request.stats for request in (*self.requests, *entered)]
         with shared(stats, "total"), shared(stats, "commit"):
-            for row, own in placed.items():
-                self.cache.put(row, own.cache)
+            for row, prefilling in replaced.items():
+                self.cache.put(row, prefilling.cache)
             if rows and len(rows) < len(self.requests):
                 self.cache.select(rows)
-            if rest:
-                self.cache.join([own.cache for own in rest])
+            if joining:
+                self.cache.join([prefilling.cache for prefilling in joining])
             if rows and self.drafter:
-                joined = {own: len(self.requests) + i for i, own in enumerate(complete)}
-                order = [joined[placed[row]] if row in placed else row for row in rows]
-                order += [joined[own] for own in rest]
-                if joined:
-                    self.drafter.join([own.drafter for own in joined if own.drafter])
-                if order != list(range(len(self.requests) + len(joined))):
+                # The drafter has no `put`: all complete ones join behind its rows, and are selected from there.
+                drafter_rows = {
+                    prefilling: len(self.requests) + i for i, prefilling in enumerate(complete)
+                }
+                order = [drafter_rows[replaced[row]] if row in replaced else row for row in rows]
+                order += [drafter_rows[prefilling] for prefilling in joining]
+                if drafter_rows:
+                    drafters = [prefilling.drafter for prefilling in drafter_rows]
+                    self.drafter.join([drafter for drafter in drafters if drafter])
+                if order != list(range(len(self.requests) + len(drafter_rows))):
                     self.drafter.select(order)
-            texts = [placed[row].request if row in placed else self.requests[row] for row in rows]
-            self.requests = texts + [own.request for own in rest]
+            requests = [
+                replaced[row].request if row in replaced else self.requests[row] for row in rows
+            ]
+            self.requests = requests + [prefilling.request for prefilling in joining]
 
-    def _keep(self, own: Prefilling) -> None:
-        if not own.request.pictures:  # the tokens do not say what is on them
-            self.prefix_cache = [*self.prefix_cache, own][-self.keep :]
+    def _keep(self, prefilling: Prefilling) -> None:
+        """Keep a cache and a drafter for prompts that begin with the same tokens; the oldest are dropped."""
+        if (
+            not prefilling.request.pictures
+        ):  # picture tokens do not tell which picture they stand for
+            self.prefix_cache = [*self.prefix_cache, prefilling][-self.keep :]
 
     def _make_room(self) -> None:
-        """Forget the oldest of what is kept, where the texts may need its memory."""
+        """Drop the oldest entries of the prefix cache if the requests may need their memory."""
         if self.columns is None:
             return
-        texts = self.running + [own.request for own in self.prefilling]
-        longest = max((text.columns for text in texts), default=0)
-        room = self.columns - len(texts) * longest
-        kept_columns = sum(len(kept.request.committed) for kept in self.prefix_cache)
-        while self.prefix_cache and kept_columns > room:
+        requests = self.running + [prefilling.request for prefilling in self.prefilling]
+        longest = max((request.columns for request in requests), default=0)
+        free_columns = self.columns - len(requests) * longest
+        kept_columns = sum(len(entry.request.committed) for entry in self.prefix_cache)
+        while self.prefix_cache and kept_columns > free_columns:
             kept_columns -= len(self.prefix_cache[0].request.committed)
             del self.prefix_cache[0]
 
-    def _prefill_chunks(self, most: int | None) -> list[Prefilling]:
-        """Prefill up to `most` tokens, a stretch of each prompt in turn. Returns complete ones."""
+    def _prefill_chunks(self, max_tokens: int | None) -> list[Prefilling]:
+        """Prefill up to `max_tokens` tokens, a chunk of each prompt in turn. Returns the complete ones.
+
+        Prompts A of five tokens and B of three, with two tokens a call:
+
+            call    1      2      3
+            A       a0 a1         a2 a3     complete: a4 is the root of its first tree
+            B              b0 b1            complete: b2 is the root of its first tree
+        """
         complete = list[Prefilling]()
-        spent = 0
-        while self.prefilling and (most is None or spent < most):
-            # 1. The next text. Samples wait for the first one, whose prefill they share.
-            own = self.prefilling.popleft()
-            text = own.request
-            if self._is_waiting_for_sample(own):
-                self.prefilling.append(own)
+        spent_tokens = 0
+        while self.prefilling and (max_tokens is None or spent_tokens < max_tokens):
+            # 1. The next request. Samples of one prompt wait for the first one, whose prefill they share.
+            prefilling = self.prefilling.popleft()
+            request = prefilling.request
+            if self._is_waiting_for_sample(prefilling):
+                self.prefilling.append(prefilling)
                 continue
 
-            # 2. A stretch of its prompt.
-            if not text.ended:
-                spent = self._prefill_stretch(own, most, spent)
+            # 2. A chunk of its prompt.
+            if not request.ended:
+                spent_tokens = self._prefill_stretch(prefilling, max_tokens, spent_tokens)
 
             # 3. It has ended, goes on, or is complete.
-            if text.ended:
-                if own.begun and not text.error:
-                    self._keep(own)
-            elif own.remaining:
-                self.prefilling.append(own)
+            if request.ended:
+                if prefilling.begun and not request.error:
+                    self._keep(prefilling)
+            elif prefilling.remaining:
+                self.prefilling.append(prefilling)
             else:
-                complete.append(own)
+                complete.append(prefilling)
         return complete
 
-    def _prefill_stretch(self, own: Prefilling, most: int | None, spent: int) -> int:
-        """A stretch of a prompt; where it is new, with it other new prompts. Returns all tokens spent so far.
+    def _prefill_stretch(
+        self, prefilling: Prefilling, max_tokens: int | None, spent_tokens: int
+    ) -> int:
+        """Prefill a chunk of a prompt, and on a GPU other new prompts with it. An error ends this request only.
 
-        An error, such as memory that ran out, ends this text alone. most: tokens that may be spent; None:
-        any number.
+        max_tokens: tokens that one `_prefill_chunks` may spend; None: any number. spent_tokens: how many
+        it has spent. Returns how many it has spent now.
         """
-        sharing = [own.request.stats]  # grows with the texts that are prefilled with it
-        with shared(sharing, "total"), shared(sharing, "prefill"), own.request.failing():
-            if not own.begun:
-                self._begin(own)
-            if self.target.graphs and own.is_new:
-                group = self._group_prompts(own, limit_tokens(most, spent, GROUP_PREFILL_TOKENS))
+        sharing = [prefilling.request.stats]  # grows with the requests that are prefilled with it
+        with (
+            shared(sharing, "total"),
+            shared(sharing, "prefill"),
+            prefilling.request.failing(),
+        ):
+            if not prefilling.begun:
+                self._begin(prefilling)
+            if self.target.graphs and prefilling.is_new:
+                group_tokens = limit_tokens(max_tokens, spent_tokens, GROUP_PREFILL_TOKENS)
+                group = self._group_prompts(prefilling, group_tokens)
                 sharing += [other.request.stats for other in group[1:]]
                 if len(group) > 1:
-                    spent += self._prefill_group(group)
-            spent += self._advance(own, limit_tokens(most, spent, PREFILL_CHUNK_TOKENS))
-        return spent
+                    spent_tokens += self._prefill_group(group)
+            chunk_tokens = limit_tokens(max_tokens, spent_tokens, PREFILL_CHUNK_TOKENS)
+            spent_tokens += self._advance(prefilling, chunk_tokens)
+        return spent_tokens
 
-    def _is_waiting_for_sample(self, own: Prefilling) -> bool:
-        """Whether a text waits until another sample of its prompt is prefilled, whose cache it takes."""
-        samples = own.request.samples
-        if samples is None or samples.cache or own.begun or own.request.ended:
+    def _is_waiting_for_sample(self, prefilling: Prefilling) -> bool:
+        """Whether another sample of the same prompt is being prefilled, whose cache this one will copy."""
+        samples = prefilling.request.samples
+        if samples is None or samples.cache or prefilling.begun or prefilling.request.ended:
             return False
         return any(other.begun and other.request.samples is samples for other in self.prefilling)
 
-    def _begin(self, own: Prefilling) -> None:
-        """Begin a prompt behind the longest prefix that is kept of it, or behind that of its samples.
+    def _begin(self, prefilling: Prefilling) -> None:
+        """Choose the cache of a prompt: the one its samples share, one that holds its beginning, or an empty one.
 
         The last common position is computed again: drafters pair its feature with the token that
-        follows it in this text.
+        follows it in this prompt.
         """
-        # 1. Kept tokens that it begins with. Of several samples of a prompt the first one computes all
-        # features, and the others take them.
-        text = own.request
-        samples = own.request.samples
-        if not samples and not text.pictures:
-            self._reuse_kept(own)
-        if own.drafter:
-            own.drafter.enter(text.readable_memory)
+        # 1. A cache with tokens that the prompt begins with. Of several samples of a prompt the first one
+        # computes all features, and the others copy them.
+        request = prefilling.request
+        samples = request.samples
+        if not samples and not request.pictures:
+            self._reuse_kept(prefilling)
+        if prefilling.drafter:
+            prefilling.drafter.enter(request.readable_memory)
         if samples and samples.cache:
-            own.cache, own.drafter = copy_row(samples.cache, samples.drafter)
-            text.committed = text.prompt[:-1]
+            prefilling.cache, prefilling.drafter = copy_row(samples.cache, samples.drafter)
+            request.committed = request.prompt[:-1]
 
         # 2. Its pictures, and its counts.
-        if text.pictures and own.remaining:
-            own.shown = prepare_pictures(self.target, text.pictures)
-        text.root = text.prompt[-1]
-        own.begun = True
-        text.stats.prompt_tokens = len(text.prompt)
-        text.stats.cached_tokens = len(text.committed)
-        own.cache.reserve(len(text.prompt))
+        if request.pictures and prefilling.remaining:
+            prefilling.shown = prepare_pictures(self.target, request.pictures)
+        request.root = request.prompt[-1]
+        prefilling.begun = True
+        request.stats.prompt_tokens = len(request.prompt)
+        request.stats.cached_tokens = len(request.committed)
+        prefilling.cache.reserve(len(request.prompt))
 
-    def _reuse_kept(self, own: Prefilling) -> None:
-        """Take the kept cache and drafter that share most with a prompt, cut to the shared prefix."""
-        # 1. The longest prefix that is worth taking.
-        text = own.request
-        best = None
+    def _reuse_kept(self, prefilling: Prefilling) -> None:
+        """Take the entry of the prefix cache that shares most with a prompt, cut to the shared prefix."""
+        # 1. The entry with the longest common prefix, if it is long enough.
+        request = prefilling.request
+        best_entry = None
         best_reused = 0
-        for kept in self.prefix_cache:
-            if kept.request.memory != text.memory:
+        for entry in self.prefix_cache:
+            if entry.request.memory != request.memory:
                 continue
-            reused = count_common_prefix(text.prompt[:-1], kept.request.committed) - 1
+            reused = count_common_prefix(request.prompt[:-1], entry.request.committed) - 1
             fits = False
             if self.keep == 1:
-                # Without a common prefix a text takes the storage, which graphs are recorded over.
-                fits = kept.cache.tree_layers[0].capacity <= max(512, 2 * text.columns)
-            elif 2 * reused < len(kept.request.prompt):
-                continue  # a shorter prefix may be worth more to another text
+                # Even without a common prefix a request takes the storage, which graphs are recorded over.
+                fits = entry.cache.tree_layers[0].capacity <= max(512, 2 * request.columns)
+            elif 2 * reused < len(entry.request.prompt):
+                continue  # a shorter prefix may be worth more to another request
             if reused > best_reused or fits:
-                best = kept
+                best_entry = entry
                 best_reused = max(0, reused)
-        if best is None:
+        if best_entry is None:
             return
 
-        # 2. Cut them to it: recurrent layers may have to go back further.
-        self.prefix_cache.remove(best)
-        own.cache = best.cache
-        own.drafter = best.drafter
-        own.cache.rewind([best_reused])
-        text.committed = best.request.committed[: own.cache.lengths[0]]
-        if own.drafter:
-            own.drafter.rewind(own.cache.lengths)
+        # 2. Cut it to that prefix: recurrent layers may have to go back further.
+        self.prefix_cache.remove(best_entry)
+        prefilling.cache = best_entry.cache
+        prefilling.drafter = best_entry.drafter
+        prefilling.cache.rewind([best_reused])
+        request.committed = best_entry.request.committed[: prefilling.cache.lengths[0]]
+        if prefilling.drafter:
+            prefilling.drafter.rewind(prefilling.cache.lengths)
 
-    def _group_prompts(self, own: Prefilling, room: int) -> list[Prefilling]:
-        """A new prompt and the next new ones that fit in: a GPU takes as long for one as for many.
+    def _group_prompts(self, prefilling: Prefilling, max_tokens: int) -> list[Prefilling]:
+        """A new prompt and the next new ones that fit in one forward: a GPU takes as long for one as for many.
 
-        room: the most of their tokens, with padding.
+        max_tokens: of the whole group, padding included.
         """
-        group = [own]
-        longest = own.remaining
+        group = [prefilling]
+        longest = prefilling.remaining
         for other in list(self.prefilling):
             with other.request.failing():
                 if not other.begun and not other.request.samples and not other.request.ended:
                     self._begin(other)
             longest_with_it = max(longest, other.remaining)
-            if other.is_new and longest_with_it * (1 + len(group)) <= room:
+            if other.is_new and longest_with_it * (1 + len(group)) <= max_tokens:
                 group.append(other)
                 longest = longest_with_it
         return group
 
     def _prefill_group(self, group: Sequence[Prefilling]) -> int:
-        """Prefill new prompts as one. Returns their tokens, with padding."""
-        counts = [each.remaining for each in group]
+        """Prefill new prompts in one forward. Returns the number of their tokens, padding included."""
+        counts = [prefilling.remaining for prefilling in group]
         drafter = group[0].drafter
         cache = self.target.build_cache(max(counts))
         cache.rewind([0] * len(group))
-        prompts = [torch.tensor(each.request.prompt) for each in group]
-        tokens = pad_sequence(prompts, batch_first=True)[:, :-1]
+        prompts = [torch.tensor(prefilling.request.prompt) for prefilling in group]
+        tokens = pad_sequence(prompts, batch_first=True)[:, :-1]  # [B, T]
         features = self.target.prefill(cache, tokens, get_aux_layers(drafter), counts)
-        for row, each in enumerate(group):
-            each.cache = cache.copy_sequence(row, each.cache.tree_layers[0].capacity)
-            each.request.committed = each.request.prompt[:-1]
-            if each.drafter:
-                each.drafter.observe([features[row, : counts[row]]], [prompts[row]])
+        for row, prefilling in enumerate(group):
+            capacity = prefilling.cache.tree_layers[0].capacity
+            prefilling.cache = cache.copy_sequence(row, capacity)
+            prefilling.request.committed = prefilling.request.prompt[:-1]
+            if prefilling.drafter:
+                prefilling.drafter.observe([features[row, : counts[row]]], [prompts[row]])
         return tokens.numel()
 
-    def _advance(self, own: Prefilling, most: int) -> int:
-        """The next stretch of a prompt, of at most `most` tokens. Returns its tokens."""
-        text = own.request
-        drafter = own.drafter
-        start = len(own.request.committed)
-        count = min(most, PREFILL_CHUNK_TOKENS, own.remaining)
+    def _advance(self, prefilling: Prefilling, max_tokens: int) -> int:
+        """Prefill the next chunk of a prompt, of at most `max_tokens` tokens. Returns the number of its tokens."""
+        request = prefilling.request
+        drafter = prefilling.drafter
+        start = len(request.committed)
+        count = min(max_tokens, PREFILL_CHUNK_TOKENS, prefilling.remaining)
         if count:
-            tokens = torch.tensor(text.prompt[start : start + count + 1])
-            ahead = own.remaining - count
+            tokens = torch.tensor(request.prompt[start : start + count + 1])  # and the one after it
+            tokens_ahead = prefilling.remaining - count
             features = self.target.prefill(
-                own.cache, tokens[None, :-1], get_aux_layers(drafter), None, own.shown, ahead
+                prefilling.cache,
+                tokens[None, :-1],
+                get_aux_layers(drafter),
+                None,
+                prefilling.shown,
+                tokens_ahead,
             )
             if drafter:
                 drafter.observe([features[0]], [tokens])
-            text.committed = text.prompt[: start + count]
-        if text.samples and not own.remaining:
-            text.samples.begin(own.cache, drafter)
+            request.committed = request.prompt[: start + count]
+        if request.samples and not prefilling.remaining:
+            request.samples.begin(prefilling.cache, drafter)
         return count
 
 
 def get_aux_layers(drafter: Drafter | None) -> tuple[int, ...]:
-    """The target layers that a drafter observes; without a drafter none."""
+    """The target layers whose hidden states a drafter reads; () without a drafter."""
     if drafter is None:
         return ()
     return drafter.aux_layers
 
 
-def limit_tokens(most: int | None, spent: int, without_limit: int) -> int:
-    """The prompt tokens that may still be prefilled. most: in all; None: there is no such limit."""
-    if most is None:
-        return without_limit
-    return most - spent
+def limit_tokens(max_tokens: int | None, spent_tokens: int, default: int) -> int:
+    """The number of prompt tokens that may still be prefilled: `max_tokens` less those spent, or `default`."""
+    if max_tokens is None:
+        return default
+    return max_tokens - spent_tokens
 
 
 def pop_admissible(
     waiting: deque[Request], running: Sequence[Request], batch: int, columns: int | None = None
 ) -> list[Request]:
-    """Take the texts that enter now off the front of `waiting`.
+    """Take the requests that may enter now off the front of `waiting`.
 
-    batch: texts at a time. columns: positions that the memory of keys and values holds; None: any
-    number. Every row is as long as the longest text may become. A text alone always enters.
+    Every row of the cache is as long as the longest request may become. If no other request runs, the
+    first one always enters.
+
+    Args:
+        waiting: The queue.
+        running: The requests that have a row or are prefilled.
+        batch: The most requests that run at a time.
+        columns: Positions that the memory of keys and values holds. Default: None, any number.
     """
     entering: list[Request] = []
-    longest = max((text.columns for text in running), default=0)
+    longest = max((request.columns for request in running), default=0)
     while waiting and len(running) + len(entering) < batch:
         others = len(running) + len(entering)
         longest = max(longest, waiting[0].columns)

@@ -1,4 +1,4 @@
-"""The loop: draft a tree for each text, score all trees in one forward, keep a path of each."""
+"""The loop: draft a tree for each request, score all trees in one forward, keep a path of each."""
 
 import time
 from collections import deque
@@ -23,7 +23,7 @@ from treespec.sampling.sampler import Path, list_node_paths
 from treespec.trees.tree import TokenTree, build_root_tree, cut_below, to_device
 from treespec.verify.walk import Verdict, Verifier, judge_all
 
-NO_VERDICT = Verdict([], [0])
+NO_VERDICT = Verdict([], [0])  # for a request that ends with an error: only the root is committed
 NOT_NUMBERS = (
     "the target's logits are not numbers (NaN): its weights are damaged, or its dtype is too narrow "
     "for it; try --dtype float32"
@@ -32,13 +32,20 @@ NOT_NUMBERS = (
 
 @final
 class Decoder:
-    """Decodes texts together with a target and a drafter; without a drafter, one token at a time.
+    """Decodes a batch of requests with a target and a drafter; without a drafter, one token at a time.
 
-    `step` is one cycle of all texts that run; `run` steps until its texts have ended.
-    It keeps the keys and values of the last text to finish; the next text reuses the common prefix.
-    One iteration runs at a time: after another has begun, the earlier one raises SupersededError.
-    lock: held for each cycle; a thread that holds it is not superseded by other threads.
-    stretch: prompt tokens that are prefilled before a cycle; None: all.
+    `run_step` runs one cycle of all requests in the batch; `run` calls it until its requests have ended.
+    The decoder keeps the keys and values of the last request to end; the next one reuses the common prefix.
+    One iteration of `run` is active at a time: once another begins, the earlier one raises SupersededError.
+
+    Attributes:
+        batch: The requests that run, their cache and their drafter.
+        models: The models that the decoder computes with; it locks them for each cycle.
+        lock: Held for each cycle. While a thread holds it, no other thread supersedes its iteration.
+        active_run: The iteration that the requests in the batch belong to.
+        is_consistent: False during a cycle, and after a cycle that was interrupted.
+        stretch: Prompt tokens that are prefilled before a cycle. Default: None, all of them.
+        seconds: Of the prefill and of the cycle in the latest `run_step`.
     """
 
     def __init__(
@@ -48,16 +55,16 @@ class Decoder:
         verifier: Verifier,
         draft_models: Sequence[nn.Module] = (),
     ) -> None:
-        """draft_models: the models that the drafter computes with besides the target."""
+        """target, drafter, verifier: what decodes. draft_models: what the drafter computes with besides the target."""
         self.target = target
         self.verifier = verifier
         self.models = [target.model, *draft_models]
         self.batch = Batch(target, drafter)
         self.lock = RLock()
-        self.active_run = object()  # marks the iteration that the texts belong to
-        self.is_consistent = True  # False within a cycle, and after an interrupted one
+        self.active_run = object()
+        self.is_consistent = True
         self.stretch: int | None = None
-        self.seconds = 0.0, 0.0  # of the prefill and the cycle of the latest step
+        self.seconds = 0.0, 0.0
 
     @property
     def cache(self) -> TreeCache:
@@ -68,92 +75,94 @@ class Decoder:
         return self.batch.drafter
 
     @torch.inference_mode()
-    def run(self, texts: Sequence[Request], batch: int = 1) -> Iterator[tuple[Request, Piece]]:
-        """Yields pieces as they are accepted, fills the texts' stats. Raises a text's error.
+    def run(self, requests: Sequence[Request], batch: int = 1) -> Iterator[tuple[Request, Piece]]:
+        """Decode requests: yield each piece once it is accepted, and fill the requests' stats.
 
-        batch: texts at a time; the next text takes the place of a finished one. A text's draws come
-        from its own generator, so its answer depends on the others by rounding alone.
-        The caller may leave the iteration anywhere and begin another. Between cycles other threads
+        Each request has its own generator: batching changes results only by rounding.
+        The caller may leave the iteration anywhere and begin another one. Between cycles other threads
         may use the models, or begin an iteration, which ends this one with a SupersededError.
+
+        requests: in the order in which they enter. batch: requests that run at a time; the next one enters
+        when one has ended. Raises the error of the first request that fails.
         """
         with self.lock:  # waits while another thread holds the lock for its whole answer
             iteration = self.active_run = object()
-            for text in self.batch.requests:
-                text.cancelled = True
-            for own in self.batch.prefilling:
-                own.request.cancelled = True
-        waiting = deque(texts)
+            for request in self.batch.requests:
+                request.cancelled = True
+            for prefilling in self.batch.prefilling:
+                prefilling.request.cancelled = True
+        waiting = deque(requests)
         running = False
         while waiting or running:
             with self.lock, alone_with(self.models):
                 if self.active_run is not iteration:
                     raise SupersededError
                 entering = pop_admissible(waiting, self.batch.running, batch)
-                begun = [own.request for own in self.batch.prefilling] + self.batch.requests
+                active = [prefilling.request for prefilling in self.batch.prefilling]
+                active += self.batch.requests
                 pieces = self.run_step(entering)
                 running = bool(self.batch.running or self.batch.prefilling)
             yield from pieces
-            for text in entering + begun:
-                if text.error:
-                    raise text.error
+            for request in entering + active:
+                if request.error:
+                    raise request.error
 
     def run_step(self, entering: Sequence[Request]) -> list[tuple[Request, Piece]]:
-        """Ended texts leave, texts enter, and all go through a cycle. Returns the pieces.
+        """Release ended requests, admit `entering`, and run one cycle of all. Returns the accepted pieces.
 
-        A text whose prompt is not complete goes without the cycle.
-        The caller holds the models, in inference mode. What concerns one text ends that text:
-        it gets the error, and the others go on. An error that this raises ends all of them.
+        Requests whose prompts are not complete take no part in the cycle.
+        The caller holds the models and is in inference mode. An error of one request is stored in it
+        and ends that request only. An error that this method raises ends all of them.
         """
-        rows = self.batch
-        if (
-            not self.is_consistent
-        ):  # an interrupt may have left cache, texts and drafter inconsistent
-            rows.clear()
+        batch = self.batch
+        if not self.is_consistent:  # an interrupt may have left cache and drafter out of step
+            batch.clear()
         self.is_consistent = False
-        began = time.perf_counter()
-        size = self.target.vocab_size
+        prefill_start = time.perf_counter()
+        vocab_size = self.target.vocab_size
         device = self.target.output_device
         kernel = None
         if device.type == "cpu" and kernels.load_kernels():
             kernel = kernels.fill_noise
-        for text in entering:
-            if self.verifier.coupled and not text.sampler.greedy:
-                seed = text.generator.initial_seed()
-                text.sampler.noise = Noise(seed, size, device, kernel)
-        rows.admit_and_release(entering, self.stretch)
-        entered = time.perf_counter()
+        for request in entering:
+            if self.verifier.coupled and not request.sampler.greedy:
+                seed = request.generator.initial_seed()
+                request.sampler.noise = Noise(seed, vocab_size, device, kernel)
+        batch.admit_and_release(entering, self.stretch)
+        cycle_start = time.perf_counter()
         pieces: list[tuple[Request, Piece]] = []
-        if rows.running:
+        if batch.running:
             pieces = self._run_cycle()
-        self.seconds = entered - began, time.perf_counter() - entered
-        if not rows.running:
-            rows.admit_and_release(most=0)  # frees the rows
+        self.seconds = cycle_start - prefill_start, time.perf_counter() - cycle_start
+        if not batch.running:
+            batch.admit_and_release(max_tokens=0)  # frees the rows
         self.is_consistent = True
         return pieces
 
     def _run_cycle(self) -> list[tuple[Request, Piece]]:
-        """One forward over a tree for each text."""
+        """Draft, score and verify one tree for each row of the batch. Returns the accepted pieces."""
         device = self.target.output_device
         drafter = self.drafter
-        texts = self.batch.requests
-        stats = [text.stats for text in texts]
-        distributions = [text.sampler for text in texts]
-        generators = [text.generator for text in texts]
+        requests = self.batch.requests
+        stats = [request.stats for request in requests]
+        samplers = [request.sampler for request in requests]
+        generators = [request.generator for request in requests]
         with shared(stats, "total"):
-            # 1. Draft a tree for each text.
+            # 1. Draft a tree for each request.
             with shared(stats, "draft"):
-                roots = torch.tensor([text.root for text in texts])
+                roots = torch.tensor([request.root for request in requests])
                 if drafter:
-                    for text in texts:
-                        text.sampler.wants_draft_logits = text.listener is not None
-                    before = drafter.forward_seconds
-                    now = stats[0].read_clock
-                    trees = drafter.draft_trees(roots, distributions, generators, self.cache, now)
-                    for each in stats:
-                        each.seconds["head"] += (drafter.forward_seconds - before) / len(texts)
+                    for request in requests:
+                        request.sampler.wants_draft_logits = request.listener is not None
+                    seconds_before = drafter.forward_seconds
+                    clock = stats[0].read_clock
+                    trees = drafter.draft_trees(roots, samplers, generators, self.cache, clock)
+                    head_seconds = drafter.forward_seconds - seconds_before
+                    for request_stats in stats:
+                        request_stats.seconds["head"] += head_seconds / len(requests)
                 else:
                     trees = [build_root_tree(root) for root in to_device(roots, device).split(1)]
-                trees, numbers = self._list_exact_parts(trees)
+                trees, uncut_nodes = self._list_exact_parts(trees)
 
             # 2. Score all trees in one forward.
             with shared(stats, "target"):
@@ -161,84 +170,86 @@ class Decoder:
                     self.cache, trees, drafter.aux_layers if drafter else ()
                 )
 
-            # 3. Verify: an accepted path and one more token for each text. A listener is given the
-            #    distributions of this cycle, so they are shaped before the answer grows.
+            # 3. Verify: an accepted path and one more token for each request. A listener gets the
+            #    processed logits of this cycle, so they are computed before the answer grows.
             with shared(stats, "verify"):
                 logits = [out.logits for out in outs]
-                judged = judge_all(self.verifier, trees, logits, distributions, generators)
-                verdicts = list(map(self._check_verdict, texts, judged))
-                shaped = {
-                    row: text.sampler.process_logits(list_node_paths(trees[row]), logits[row])
-                    for row, text in enumerate(texts)
-                    if text.listener
+                verdicts_or_errors = judge_all(self.verifier, trees, logits, samplers, generators)
+                verdicts = list(map(self._check_verdict, requests, verdicts_or_errors))
+                processed_logits = {
+                    row: request.sampler.process_logits(list_node_paths(trees[row]), logits[row])
+                    for row, request in enumerate(requests)
+                    if request.listener
                 }
 
-            # 4. Cache, texts and drafter keep the paths.
+            # 4. Commit the accepted paths to cache, requests and drafter.
             with shared(stats, "commit"):
-                nodes = [[0, *verdict.path] for verdict in verdicts]
-                self.cache.commit(nodes)
-                kept_tokens = [
-                    [text.root, *v.tokens] for text, v in zip(texts, verdicts, strict=True)
+                committed_nodes = [[0, *verdict.path] for verdict in verdicts]
+                self.cache.commit(committed_nodes)
+                committed_tokens = [  # the root, the accepted drafts, and the root of the next tree
+                    [request.root, *verdict.tokens]
+                    for request, verdict in zip(requests, verdicts, strict=True)
                 ]
-                for text, tokens in zip(texts, kept_tokens, strict=True):
-                    text.committed += tokens[:-1]
-                    text.root = tokens[-1]
-                    text.sampler.append(tokens[1:])
+                for request, tokens in zip(requests, committed_tokens, strict=True):
+                    request.committed += tokens[:-1]
+                    request.root = tokens[-1]
+                    request.sampler.append(tokens[1:])
                 if drafter:
                     paths = [verdict.path for verdict in verdicts]
-                    for row, whole in numbers.items():
-                        paths[row] = [whole[node] for node in paths[row]]
+                    for row, node_numbers in uncut_nodes.items():
+                        paths[row] = [node_numbers[node] for node in paths[row]]
                     drafter.update(paths)
                     features = []
-                    for out, kept in zip(outs, nodes, strict=True):
-                        in_order = kept == list(range(len(kept)))  # needs no copy
-                        rows = slice(len(kept)) if in_order else to_device(kept, device)
-                        features.append(out.features[rows])
-                    drafter.observe(features, list(map(torch.tensor, kept_tokens)))
+                    for out, nodes in zip(outs, committed_nodes, strict=True):
+                        in_order = nodes == list(range(len(nodes)))  # a slice needs no copy
+                        node_index = slice(len(nodes)) if in_order else to_device(nodes, device)
+                        features.append(out.features[node_index])
+                    drafter.observe(features, list(map(torch.tensor, committed_tokens)))
 
             # 5. Pieces of the answers.
-            answers: list[list[Piece]] = [[] for _ in texts]
-            for row, text in enumerate(texts):
-                if not text.ended:
-                    with text.failing():
-                        answers[row] = take(text, verdicts[row], logits[row])
+            pieces: list[list[Piece]] = [[] for _ in requests]
+            for row, request in enumerate(requests):
+                if not request.ended:
+                    with request.failing():
+                        pieces[row] = take(request, verdicts[row], logits[row])
 
         # 6. Listeners get the cycle. A drafter may draft from answers that have ended.
-        for row, text in enumerate(texts):
-            if text.listener and answers[row]:
-                drafts: dict[Path, Tensor] = {}
+        for row, request in enumerate(requests):
+            if request.listener and pieces[row]:
+                draft_logits: dict[Path, Tensor] = {}
                 if drafter:
-                    drafts = drafter.draft_logits(row)
-                with text.failing():
+                    draft_logits = drafter.draft_logits(row)
+                with request.failing():
                     cycle = CycleRecord(
-                        trees[row], shaped[row], drafts, verdicts[row], answers[row]
+                        trees[row], processed_logits[row], draft_logits, verdicts[row], pieces[row]
                     )
-                    text.listener(cycle)
-            if drafter and text.memory is not None and text.remember and text.complete:
-                drafter.remember(text.memory, text.completion_with_context)
-        return [(text, piece) for row, text in enumerate(texts) for piece in answers[row]]
+                    request.listener(cycle)
+            if drafter and request.memory is not None and request.remember and request.complete:
+                drafter.remember(request.memory, request.completion_with_context)
+        return [(request, piece) for row, request in enumerate(requests) for piece in pieces[row]]
 
     def _list_exact_parts(
         self, trees: list[TokenTree]
     ) -> tuple[list[TokenTree], dict[int, list[int]]]:
-        """The trees without the nodes whose logits would not be exact.
+        """Cut the nodes off the trees whose logits would not be exact, because the target bounds their depth.
 
-        Also {row: its nodes' numbers in the whole tree}, of those that were cut.
+        Returns the trees, and for the row of each tree that was cut: {row: number of each remaining node
+        in the uncut tree}.
         """
-        numbers: dict[int, list[int]] = {}
-        for row, deepest in enumerate(self.target.find_deepest(self.cache) or ()):
-            if int(trees[row].depth.max()) > deepest:
-                trees[row], numbers[row] = cut_below(trees[row], deepest)
-        return trees, numbers
+        uncut_nodes: dict[int, list[int]] = {}
+        for row, max_depth in enumerate(self.target.find_deepest(self.cache) or ()):
+            if int(trees[row].depth.max()) > max_depth:
+                trees[row], uncut_nodes[row] = cut_below(trees[row], max_depth)
+        return trees, uncut_nodes
 
-    def _check_verdict(self, text: Request, verdict: Verdict | Exception) -> Verdict:
-        """A text that cannot be judged gets the error, and a verdict that nobody reads."""
+    def _check_verdict(self, request: Request, verdict: Verdict | Exception) -> Verdict:
+        """Return the verdict if it can be used. Otherwise store the error in the request and return `NO_VERDICT`."""
         if isinstance(verdict, Exception):
-            text.error = verdict
-        elif text.sampler.error:
-            text.error = text.sampler.error
+            request.error = verdict
+        elif request.sampler.error:
+            request.error = request.sampler.error
         elif max(verdict.tokens) >= self.target.vocab_size:
-            text.error = InputError(NOT_NUMBERS)
+            request.error = InputError(NOT_NUMBERS)
         else:
             return verdict
         return NO_VERDICT

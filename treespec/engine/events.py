@@ -1,13 +1,13 @@
-"""What one cycle of a generation was: its tree, the probabilities of its nodes, what was accepted.
+"""Records of a generation's cycles: the tree, the probabilities of its nodes, the accepted path.
 
 A node's q is the draft model's probability of its token given the path above, p is the target's:
 
     the ─┬─ cat  q .5  p .6      accepted
-         │   └─ sat  q .4  p .1  not accepted: after `the cat` the target said `slept`, its own token
+         │   └─ sat  q .4  p .1  not accepted: after `the cat` the target chose `slept`, its own token
          └─ dog  q .2  p .3
 
-At temperature 0 both are the models' probabilities at temperature 1, as the distributions that decode
-are one-hot there.
+At temperature 0 the distributions that decode are one-hot, so both are the models' probabilities at
+temperature 1.
 """
 
 import re
@@ -31,9 +31,15 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True)
 class OwnToken:
-    """The target's own token after the path. at: the node that it follows.
+    """The token that the target adds after the accepted path.
 
-    q, rank: of the draft model, 1 for its most likely token; None where it drafted nothing there.
+    Attributes:
+        at: The node that it follows.
+        token: Its id.
+        text: Its text.
+        p: The target's probability of it.
+        q: The draft model's probability of it; None if the draft model was not asked at that node.
+        rank: Its rank by the draft model's probability, from 1; None as for q.
     """
 
     at: int
@@ -47,11 +53,21 @@ class OwnToken:
 @final
 @dataclass(frozen=True)
 class Cycle:
-    """One cycle. number: from 1. Lists have an entry a node; node 0 is the root.
+    """One cycle of a generation. Lists have one entry for each node; node 0 is the root.
 
-    tokens, texts, parents: of the nodes. q: None at the root and for drafters without a draft distribution.
-    p: None at the root. path: accepted nodes, without the root. answer: what this cycle adds to the
-    answer; its end may cut it. seconds: by stage; head is a part of draft.
+    Attributes:
+        number: Of the cycle, from 1.
+        tokens: Token id of each node.
+        texts: Text of each node.
+        parents: Parent of each node; -1 for the root.
+        q: The draft model's probability of each node given its path; None at the root, and for
+            drafters without a draft distribution.
+        p: The target's probability of each node given its path; None at the root.
+        path: The accepted nodes, without the root.
+        own: The token that the target adds after them.
+        answer: The pieces that this cycle adds to the answer. If the answer ends within the accepted
+            tokens, they are fewer.
+        seconds: By stage; the stage `head` is a part of `draft`.
     """
 
     number: int
@@ -77,64 +93,64 @@ class Cycle:
         return [child for child, parent in enumerate(self.parents) if parent == node]
 
     def held(self, node: int) -> float:
-        """The share of the target's distribution that the children of a node hold."""
-        share = 0.0
+        """The target's probability that the next token is one of a node's children."""
+        probability = 0.0
         for child in self.children(node):
             p = self.p[child]
             if p is not None:
-                share += p
-        return share
+                probability += p
+        return probability
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def show_token(text: str) -> str:
-    """A token's text in one line: outer spaces as ␣, line breaks as ↵, control characters as symbols.
+    """Write a token's text in one line: outer spaces as ␣, line breaks as ↵, control characters as symbols.
 
-    It may still hold markup: whoever shows it escapes it for the place.
+    The result may contain markup (HTML, rich): the caller escapes it.
     """
     line = to_one_line(text).replace("␊", "↵").replace("␉", "⇥")
     return re.sub("^ +| +$", lambda spaces: "␣" * len(spaces[0]), line)
 
 
 def explain_end(cycle: Cycle) -> str:
-    """Why the path ends where it does, in a sentence or two."""
-    # 1. What was accepted.
+    """Explain in a sentence or two why a cycle's path ends at its last node."""
+    # 1. The accepted nodes.
     count = len(cycle.path)
-    own = cycle.own
+    target_token = cycle.own
     drafted = len(cycle.tokens) - 1
-    children = cycle.children(own.at)
-    said = f"said “{show_token(own.text)}” (p {format_percent(own.p)})"
+    children = cycle.children(target_token.at)
+    target_said = f"said “{show_token(target_token.text)}” (p {format_percent(target_token.p)})"
     if not drafted:
-        return f"Nothing was drafted; the target {said}."
+        return f"Nothing was drafted; the target {target_said}."
     verb = "are"
     if count == 1:
         verb = "is"
     accepted = f"{count} of {drafted} drafted nodes {verb} accepted"
     if not children:
-        return f"{accepted}, down to a leaf; then the target {said}."
+        return f"{accepted}, down to a leaf; then the target {target_said}."
 
-    # 2. Where the target went elsewhere, and how far the draft model was from it.
-    after = "at once"
-    if own.at:
-        after = f"after “{show_token(cycle.texts[own.at])}”"
-    they_hold = f"{len(children)} children there hold"
+    # 2. The node at which the target left the tree, and the draft model's rank of the target's token.
+    position = "at once"
+    if target_token.at:
+        position = f"after “{show_token(cycle.texts[target_token.at])}”"
+    children_hold = f"{len(children)} children there hold"
     if len(children) == 1:
-        they_hold = "one child there holds"
-    of_draft = ""
-    if own.rank is not None:
-        of_draft = f", the draft model's choice number {own.rank}"
-    if own.q is not None:
-        of_draft += f" (q {format_percent(own.q)})"
+        children_hold = "one child there holds"
+    draft_choice = ""
+    if target_token.rank is not None:
+        draft_choice = f", the draft model's choice number {target_token.rank}"
+    if target_token.q is not None:
+        draft_choice += f" (q {format_percent(target_token.q)})"
     return (
-        f"{accepted}. The target went elsewhere {after}: the {they_hold} "
-        f"{format_percent(cycle.held(own.at))} of its distribution, and it {said}{of_draft}."
+        f"{accepted}. The target went elsewhere {position}: the {children_hold} "
+        f"{format_percent(cycle.held(target_token.at))} of its distribution, and it {target_said}{draft_choice}."
     )
 
 
 def format_percent(value: float) -> str:
-    """A probability in two digits: 0.62, and < 0.01 for what is not 0 but would look so."""
+    """Write a probability in two digits: 0.62; a positive one that would round to 0.00 becomes `< 0.01`."""
     if 0 < value < 0.005:
         return "< 0.01"
     return f"{value:.2f}"
@@ -149,90 +165,117 @@ def build_listener(
     params: SamplingParams,
     stats: Stats,
 ) -> Listener:
-    """A listener that calls `on_cycle` with each cycle of one sequence, whose counts are `stats`."""
-    before = dict.fromkeys(CYCLE_STAGES, 0.0)
+    """Build the listener of one request that calls `on_cycle` with each of its cycles.
 
-    def report(seen: CycleRecord) -> None:
-        spent = {}
+    Args:
+        on_cycle: Called after each cycle.
+        tokenizer: Of the target; None: tokens are written as numbers.
+        params: The request's sampling parameters.
+        stats: The request's counts and seconds.
+    """
+    last_seconds = dict.fromkeys(CYCLE_STAGES, 0.0)
+
+    def report(record: CycleRecord) -> None:
+        cycle_seconds = {}
         for stage in CYCLE_STAGES:
-            spent[stage] = stats.seconds[stage] - before[stage]
-            before[stage] = stats.seconds[stage]
-        on_cycle(build_cycle(stats.cycles, seen, spent, tokenizer, params))
+            cycle_seconds[stage] = stats.seconds[stage] - last_seconds[stage]
+            last_seconds[stage] = stats.seconds[stage]
+        on_cycle(build_cycle(stats.cycles, record, cycle_seconds, tokenizer, params))
 
     return report
 
 
 def build_cycle(
     number: int,
-    seen: CycleRecord,
+    record: CycleRecord,
     seconds: dict[str, float],
     tokenizer: "PreTrainedTokenizerBase | None",
     params: SamplingParams,
 ) -> Cycle:
-    """A cycle by its number. seconds: by stage."""
-    # 1. The nodes that the walk can reach, numbered again.
-    tree = seen.tree
-    token = seen.verdict.tokens[-1]
-    kept = list_reachable_nodes(tree)
-    number_of = {node: place for place, node in enumerate(kept)}
-    tokens = tree.tokens[kept].tolist()
-    parents = [number_of.get(parent, -1) for parent in tree.parents[kept].tolist()]
-    path = [number_of[node] for node in seen.verdict.path]
+    """Turn the decoder's record of a cycle into a `Cycle`.
+
+    Args:
+        number: Of the cycle, from 1.
+        record: The tree, the processed logits and the verdict.
+        seconds: Of this cycle, by stage.
+        tokenizer: Of the target; None: tokens are written as numbers.
+        params: The request's sampling parameters.
+    """
+    # 1. The nodes that a verifier can visit, renumbered.
+    tree = record.tree
+    target_token = record.verdict.tokens[-1]
+    reachable_nodes = list_reachable_nodes(tree)
+    new_numbers = {node: number for number, node in enumerate(reachable_nodes)}
+    tokens = tree.tokens[reachable_nodes].tolist()
+    parents = [new_numbers.get(parent, -1) for parent in tree.parents[reachable_nodes].tolist()]
+    accepted_path = [new_numbers[node] for node in record.verdict.path]
     paths: list[Path] = [()]
-    for node in range(1, len(kept)):
+    for node in range(1, len(tokens)):
         paths.append((*paths[parents[node]], tokens[node]))
 
     # 2. Distributions of draft and target. At temperature 0 they would be one-hot.
     if params.greedy:
         params = SamplingParams(1.0)
-    p = compute_probs(seen.logits[kept], params)  # [N, V]
-    q: dict[Path, Tensor] = {}  # [V] by path; of several draft models the mean
-    for path_above, rows in seen.draft_logits.items():
-        q[path_above] = compute_probs(rows, params).reshape(-1, rows.shape[-1]).mean(0)
+    target_probs = compute_probs(record.logits[reachable_nodes], params)  # [N, V]
+    draft_probs: dict[Path, Tensor] = {}  # [V] by path; the mean of several draft models
+    for path, logits in record.draft_logits.items():
+        draft_probs[path] = compute_probs(logits, params).reshape(-1, logits.shape[-1]).mean(0)
 
     # 3. The nodes below the root.
     texts = [decode_token_after(tokenizer, None, tokens[0])]
-    p_of: list[float | None] = [None]
-    q_of: list[float | None] = [None]
-    for node in range(1, len(kept)):
+    node_p: list[float | None] = [None]
+    node_q: list[float | None] = [None]
+    for node in range(1, len(tokens)):
         parent = parents[node]
         texts.append(decode_token_after(tokenizer, tokens[parent], tokens[node]))
-        p_of.append(float(p[parent, tokens[node]]))
-        q_above = q.get(paths[parent])
-        if q_above is None:
-            q_of.append(None)
+        node_p.append(float(target_probs[parent, tokens[node]]))
+        parent_probs = draft_probs.get(paths[parent])
+        if parent_probs is None:
+            node_q.append(None)
         else:
-            q_of.append(float(q_above[tokens[node]]))
+            node_q.append(float(parent_probs[tokens[node]]))
 
-    # 4. What the target said after the path.
+    # 4. The target's own token, after the last accepted node.
     last = 0
-    if path:
-        last = path[-1]
+    if accepted_path:
+        last = accepted_path[-1]
     own_q = None
     rank = None
-    q_last = q.get(paths[last])
-    if q_last is not None:
-        own_q = float(q_last[token])
-        rank = 1 + int((q_last > q_last[token]).sum())
-    text = decode_token_after(tokenizer, tokens[last], token)
-    own = OwnToken(last, token, text, float(p[last, token]), own_q, rank)
-    return Cycle(number, tokens, texts, parents, q_of, p_of, path, own, seen.answer, seconds)
+    last_probs = draft_probs.get(paths[last])
+    if last_probs is not None:
+        own_q = float(last_probs[target_token])
+        rank = 1 + int((last_probs > last_probs[target_token]).sum())
+    text = decode_token_after(tokenizer, tokens[last], target_token)
+    own_p = float(target_probs[last, target_token])
+    own_token = OwnToken(last, target_token, text, own_p, own_q, rank)
+    return Cycle(
+        number,
+        tokens,
+        texts,
+        parents,
+        node_q,
+        node_p,
+        accepted_path,
+        own_token,
+        record.answer,
+        seconds,
+    )
 
 
 def decode_token_after(
-    tokenizer: "PreTrainedTokenizerBase | None", before: int | None, token: int
+    tokenizer: "PreTrainedTokenizerBase | None", previous_token: int | None, token: int
 ) -> str:
-    """The text of a token after another one; its number without a tokenizer."""
+    """Decode a token that follows another one; without a tokenizer, write its number."""
     if tokenizer is None:
         return f"#{token}"
-    return decode_after(tokenizer, before, token)
+    return decode_after(tokenizer, previous_token, token)
 
 
 def list_reachable_nodes(tree: TokenTree) -> list[int]:
-    """The nodes but for absent draws, repeated draws and what is below them."""
-    nodes: dict[tuple[int, int], int] = {}
-    pairs = zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)
-    for node, (parent, token) in enumerate(pairs):
+    """List the nodes that a path can lead to: all except absent draws, repeated draws and their descendants."""
+    nodes: dict[tuple[int, int], int] = {}  # by parent and token
+    parents_and_tokens = zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)
+    for node, (parent, token) in enumerate(parents_and_tokens):
         if node == 0 or (token >= 0 and parent in nodes.values()):
             nodes.setdefault((parent, token), node)
     return list(nodes.values())

@@ -1,7 +1,7 @@
-"""The options of a request: how its answer is drawn, where it ends, and what it tells.
+"""The options of a request: how its answer is sampled, what ends it, and what is reported.
 
-`RequestOptions` declares them for Python, the command line, HTTP and the pages alike. It loads no
-torch.
+`RequestOptions` declares them once for Python, the command line, HTTP and the pages. This module does not
+import torch.
 """
 
 import json
@@ -26,12 +26,12 @@ Seeds: TypeAlias = "Seed | Sequence[Seed]"
 
 
 def parse_stop_strings(words: Sequence[str]) -> tuple[str, ...]:
-    """Stop strings as the command line gives them. Raises InputError."""
-    return tuple(decode_command_line(text, "--stop") for text in words)
+    """Decode the stop strings of a command line. Raises InputError."""
+    return tuple(decode_command_line(word, "--stop") for word in words)
 
 
 def parse_template_variables(text: str) -> Any:
-    """The variables that a JSON object names. Raises InputError."""
+    """Parse the JSON object of `--chat-template-kwargs`. Raises InputError."""
     try:
         return json.loads(text)
     except ValueError:
@@ -43,15 +43,25 @@ def parse_template_variables(text: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions(SamplingParams, LogitOptions):
-    """stop: a string, or a list of strings; any of them ends the answer.
+    """Options of one request. Those of sampling are in `SamplingParams` and `LogitOptions`.
 
-    json_schema, regex, grammar: what the answer must be, at most one of them: a JSON schema as a
-    dict or JSON text, a regular expression, or a grammar in llguidance's Lark. The answer ends
-    where nothing may follow.
-    memory: requests of one name share their answers. None: drafts come from the text at hand alone,
-    as for a sampled answer with a number for a seed in any case.
-    on_cycle: is called with each `treespec.engine.events.Cycle` while the decoder waits; an error
-    of it ends the answer. For one prompt.
+    Attributes:
+        max_new_tokens: The most tokens of the answer.
+        stop: A string, or a list of strings; any of them ends the answer.
+        min_tokens: The answer does not end before it has this number of tokens.
+        ignore_eos: Whether the answer goes on after end-of-sequence tokens.
+        json_schema: The answer must match this JSON schema, a dict or JSON text. At most one of
+            json_schema, regex and grammar is given. The answer ends once nothing may follow.
+        regex: The answer must match this regular expression.
+        grammar: The answer must match this grammar in llguidance's Lark.
+        chat_template_kwargs: Variables for the chat template.
+        logprobs: Whether to return the log-probability of each token.
+        top_logprobs: How many most likely tokens to return with each.
+        memory: Requests with the same name are drafted from each other's answers. None: the drafter uses
+            only this request's prompt and answer, as it does for every sampled request with an integer seed.
+        remember: Whether this answer joins that memory.
+        on_cycle: Called with each `treespec.engine.events.Cycle` while the decoder waits. If it raises,
+            the answer ends. For one prompt only.
     """
 
     PANEL = "Answers"
@@ -94,7 +104,7 @@ class RequestOptions(SamplingParams, LogitOptions):
         self._check_exclusions()
 
     def _check_types(self) -> None:
-        """Values of other types than numbers and names. Raises InputError."""
+        """Check the fields that are neither numbers nor names. Raises InputError."""
         variables = self.chat_template_kwargs
         if variables and not (isinstance(variables, Mapping) and has_only_strings(variables)):
             raise InputError(
@@ -110,22 +120,23 @@ class RequestOptions(SamplingParams, LogitOptions):
         object.__setattr__(self, "stop", tuple(stop))
 
     def _check_exclusions(self) -> None:
-        """Options that exclude each other. Raises InputError."""
+        """Refuse options that exclude each other. Raises InputError."""
         if self.min_tokens > self.max_new_tokens:
             raise InputError(
                 f"{self.format_option_name('min_tokens')} is {self.min_tokens}, must be at most "
                 f"{self.format_option_name('max_new_tokens')}, {self.max_new_tokens}"
             )
-        forms = [
+        grammars = [
             self.format_option_name(name)
             for name in GRAMMAR_KINDS
             if getattr(self, name) is not None
         ]
-        if len(forms) > 1:
-            raise InputError(f"{' and '.join(forms)} are given: leave out all but one")
-        if forms and self.ignore_eos:
+        if len(grammars) > 1:
+            raise InputError(f"{' and '.join(grammars)} are given: leave out all but one")
+        if grammars and self.ignore_eos:
+            ignore_eos = self.format_option_name("ignore_eos")
             raise InputError(
-                f"{forms[0]} and {self.format_option_name('ignore_eos')} are given: an end token ends the {forms[0]}"
+                f"{grammars[0]} and {ignore_eos} are given: an end token ends the {grammars[0]}"
             )
 
 
@@ -133,16 +144,19 @@ def has_only_strings(values: Iterable[object]) -> bool:
     return all(isinstance(value, str) for value in values)
 
 
-REQUEST_OPTION_NAMES = tuple(known.name for known in fields(RequestOptions))
+REQUEST_OPTION_NAMES = tuple(field.name for field in fields(RequestOptions))
 
 
-def parse_request_options(options: Mapping[str, Any], *more: str) -> RequestOptions:
-    """The checked options of a request. more: names known besides. Raises InputError."""
-    known = REQUEST_OPTION_NAMES + more
+def parse_request_options(options: Mapping[str, Any], *other_names: str) -> RequestOptions:
+    """Check the options of a request. Raises InputError, for an unknown name with the nearest known one.
+
+    other_names: names that the error lists too, and that are left out of the result.
+    """
+    valid_names = REQUEST_OPTION_NAMES + other_names
     for name in options:
-        if name not in known:
-            hint = find_nearest_name(name, known)
-            raise InputError(f"unknown option {name}{hint}: there are {', '.join(known)}")
+        if name not in valid_names:
+            hint = find_nearest_name(name, valid_names)
+            raise InputError(f"unknown option {name}{hint}: there are {', '.join(valid_names)}")
     return RequestOptions(
         **{name: value for name, value in options.items() if name in REQUEST_OPTION_NAMES}
     )
@@ -176,7 +190,7 @@ class RequestKeywords(TypedDict, total=False):
 
 
 class BatchKeywords(RequestKeywords, total=False):
-    """The options of `Spec.generate`: of each answer, and of several together."""
+    """The options of `Spec.generate`: those of each answer, and those of the batch."""
 
     batch: int | None
     seed: Seeds

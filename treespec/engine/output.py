@@ -1,4 +1,4 @@
-"""An answer: as a stream of pieces while it is decoded, and as a whole."""
+"""An answer: a stream of pieces while it is decoded, and the output at its end."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -13,9 +13,13 @@ from treespec.errors import InputError
 
 @dataclass(frozen=True)
 class Output:
-    """text: without special tokens and stop strings. token_ids: new ones, with end-of-sequence.
+    """An answer.
 
-    logprobs: of each token, where they were asked for.
+    Attributes:
+        text: Without special tokens and without the stop string.
+        token_ids: The new tokens, with the end-of-sequence token.
+        stats: Counts and seconds.
+        logprobs: Of each token; None if the request did not ask for them.
     """
 
     text: str
@@ -35,9 +39,9 @@ class Stream:
     """An iterator over the pieces of an answer; `output` and `stats` hold the answer so far.
 
     Decoding starts with the first `next` and stops at `close`, which the end of a `with` block
-    calls. A `Spec` decodes one text at a time: once it begins another, this stream raises
-    SupersededError. A stream that has failed raises again on every `next`, so a cut answer never
-    looks complete. A stream may be dropped without `close`.
+    calls. A `Spec` decodes one request at a time: once it begins another, this stream raises
+    SupersededError. A stream that has failed raises its error on every `next`, so that a cut answer
+    never looks complete. A stream may be dropped without `close`.
     """
 
     def __init__(self, pieces: Iterator[Piece], stats: Stats) -> None:
@@ -66,8 +70,8 @@ class Stream:
                 self._failed = error
                 raise
             except BaseException as error:
-                why = f"this stream was interrupted by {type(error).__name__}: begin another"
-                self._failed = InputError(why)
+                message = f"this stream was interrupted by {type(error).__name__}: begin another"
+                self._failed = InputError(message)
                 raise
             return self._seen[-1]
 
@@ -78,7 +82,7 @@ class Stream:
         self.close()
 
     def close(self) -> None:
-        """Stop, from any thread, without waiting. A cycle in another thread runs to its end."""
+        """Stop, from any thread, without waiting. A cycle that runs in another thread is completed."""
         self._closed = True
 
     @property
@@ -88,7 +92,7 @@ class Stream:
 
 
 def join_pieces(pieces: Sequence[Piece], stats: Stats) -> Output:
-    """The pieces as one answer."""
+    """Join the pieces of one answer."""
     token_ids: list[int] = []
     logprobs: list[TokenLogprob] | None = None
     for piece in pieces:
@@ -107,15 +111,15 @@ OnPiece = Callable[[Piece | None], None]
 
 @final
 class Completion:
-    """An iterator over the pieces as they are accepted, for one consumer; `next` waits for a piece.
+    """The answer to a request that an `Engine` decodes: an iterator over its pieces, for one consumer.
 
-    Iteration ends with the answer, or once it is cancelled. An answer that failed raises its error
-    on every `next`, so a cut answer never looks complete.
+    `next` waits for a piece. Iteration ends when the answer ends or is cancelled. If the request failed,
+    every `next` raises its error, so that a cut answer never looks complete.
     """
 
     def __init__(self, request: Request, on_piece: OnPiece | None = None) -> None:
-        """on_piece: is called on the engine's thread for each piece, and with None at the end."""
-        self._text = request
+        """on_piece: called on the engine's thread with each piece, and with None at the end."""
+        self._request = request
         self._on_piece = on_piece
         self.stats = request.stats  # counts and seconds of the answer so far
         self._pieces: list[Piece] = []
@@ -137,24 +141,24 @@ class Completion:
         raise StopIteration
 
     def cancel(self) -> None:
-        """End the answer, from any thread, without waiting. The present cycle is its last."""
-        self._text.cancelled = True
+        """End the answer, from any thread, without waiting. A cycle that runs now is its last."""
+        self._request.cancelled = True
 
     def result(self) -> Output:
-        """The whole answer, once it has ended. Raises its error."""
-        self._ended.wait()  # no piece wakes this thread: many would take turns with the engine's
+        """Wait for the end, and return the answer. Raises its error."""
+        self._ended.wait()  # not `_changed`: a wake-up at each piece would slow the engine's thread
         if self.error:
             raise self.error
         return self.output
 
     @property
     def cancelled(self) -> bool:
-        return self._text.cancelled
+        return self._request.cancelled
 
     @property
     def error(self) -> Exception | None:
-        """What ended the answer before its time."""
-        return self._text.error
+        """The error that ended the answer early; None if there is none."""
+        return self._request.error
 
     @property
     def output(self) -> Output:
@@ -163,12 +167,12 @@ class Completion:
             return join_pieces(self._pieces, self.stats)
 
     def take(self, piece: Piece) -> None:
-        """For the engine: hand a piece over. A caller that fails at it ends its own answer."""
+        """For the engine: hand a piece over. If `on_piece` raises, only this answer ends."""
         with self._changed:
             self._pieces.append(piece)
             self._changed.notify_all()
         if self._on_piece:
-            with self._text.failing():
+            with self._request.failing():
                 self._on_piece(piece)
 
     def end(self) -> None:

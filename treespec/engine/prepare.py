@@ -1,4 +1,4 @@
-"""Prompts and their options become requests of the decoder, and their pieces become outputs."""
+"""Build the decoder's requests from prompts and their options."""
 
 import hashlib
 import secrets
@@ -28,39 +28,47 @@ def build_requests(
     target: Target,
     template: str | None,
     ids: list[int],
-    wanted: RequestOptions,
+    options: RequestOptions,
     seed: Seed,
     count: int,
 ) -> list[Request]:
-    """`count` requests for a prompt's token ids.
+    """Build `count` requests for one prompt.
 
-    seed: of all draws of the first; the others have the next ones. None and a generator draw one.
-    Raises InputError where the options do not fit the target or the prompt.
+    Args:
+        target: The model that answers.
+        template: Name of the chat template, which may have stop strings of its own; None: the tokenizer's.
+        ids: The prompt's token ids.
+        options: The options of each request.
+        seed: Of the first request; each next one has the next seed. None and a generator draw one.
+        count: Requests to build. Above 1 they share the prefill of the prompt.
+
+    Raises:
+        InputError: If the options do not fit the target or the prompt.
     """
-    if count > 1 and wanted.on_cycle:
+    if count > 1 and options.on_cycle:
         raise InputError("on_cycle hears of one answer at a time: leave out n")
-    first = seed_of(seed, count)
+    first_seed = seed_of(seed, count)
     is_seeded = not isinstance(seed, torch.Generator | None)
     samples = None
     if count > 1:
         samples = SharedPrefill(count)
     requests = []
     for number in range(count):
-        ends = find_end_tokens(target, template, wanted)
-        ending = build_ending(target, template, ids, wanted, ends)
-        distribution = build_distribution(target, ids, wanted, ends, ending.eos, is_seeded)
-        generator = build_generator(seed_of(first + number), ids, target.output_device)
-        request = Request(ids, ending, generator, Stats(), distribution)
+        end_tokens = find_end_tokens(target, template, options)
+        ending = build_ending(target, template, ids, options, end_tokens)
+        sampler = build_distribution(target, ids, options, end_tokens, ending.eos, is_seeded)
+        generator = build_generator(seed_of(first_seed + number), ids, target.output_device)
+        request = Request(ids, ending, generator, Stats(), sampler)
         request.samples = samples
-        request.memory = wanted.memory
-        request.remember = wanted.remember
-        if wanted.logprobs or wanted.top_logprobs:
-            request.top_logprobs = wanted.top_logprobs
+        request.memory = options.memory
+        request.remember = options.remember
+        if options.logprobs or options.top_logprobs:
+            request.top_logprobs = options.top_logprobs
         if isinstance(ids, PictureTokens):
             request.pictures = ids.inputs
-        if wanted.on_cycle:
+        if options.on_cycle:
             request.listener = build_listener(
-                wanted.on_cycle, target.tokenizer, distribution.params, request.stats
+                options.on_cycle, target.tokenizer, sampler.params, request.stats
             )
         requests.append(request)
     return requests
@@ -70,36 +78,38 @@ def build_ending(
     target: Target,
     template: str | None,
     ids: list[int],
-    wanted: RequestOptions,
-    ends: frozenset[int],
+    options: RequestOptions,
+    end_tokens: frozenset[int],
 ) -> Ending:
-    """Where an answer to these prompt tokens ends.
+    """Build the rule that ends an answer to a prompt.
 
     Args:
-        target: whose context bounds the answer.
-        template: of the chat, which may have stop strings of its own.
-        ids: the prompt's tokens.
-        wanted: the request's options.
-        ends: the end-of-sequence tokens (`find_end_tokens`).
+        target: The model that answers; its context bounds the answer.
+        template: Name of the chat template, which may have stop strings of its own; None: the tokenizer's.
+        ids: The prompt's token ids.
+        options: The request's options.
+        end_tokens: The end-of-sequence tokens (`find_end_tokens`).
 
     Raises:
-        InputError: where the answer has no room for `min_tokens`.
+        InputError: If the context has no room for `min_tokens` after the prompt.
     """
-    room = count_answer_room(target, ids)
-    if wanted.min_tokens > room:
+    max_tokens = count_answer_room(target, ids)
+    if options.min_tokens > max_tokens:
         raise InputError(
-            f"min_tokens is {wanted.min_tokens}, after the prompt the context holds {room}"
+            f"min_tokens is {options.min_tokens}, after the prompt the context holds {max_tokens}"
         )
-    stop_strings = tuple(wanted.stop)
-    if not wanted.ignore_eos:
+    stop_strings = tuple(options.stop)
+    if not options.ignore_eos:
         stop_strings += templates.get_stops(template).strings
-    most = min(wanted.max_new_tokens, room)
-    return Ending(target.tokenizer, ends, stop_strings, most, wanted.min_tokens)
+    max_tokens = min(options.max_new_tokens, max_tokens)
+    return Ending(target.tokenizer, end_tokens, stop_strings, max_tokens, options.min_tokens)
 
 
-def find_end_tokens(target: Target, template: str | None, wanted: RequestOptions) -> frozenset[int]:
-    """The tokens that end an answer: the target's and the template's, or none with `ignore_eos`."""
-    if wanted.ignore_eos:
+def find_end_tokens(
+    target: Target, template: str | None, options: RequestOptions
+) -> frozenset[int]:
+    """Collect the tokens that end an answer: the target's and the template's, or none with `ignore_eos`."""
+    if options.ignore_eos:
         return frozenset()
     return target.eos | set(templates.get_stops(template).token_ids)
 
@@ -107,46 +117,47 @@ def find_end_tokens(target: Target, template: str | None, wanted: RequestOptions
 def build_distribution(
     target: Target,
     ids: list[int],
-    wanted: RequestOptions,
-    ends: frozenset[int],
-    withheld: frozenset[int],
+    options: RequestOptions,
+    end_tokens: frozenset[int],
+    early_forbidden: frozenset[int],
     is_seeded: bool,
 ) -> Sampler:
-    """The distribution of an answer's tokens.
+    """Build the sampler of a request: its logits processors, then temperature, top-k and the like.
 
     Args:
-        target: whose vocabulary it is over.
-        ids: the prompt's tokens, with which the processors begin.
-        wanted: the request's options.
-        ends: end-of-sequence tokens, which a grammar allows where the answer is complete.
-        withheld: these and the special tokens among the stop strings, which `min_tokens` forbids at first.
-        is_seeded: whether the caller chose the seed of the draws.
+        target: The model that answers.
+        ids: The prompt's token ids, which some processors count.
+        options: The request's options.
+        end_tokens: End-of-sequence tokens; a grammar allows them once the answer is complete.
+        early_forbidden: Tokens that `min_tokens` forbids at first: `end_tokens`, and the special tokens
+            among the stop strings.
+        is_seeded: Whether the caller chose the seed of the draws.
 
     Raises:
-        InputError: for a bias outside the vocabulary and for a grammar that cannot be compiled.
+        InputError: For a bias outside the vocabulary and for a grammar that cannot be compiled.
     """
-    if wanted.logit_bias and max(wanted.logit_bias) >= target.vocab_size:
+    if options.logit_bias and max(options.logit_bias) >= target.vocab_size:
         raise InputError(
-            f"logit_bias has token id {max(wanted.logit_bias)}, which is outside the vocabulary of "
+            f"logit_bias has token id {max(options.logit_bias)}, which is outside the vocabulary of "
             f"{target.vocab_size}"
         )
-    shapers = [shaper.begin(ids) for shaper in build_processors(wanted)]
+    processors = [processor.begin(ids) for processor in build_processors(options)]
     grammar = None
     for kind in GRAMMAR_KINDS:
-        source = getattr(wanted, kind)
+        source = getattr(options, kind)
         if source is not None:
             grammar = GrammarProcessor(
-                compile_grammar(kind, source, target.tokenizer, target.vocab_size, ends)
+                compile_grammar(kind, source, target.tokenizer, target.vocab_size, end_tokens)
             )
-            shapers.append(grammar)
-    if wanted.min_tokens:
-        shapers.append(MinTokens(wanted.min_tokens, tuple(sorted(withheld))))
-    params = SamplingParams(wanted.temperature, wanted.top_k, wanted.top_p, wanted.min_p)
-    return Sampler(params, shapers, is_seeded, grammar)
+            processors.append(grammar)
+    if options.min_tokens:
+        processors.append(MinTokens(options.min_tokens, tuple(sorted(early_forbidden))))
+    params = SamplingParams(options.temperature, options.top_k, options.top_p, options.min_p)
+    return Sampler(params, processors, is_seeded, grammar)
 
 
 def count_answer_room(target: Target, prompt: Sequence[int]) -> int:
-    """Tokens that an answer may have. Raises TooLong where the prompt leaves none."""
+    """Count the positions that the target's context has left after a prompt. Raises TooLong if there are none."""
     room = target.context_length - len(prompt)
     if room < 1:
         raise TooLong(
@@ -157,11 +168,11 @@ def count_answer_room(target: Target, prompt: Sequence[int]) -> int:
 
 
 def build_generator(seed: int, prompt: Sequence[int], device: torch.device) -> torch.Generator:
-    """The generator of a completion's draws: a function of the seed and the prompt's token ids.
+    """Build the generator of a completion's draws, seeded by a hash of the request's seed and its prompt.
 
-    Its own seed is BLAKE2b, in 8 bytes, of both as little-endian words of 8 bytes. So one seed for
+    The hash is BLAKE2b with 8 bytes, over both as little-endian words of 8 bytes. So one seed for
     all prompts gives draws that are independent of each other, the same on every machine. On a CPU
-    torch takes 32 bits of it: two prompts share their draws with probability 2^-32.
+    torch uses 32 bits of it: two prompts share their draws with probability 2^-32.
     """
     words = np.array([seed, *prompt], dtype="<u8").tobytes()
     digest = hashlib.blake2b(words, digest_size=8).digest()
@@ -169,9 +180,9 @@ def build_generator(seed: int, prompt: Sequence[int], device: torch.device) -> t
 
 
 def seed_of(value: object, answers: int = 1) -> int:
-    """A seed in [0, 2^64). None and a generator draw one. Raises InputError.
+    """Return a seed in [0, 2^64): the given one, or a new one for None and for a generator. Raises InputError.
 
-    answers: that take it and the next ones, all of which must lie there.
+    answers: how many answers take it and the seeds after it; the last of these must be below 2^64, too.
     """
     if value is None:
         return secrets.randbits(63)
@@ -188,10 +199,10 @@ def seed_of(value: object, answers: int = 1) -> int:
     return seed
 
 
-def parse_seeds(value: Seeds, prompts: int, each: int = 1) -> list[Seed]:
-    """A seed for each prompt, from the first prompt's seed or a list of them. Raises InputError.
+def parse_seeds(value: Seeds, prompts: int, samples: int = 1) -> list[Seed]:
+    """Return the first seed of each prompt, from the seed of the first prompt or a list. Raises InputError.
 
-    each: successive seeds that a prompt takes.
+    samples: answers to each prompt, which take successive seeds.
     """
     if isinstance(value, torch.Generator | None):
         return [value] * prompts
@@ -202,5 +213,5 @@ def parse_seeds(value: Seeds, prompts: int, each: int = 1) -> list[Seed]:
                 "each"
             )
         return list(value)
-    first = seed_of(value, max(prompts * each, 1))
-    return [first + i * each for i in range(prompts)]
+    first_seed = seed_of(value, max(prompts * samples, 1))
+    return [first_seed + number * samples for number in range(prompts)]

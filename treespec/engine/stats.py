@@ -12,13 +12,21 @@ from itertools import pairwise, zip_longest
 class Stats:
     """Counts of tokens and cycles, and seconds by stage.
 
-    accepted: accepted nodes by cycle, cut at the end of the text. drafted: nodes drafted at depth
-    1, 2, … over all cycles. undrafted: cycles without a draft token. seconds: by stage:
-    prefill, draft (of it head: the draft model's forwards), target, verify, commit, total. They are
-    the host's: on an accelerator the stage that waits has the time of those before it. Texts of a
-    batch share the seconds of their cycles evenly, so that the sum over texts is wall-clock time.
-    truncated: whether max_new_tokens or the context ended the text, which may then be half a
-    sentence, or half an object.
+    The seconds are the host's: on an accelerator the stage that synchronises includes the time of those
+    before it. Requests of a batch share the seconds of their cycles evenly, so that the sum over requests
+    is wall-clock time.
+
+    Attributes:
+        prompt_tokens: Tokens of the prompt.
+        cached_tokens: Those of them that were reused from the prefix cache or from another sample.
+        new_tokens: Tokens of the answer.
+        accepted: Accepted draft tokens in each cycle, cut at the end of the answer.
+        drafted: Nodes drafted at depth 1, 2, … over all cycles.
+        undrafted: Cycles without a draft token.
+        seconds: By stage: prefill, draft, head (the draft model's forwards, a part of draft), target,
+            verify, commit, total.
+        truncated: Whether max_new_tokens or the context ended the answer, which may then break off amid
+            a sentence or an object.
     """
 
     prompt_tokens: int = 0
@@ -32,6 +40,7 @@ class Stats:
 
     @property
     def cycles(self) -> int:
+        """Forwards of the target, each of which verifies one tree."""
         return len(self.accepted)
 
     @property
@@ -43,13 +52,14 @@ class Stats:
 
     @property
     def tokens_per_second(self) -> float:
+        """Tokens of the answer per second of total time, prefill included."""
         if not self.seconds["total"]:
             return 0.0
         return self.new_tokens / self.seconds["total"]
 
     @property
     def accepted_by_depth(self) -> list[int]:
-        """Cycles that accepted a node at depth 1, 2, …"""
+        """Number of cycles that accepted a node at depth 1, 2, …"""
         counts = [0] * len(self.drafted)
         for accepted in self.accepted:
             for depth in range(min(accepted, len(counts))):
@@ -59,11 +69,11 @@ class Stats:
     @property
     def acceptance_by_depth(self) -> list[float]:
         """α at depth 1, 2, …: Pr(a cycle accepts this depth | it accepted the one above)."""
-        reached = [self.cycles, *self.accepted_by_depth]
-        return [b / a for a, b in pairwise(reached) if a]
+        cycles_by_depth = [self.cycles, *self.accepted_by_depth]
+        return [below / above for above, below in pairwise(cycles_by_depth) if above]
 
     def read_clock(self) -> float:
-        """The clock that times stages, in seconds."""
+        """Read the clock that times stages, in seconds."""
         return time.perf_counter()
 
     def add(self, stats: "Stats") -> None:
@@ -75,32 +85,35 @@ class Stats:
             self.seconds[stage] += seconds
 
     def count_drafted(self, per_depth: list[int]) -> None:
-        """Add one cycle's nodes at depth 1, 2, …"""
+        """Add the number of nodes that one cycle drafted at depth 1, 2, …"""
         self.undrafted += not per_depth
         self.drafted = _add_counts(self.drafted, per_depth)
 
 
-def _add_counts(one: list[int], other: list[int]) -> list[int]:
-    return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
+def _add_counts(counts: list[int], more_counts: list[int]) -> list[int]:
+    return [a + b for a, b in zip_longest(counts, more_counts, fillvalue=0)]
 
 
 @contextmanager
-def shared(texts: Sequence[Stats], stage: str) -> Iterator[None]:
-    """Time a stage that several texts go through together, and give each an equal share of it."""
-    started = texts[0].read_clock()
+def shared(stats: Sequence[Stats], stage: str) -> Iterator[None]:
+    """Time a stage that several requests pass together, and add an equal share to the seconds of each.
+
+    stats: of the requests; entries that are appended within the block get a share, too.
+    """
+    start = stats[0].read_clock()
     try:
         yield
     finally:
-        share = (texts[0].read_clock() - started) / len(texts)
-        for stats in texts:
-            stats.seconds[stage] += share
+        share = (stats[0].read_clock() - start) / len(stats)
+        for request_stats in stats:
+            request_stats.seconds[stage] += share
 
 
-TAU_MEANING = "tokens per target forward"  # the meaning of τ
+TAU_MEANING = "tokens per target forward"
 
 
 def format_figures(tokens: int, cycles: int, seconds: float, explain: bool = False) -> str:
-    """`32 tokens · τ 2.46 · 45.1 tokens/s`. explain: add the meaning of τ, at its first use."""
+    """Write a run's figures: `32 tokens · τ 2.46 · 45.1 tokens/s`. explain: add the meaning of τ."""
     tau = tokens / cycles if cycles else 0.0
     speed = tokens / seconds if seconds else 0.0
     meaning = f" ({TAU_MEANING})" if explain else ""
@@ -108,4 +121,5 @@ def format_figures(tokens: int, cycles: int, seconds: float, explain: bool = Fal
 
 
 def format_stats(stats: Stats, explain: bool = False) -> str:
+    """Write the figures of one generation, as `format_figures` does."""
     return format_figures(stats.new_tokens, stats.cycles, stats.seconds["total"], explain)

@@ -1,1 +1,1 @@
-"""The distribution of each text: what changes the logits before temperature, top-k and the rest."""
+"""The distribution that a request samples from: logits processors, temperature, top-k and the like, Gumbel noise."""

@@ -1,8 +1,8 @@
-"""Grammars of answers: a JSON schema, a regular expression or a grammar, compiled by llguidance.
+"""Grammars of answers: a JSON schema, a regular expression or a Lark grammar, compiled by llguidance.
 
-Compiled grammars and the tokenizers behind them are kept, so a schema that many requests share is
-compiled once. A `GrammarSandbox` is a process that compiles grammars first, and follows each for a few tokens: a
-grammar that crashes llguidance, or keeps it busy, ends that process and not its parent.
+Compiled grammars and llguidance's copies of tokenizers are cached, so a schema that many requests share is
+compiled once. A `GrammarSandbox` compiles each grammar in a process of its own first, and follows it for a
+few tokens there: a grammar that crashes llguidance, or keeps it busy, ends that process and not its parent.
 """
 
 import json
@@ -25,24 +25,26 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 GRAMMAR_KINDS = ("json_schema", "regex", "grammar")
-# Far beyond what schemas in use need. They bound the time of a token and the memory of a matcher.
+# They bound the time of a token and the memory of a matcher, far above what common schemas need.
 MATCHER_LIMITS: Any = {
     "step_max_items": 10_000,
     "step_lexer_fuel": 50_000,
     "max_lexer_states": 50_000,
 }
 MATCHER_LIMITS |= {"verbose_errors": False}
-# JSON as json.dumps writes it. One way to space means fewer tokens to choose, and more forced ones.
+# JSON as json.dumps writes it. With one way to space there are fewer choices and more forced tokens.
 JSON_SPACING: Any = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 
 
 @final
 @dataclass(frozen=True)
 class Grammar:
-    """A compiled grammar over a tokenizer. kind: one of KINDS.
+    """A compiled grammar over a tokenizer.
 
-    start: the matcher before the first token; never moved. ends: the tokens that end an answer; the
-    matcher allows them where the grammar accepts.
+    Attributes:
+        kind: One of GRAMMAR_KINDS.
+        start: The matcher before the first token. It never consumes a token itself: take copies.
+        ends: The tokens that end an answer. The matcher allows them once the grammar accepts the answer.
     """
 
     kind: str
@@ -53,20 +55,26 @@ class Grammar:
 def compile_grammar(
     kind: str, source: object, tokenizer: Any, vocab_size: int, ends: frozenset[int]
 ) -> Grammar:
-    """The grammar of an answer.
+    """Compile the grammar of an answer.
 
-    kind: one of KINDS. source: a JSON schema as a dict or as JSON text; a regular expression;
-    or a grammar in llguidance's Lark. vocab_size: V of the target. Raises InputError
-    for a source that cannot be used, and for a target whose tokenizer cannot be matched.
+    Args:
+        kind: One of GRAMMAR_KINDS.
+        source: A JSON schema as a dict or as JSON text, a regular expression, or a grammar in
+            llguidance's Lark.
+        tokenizer: The target's, of transformers.
+        vocab_size: V of the target.
+        ends: The tokens that end an answer.
+
+    Raises:
+        InputError: For a source that cannot be compiled, and for a tokenizer that llguidance cannot copy.
     """
     text = to_grammar_text(kind, source)
-    return Grammar(
-        kind, build_start_matcher(kind, text, copy_tokenizer(tokenizer, vocab_size, ends)), ends
-    )
+    llg_tokenizer = copy_tokenizer(tokenizer, vocab_size, ends)
+    return Grammar(kind, build_start_matcher(kind, text, llg_tokenizer), ends)
 
 
 def to_grammar_text(kind: str, source: object) -> str:
-    """The source as text. Raises InputError for the wrong type and for text that is no JSON."""
+    """Write the source as text. Raises InputError for the wrong type, and for a schema that is no JSON."""
     if kind == "json_schema":
         try:
             schema = source
@@ -88,7 +96,7 @@ def to_grammar_text(kind: str, source: object) -> str:
 
 @lru_cache(maxsize=4)
 def copy_tokenizer(tokenizer: Any, vocab_size: int, ends: frozenset[int]) -> "LLTokenizer":
-    """llguidance's copy of the tokenizer. Raises InputError for one that it cannot copy."""
+    """Build llguidance's copy of a tokenizer. Raises InputError for one that it cannot copy."""
     if tokenizer is None:
         raise InputError("the target has no tokenizer: a grammar needs the text of its tokens")
     name = type(tokenizer).__name__
@@ -115,7 +123,7 @@ def copy_tokenizer(tokenizer: Any, vocab_size: int, ends: frozenset[int]) -> "LL
 
 
 def copy_of(tokenizer: Any, vocab_size: int, ends: frozenset[int]) -> dict[str, Any]:
-    """The arguments of llguidance's copy of a tokenizer; another process may take them, too."""
+    """Build the arguments of llguidance's copy of a tokenizer, which can be sent to another process."""
     backend = copy(tokenizer.backend_tokenizer)
     backend.no_padding()
     backend.no_truncation()
@@ -124,11 +132,11 @@ def copy_of(tokenizer: Any, vocab_size: int, ends: frozenset[int]) -> dict[str, 
 
 
 @lru_cache(maxsize=64)
-def build_start_matcher(kind: str, text: str, tokens: "LLTokenizer") -> "LLMatcher":
-    """The matcher of a grammar before the first token. Raises InputError for one without use."""
+def build_start_matcher(kind: str, text: str, tokenizer: "LLTokenizer") -> "LLMatcher":
+    """Compile a grammar to its matcher before the first token. Raises InputError if no token may come first."""
     from llguidance import LLMatcher, LLParserLimits
 
-    # 1. The matcher. It compiles without the interpreter's lock, so other threads go on.
+    # 1. The matcher. It compiles without Python's interpreter lock, so other threads go on.
     try:
         if kind == "json_schema":
             grammar = LLMatcher.grammar_from_json_schema(text, JSON_SPACING)
@@ -138,9 +146,9 @@ def build_start_matcher(kind: str, text: str, tokens: "LLTokenizer") -> "LLMatch
             grammar = LLMatcher.grammar_from_lark(text)
     except ValueError as error:
         raise InputError(f"{kind} is too large: {error}") from None
-    start = LLMatcher(tokens, grammar, log_level=0, limits=LLParserLimits(**MATCHER_LIMITS))
+    start = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**MATCHER_LIMITS))
 
-    # 2. What is wrong with it, if anything.
+    # 2. Errors of compilation, and of the first token's mask.
     fault = start.get_error()
     if fault:
         raise InputError(f"{kind}: {' '.join(fault.split())}")
@@ -152,43 +160,44 @@ def build_start_matcher(kind: str, text: str, tokens: "LLTokenizer") -> "LLMatch
 
 
 def build_complexity_error(kind: str, matcher: "LLMatcher") -> InputError:
-    """Why a matcher has given up."""
+    """Build the error of a matcher that has stopped with an error."""
     fault = matcher.get_error()
     if "NoExtension" in fault:
         return InputError(f"{kind} cannot be satisfied: no token may come next")
     return InputError(f"{kind} is too complex to be followed: {' '.join(fault.split())}")
 
 
-MAX_GRAMMAR_CHARACTERS = 1 << 17  # characters of a grammar
-MAX_COMPILE_SECONDS = 5.0  # that the process may take for one
-MAX_TOKEN_SECONDS = (
-    0.1  # seconds of CPU for a token: other threads of the parent wait for some of them
-)
-TRIAL_TOKEN_COUNT = 16  # that a grammar is followed for
-STACK_BYTES = 2 << 20  # bytes, less than threads of the parent have: what passes here fits there
+MAX_GRAMMAR_CHARACTERS = 1 << 17
+MAX_COMPILE_SECONDS = 5.0  # the sandbox is killed if a grammar takes longer
+MAX_TOKEN_SECONDS = 0.1  # CPU seconds of one token: other threads of the parent wait for a part
+TRIAL_TOKEN_COUNT = 16  # random tokens by which the sandbox follows a grammar
+STACK_BYTES = 2 << 20  # less than the parent's threads have: a grammar that passes here fits there
 
 
 @final
 class GrammarSandbox:
-    """The process over a tokenizer. It begins with the first grammar, and again after one ended it.
+    """A process that tries grammars over one tokenizer. One thread at a time may use it.
 
-    One thread at a time may use it.
+    The process starts with the first grammar, and again after a grammar has ended it.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, ends: frozenset[int]) -> None:
-        """As for `compile_grammar`. A large tokenizer is copied now: the copy holds up other threads."""
+        """tokenizer, vocab_size, ends: as for `compile_grammar`.
+
+        The tokenizer is copied now, before there are requests: a large copy holds up other threads.
+        """
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.ends = ends
-        with suppress(InputError):  # a request by grammar will hear of it
+        with suppress(InputError):  # raised again for the first request with a grammar
             copy_tokenizer(tokenizer, vocab_size, ends)
         self.pipe: Connection | None = None
         self.check = lru_cache(maxsize=64)(self._check)
 
     def run(self, kind: str, source: object) -> None:
-        """Raises InputError for a grammar that `compile_grammar` refuses, and for one that takes too much.
+        """Check a grammar; kind, source: as for `compile_grammar`.
 
-        kind, source: as for `compile_grammar`.
+        Raises InputError for a grammar that `compile_grammar` refuses, and for one that takes too long.
         """
         text = to_grammar_text(kind, source)
         if len(text) > MAX_GRAMMAR_CHARACTERS:
@@ -222,47 +231,47 @@ class GrammarSandbox:
         self.process = context.Process(target=_serve, args=(child_pipe, fields), daemon=True)
         self.process.start()
         child_pipe.close()
-        self.pipe.recv()  # it is ready
+        self.pipe.recv()  # "ready"
 
 
 def _serve(pipe: Connection, fields: dict[str, Any]) -> None:
-    """The process: take a grammar, send its fault or "", until the parent is gone."""
+    """Run the sandbox's process: receive a grammar, send its fault or "", until the parent is gone."""
     from llguidance import LLTokenizer
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
-    tokens = LLTokenizer(**fields)
+    tokenizer = LLTokenizer(**fields)
 
     def loop() -> None:
         pipe.send("ready")
         with suppress(EOFError):
             while True:
                 kind, text = pipe.recv()
-                pipe.send(_find_fault(kind, text, tokens))
+                pipe.send(_find_fault(kind, text, tokenizer))
 
     threading.stack_size(STACK_BYTES)
     threading.Thread(target=loop).start()
 
 
-def _find_fault(kind: str, text: str, tokens: "LLTokenizer") -> str:
-    """Compile a grammar and let it take a few random tokens. What is wrong with it, or ""."""
+def _find_fault(kind: str, text: str, tokenizer: "LLTokenizer") -> str:
+    """Compile a grammar and let it consume a few random tokens. Returns what is wrong with it, or ""."""
     try:
-        matcher = build_start_matcher(kind, text, tokens).deep_copy()
-        coins = random.Random(0)
+        matcher = build_start_matcher(kind, text, tokenizer).deep_copy()
+        generator = random.Random(0)
     except InputError as error:
         return str(error)
     for _ in range(TRIAL_TOKEN_COUNT):
-        begun = time.thread_time()
+        start = time.thread_time()
         matcher.compute_ff_tokens()
         mask = matcher.compute_bitmask()
         if matcher.is_error():
             break
-        allowing = [place for place, byte in enumerate(mask) if byte]
-        place = coins.choice(allowing)
-        token = 8 * place + mask[place].bit_length() - 1
-        if token in tokens.eos_tokens:
+        allowing_bytes = [index for index, byte in enumerate(mask) if byte]
+        index = generator.choice(allowing_bytes)
+        token = 8 * index + mask[index].bit_length() - 1
+        if token in tokenizer.eos_tokens:
             break
         matcher.consume_token(token)
-        if time.thread_time() - begun > MAX_TOKEN_SECONDS:
+        if time.thread_time() - start > MAX_TOKEN_SECONDS:
             return f"{kind} is too complex: a token takes longer than {MAX_TOKEN_SECONDS:g} s"
     if matcher.is_error():
         return str(build_complexity_error(kind, matcher))

@@ -1,4 +1,4 @@
-"""Answers by a grammar: each node of a tree gets the mask of its own path."""
+"""Answers by a grammar: at each node of a tree, the tokens that its path does not allow are forbidden."""
 
 import math
 from collections.abc import Sequence
@@ -12,15 +12,15 @@ from torch import Tensor
 from treespec.errors import InputError
 from treespec.sampling.compiled_grammar import Grammar, build_complexity_error
 
-MOST_FORCED = 64  # tokens of a forced chain: bounds the nodes of a forward
+MOST_FORCED = 64  # tokens of a chain that the grammar forces: bounds the nodes of a forward
 
 
 @final
 class GrammarProcessor:
-    """Forbids the tokens that a grammar does not allow after an answer.
+    """Logits processor that forbids the tokens a grammar does not allow next.
 
     One matcher walks the tree: it consumes the tokens down to a node and rolls back to the fork.
-    A node's mask is computed once a cycle, for the draft distribution and for the target's alike.
+    A node's mask is computed once a cycle, and used for draft logits and target logits.
 
     Masks of three paths below the answer `[`, for a list of digits:
 
@@ -33,39 +33,38 @@ class GrammarProcessor:
         self.grammar = grammar
         self.ends = grammar.ends
         self.matcher = grammar.start.deep_copy()
-        self.answer: list[int] = []  # what the matcher has consumed, and will not roll back
-        self.below: list[int] = []  # what it has consumed behind the answer
-        self.masks: dict[tuple[int, ...], bytes] = {}  # bits, by path below the answer
+        self.answer: list[int] = []  # tokens that the matcher has consumed for good
+        self.below: list[int] = []  # tokens of a path that it has consumed after the answer
+        self.masks: dict[tuple[int, ...], bytes] = {}  # allowed tokens as bits, by path
 
     def begin(self, prompt: Sequence[int]) -> "GrammarProcessor":
-        """One for another text. The grammar is of the answer alone, whatever the prompt."""
+        """Return a new processor for another request. The prompt has no effect: the grammar is of the answer."""
         return GrammarProcessor(self.grammar)
 
     def process_logits(
         self, answer: Sequence[int], paths: Sequence[Sequence[int]], logits: Tensor
     ) -> Tensor:
-        """[N, V] logits with -inf for forbidden tokens.
+        """Return the logits with -inf for forbidden tokens, as `TreeLogitsProcessor` describes.
 
-        The logits below a path that the grammar forbids stay: no text gets there. answer: only
-        grows. paths: token ids below it, one for each row of logits [N, V]. Raises InputError where
-        the matcher gives up.
+        After a path that the grammar forbids the logits are unchanged: no answer gets there. Raises
+        InputError if the matcher stops with an error.
         """
         # 1. The masks, in an order that moves the matcher little.
         self._follow(answer)
-        wanted = [tuple(path) for path in paths]
-        for path in sorted(set(wanted) - self.masks.keys()):
+        path_keys = [tuple(path) for path in paths]
+        for path in sorted(set(path_keys) - self.masks.keys()):
             self.masks[path] = self._mask(path)
 
         # 2. Their bits, lowest first, as columns.
         v = logits.shape[-1]
-        rows = np.frombuffer(b"".join([self.masks[path] for path in wanted]), dtype=np.uint8)
-        rows = rows.reshape(len(wanted), -1)[:, : -(-v // 8)]
+        rows = np.frombuffer(b"".join([self.masks[path] for path in path_keys]), dtype=np.uint8)
+        rows = rows.reshape(len(path_keys), -1)[:, : -(-v // 8)]
         bits = np.unpackbits(rows, axis=1, count=v, bitorder="little")
         allowed = torch.from_numpy(bits.view(np.bool_)).to(logits.device)
         return logits.where(allowed, -math.inf)
 
     def list_forced_tokens(self, answer: Sequence[int]) -> list[int]:
-        """The tokens that must follow the answer, as far as the grammar leaves no choice."""
+        """List the tokens that must follow the answer because the grammar allows no others."""
         self._follow(answer)
         self._move_to(())
         forced: list[int] = self.matcher.compute_ff_tokens()[:MOST_FORCED]
@@ -76,23 +75,24 @@ class GrammarProcessor:
         return forced
 
     def _follow(self, answer: Sequence[int]) -> None:
-        """Let the matcher consume what the answer has grown by."""
+        """Let the matcher consume the new tokens of the answer."""
         if len(answer) == len(self.answer):
             return
         self._check()
         self._move_to(())
         self.masks.clear()
-        new = list(takewhile(lambda token: token not in self.ends, answer[len(self.answer) :]))
-        if self.matcher.validate_tokens(new) < len(new):
+        new_tokens = answer[len(self.answer) :]
+        new_tokens = list(takewhile(lambda token: token not in self.ends, new_tokens))
+        if self.matcher.validate_tokens(new_tokens) < len(new_tokens):
             raise InputError(
                 f"{self.grammar.kind} was left by the answer: it is too complex to be followed, or "
                 "the verifier is not lossless; give a simpler one, or take a lossless verifier"
             )
-        self.matcher.consume_tokens(new)
+        self.matcher.consume_tokens(new_tokens)
         self.answer = list(answer)
 
     def _mask(self, path: tuple[int, ...]) -> bytes:
-        """The tokens allowed after a path, a bit each; all of them below a forbidden path."""
+        """Compute the tokens allowed after a path, a bit each; after a forbidden path all are."""
         if not self._move_to(path):
             return b"\xff" * len(self.matcher.compute_bitmask())
         mask = self.matcher.compute_bitmask()
@@ -100,21 +100,22 @@ class GrammarProcessor:
         return mask
 
     def _check(self) -> None:
-        """Raises InputError once the matcher has given up."""
+        """Raise InputError if the matcher has stopped with an error."""
         if self.matcher.is_error():
             raise build_complexity_error(self.grammar.kind, self.matcher)
 
     def _move_to(self, path: Sequence[int]) -> bool:
-        """Move the matcher to the end of a path; False where the grammar forbids one of its tokens.
+        """Move the matcher to the end of a path. Returns False if the grammar forbids one of its tokens.
 
-        The matcher consumes no end-of-sequence token: what stands below one is no part of a text.
+        The matcher consumes no end-of-sequence token: nodes below one are never part of an answer.
         """
         while self.below != list(path[: len(self.below)]):
             self.matcher.rollback(1)
             self.below.pop()
         for token in path[len(self.below) :]:
-            absent = token < 0 or token in self.ends
-            if absent or not self.matcher.validate_tokens([token]):
+            if token < 0 or token in self.ends:  # an absent draw, or an end
+                return False
+            if not self.matcher.validate_tokens([token]):
                 return False
             self.matcher.consume_token(token)
             self.below.append(token)

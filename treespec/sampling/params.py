@@ -1,4 +1,4 @@
-"""What a request may ask of the distribution of its tokens. It loads no torch."""
+"""The options of a request that change the distribution of its tokens. This module does not import torch."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -9,16 +9,20 @@ from typing import Any
 from treespec.errors import InputError
 from treespec.options import MAX_COUNT, Options, option, require_whole_number
 
-MIN_TEMPERATURE = 1e-5  # temperature: about the float32 spacing at the size of logits
-MAX_TEMPERATURE = 1e30  # temperature: float32 holds it
+MIN_TEMPERATURE = 1e-5  # about the float32 spacing at the size of logits
+MAX_TEMPERATURE = 1e30  # float32 can represent it
 
 
 @dataclass(frozen=True)
 class SamplingParams(Options):
     """How logits become the distribution that is sampled, in the order of transformers' warpers.
 
-    temperature: 0 is greedy, a one-hot distribution. So is anything below 1e-5, where rounding of
-    float32 logits exceeds their differences.
+    Attributes:
+        temperature: The logits are divided by it. Default: 0, greedy: a one-hot distribution. Anything
+            below 1e-5 is greedy too, because rounding of float32 logits exceeds the differences left.
+        top_k: Only the k most likely tokens are sampled. Default: 0, off.
+        top_p: Only the most likely tokens that together have this probability are sampled. Default: 1, off.
+        min_p: Only tokens with at least this share of the largest probability are sampled. Default: 0, off.
     """
 
     PANEL = "Answers"
@@ -44,19 +48,20 @@ class SamplingParams(Options):
 
     @property
     def greedy(self) -> bool:
+        """Whether the most likely token is taken instead of a sample."""
         return self.temperature < MIN_TEMPERATURE
 
 
 def parse_bias(words: Sequence[str]) -> dict[int, float]:
-    """The biases of `50256=-5` and the like. Raises InputError."""
+    """Parse biases such as `50256=-5`. Raises InputError."""
     biases = {}
-    for text in words:
-        token, _, value = text.partition("=")
+    for word in words:
+        token, _, value = word.partition("=")
         try:
             biases[int(token)] = float(value)
         except ValueError:
             raise InputError(
-                f"--logit-bias {text!r:.40} is not understood: give a token id and a number, as in "
+                f"--logit-bias {word!r:.40} is not understood: give a token id and a number, as in "
                 "50256=-5"
             ) from None
     return biases
@@ -64,12 +69,19 @@ def parse_bias(words: Sequence[str]) -> dict[int, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class LogitOptions(Options):
-    """What changes the logits of target and drafter alike, in this order, at every node of a tree by
-    the node's own path. The text has exactly the distribution of the changed logits.
+    """What changes the logits of target and drafter, in this order, at each node of a tree by the node's path.
 
-    logit_bias: {token id: added to its logit}; -inf forbids a token. logits_processor: a
-    transformers `LogitsProcessor`, any function like one, a `treespec.sampling.processors.TreeLogitsProcessor`, or
-    a list of them. Each must be a function of its arguments.
+    The answer has exactly the distribution of the changed logits.
+
+    Attributes:
+        logit_bias: {token id: number added to its logit}; -inf forbids a token.
+        repetition_penalty: Divides the positive logits of tokens in prompt and answer, and multiplies
+            their negative ones. Default: 1, off.
+        presence_penalty: Subtracted from the logits of the answer's tokens. Default: 0, off.
+        frequency_penalty: Subtracted from them once for each occurrence. Default: 0, off.
+        logits_processor: A transformers `LogitsProcessor`, any function with the same arguments, a
+            `treespec.sampling.processors.TreeLogitsProcessor`, or a list of them. Each must be a pure
+            function of its arguments.
     """
 
     PANEL = "Answers"
@@ -109,14 +121,14 @@ class LogitOptions(Options):
             raise InputError(
                 f"logit_bias is {biases!r:.40}, must be a dict of token ids and numbers"
             )
-        pairs = [check_bias(token, value) for token, value in biases.items()]
-        object.__setattr__(self, "logit_bias", dict(pairs))
+        checked_biases = [check_bias(token, value) for token, value in biases.items()]
+        object.__setattr__(self, "logit_bias", dict(checked_biases))
 
 
 def check_bias(token: object, value: Any) -> tuple[int, float]:
-    """A token id and its bias. JSON's keys are strings, so the id may be one of digits.
+    """Check a token id and its bias. The id may be a string of digits, because JSON's keys are strings.
 
-    Raises InputError for what is no token id, and for NaN and infinity.
+    Raises InputError for anything else than a token id, and for NaN and infinity.
     """
     if isinstance(token, str) and token.isdecimal():
         token = int(token)

@@ -1,7 +1,7 @@
-"""Logits to probabilities, one function for target, head and verifier, and all draws of a sequence.
+"""From logits to probabilities, by one function for target, head and verifier; and all sampling.
 
-`sample`, `sample_each`, `sample_events` and `sample_uniform` are the only places where a sequence's
-generator is used: a test replaces them by an oracle that tries every outcome.
+A request's generator is used only in `sample`, `sample_each`, `sample_events` and `sample_uniform`, so a
+test can replace them by an oracle that tries every outcome.
 """
 
 import math
@@ -13,24 +13,22 @@ from torch.nn.functional import pad
 
 from treespec.sampling.params import SamplingParams as SamplingParams
 
-TOPK_BLOCK = 64  # tokens a block, for the largest scores
-ONE_PASS_NUMBERS = (
-    1 << 17
-)  # probabilities; up to here one pass finds the largest faster than blocks do
+TOPK_BLOCK = 64  # tokens in a block of `select_topk`
+ONE_PASS_NUMBERS = 1 << 17  # up to this size one pass finds the largest score faster than blocks do
 
 
 def to_float(logits: Tensor) -> Tensor:
-    """The logits in float32; float64 ones stay."""
+    """Convert logits to float32; float64 ones stay as they are."""
     if logits.dtype == torch.float64:
         return logits
     return logits.float()
 
 
 def compute_probs(logits: Tensor, params: SamplingParams) -> Tensor:
-    """The distribution that is sampled: temperature, then top-k, top-p, min-p, each on the distribution before it.
+    """Compute the distribution that is sampled: temperature, then top-k, top-p and min-p, one after the other.
 
-    logits: [..., V] logits. Returns [..., V] probabilities, float64 for float64 logits, else
-    float32. Subnormal probabilities become 0.
+    logits: [..., V]. Returns [..., V] probabilities, float64 for float64 logits, otherwise float32.
+    Subnormal probabilities become 0.
     """
     # 1. Greedy: one-hot.
     logits = to_float(logits)
@@ -38,22 +36,23 @@ def compute_probs(logits: Tensor, params: SamplingParams) -> Tensor:
         best = logits.argmax(-1, keepdim=True)
         return torch.zeros_like(logits).scatter_(-1, best, 1.0)
 
-    # 2. Verifiers divide residuals of q by their sum. A subnormal sum has few digits and an
-    # infinite reciprocal.
+    # 2. Subnormal probabilities become 0, because verifiers divide residuals by their sum: a subnormal
+    # sum has few digits and an infinite reciprocal.
     p = filter_logits(logits, params).softmax(-1)
     return torch.threshold_(p, torch.finfo(p.dtype).tiny, 0.0)
 
 
 def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Log-probabilities up to a constant: temperature above 0, then top-k, top-p and min-p, each after the others.
+    """Apply temperature, then top-k, top-p and min-p. The result is log-probabilities up to a constant.
 
-    logits: [..., V] float32 or float64. Returns the same shape, -inf for tokens that are left out.
+    logits: [..., V] float32 or float64. params: with a temperature above 0. Returns the same shape, -inf
+    for tokens that are filtered out.
     """
     if params.temperature != 1:
         logits = logits / params.temperature
     if 0 < params.top_k < logits.shape[-1]:
-        smallest = logits.topk(params.top_k).values[..., -1:]
-        logits = logits.masked_fill(logits < smallest, -math.inf)
+        kth_largest = logits.topk(params.top_k).values[..., -1:]
+        logits = logits.masked_fill(logits < kth_largest, -math.inf)
     if params.top_p < 1:
         ascending, order = logits.sort(dim=-1)
         drop = ascending.softmax(-1).cumsum(-1) <= 1 - params.top_p
@@ -61,13 +60,13 @@ def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
         logits = logits.masked_fill(torch.zeros_like(drop).scatter_(-1, order, drop), -math.inf)
 
     if params.min_p > 0:
-        least = logits.amax(-1, keepdim=True) + math.log(params.min_p)
-        logits = logits.masked_fill(logits < least, -math.inf)
+        threshold = logits.amax(-1, keepdim=True) + math.log(params.min_p)
+        logits = logits.masked_fill(logits < threshold, -math.inf)
     return logits
 
 
 def choose_greedy(logits: Tensor) -> Tensor:
-    """[N] int64 the most likely token of each row; V, which is no token, for NaN. logits: [N, V]."""
+    """Find the most likely token of each row of logits [N, V]. Returns [N] int64; V, no token, for NaN."""
     if logits.numel() <= ONE_PASS_NUMBERS:
         values, indices = logits.max(-1, keepdim=True)
     else:
@@ -76,12 +75,12 @@ def choose_greedy(logits: Tensor) -> Tensor:
 
 
 def select_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest scores of each row in descending order, and their columns; NaN counts as
-    largest.
+    """Find the k largest scores of each row in descending order, and their columns. NaN counts as largest.
 
-    scores: [..., V], k <= V. Returns [..., k] of float32 or float64, and [..., k] int64.
-    They lie in the k blocks with the largest maxima; on a CPU, finding those is faster than `topk` over
-    long rows. Elsewhere `topk` is one launch.
+    On a CPU, `torch.topk` over long rows is slow. The k largest scores are in the k blocks with the largest
+    maxima, so only these blocks are searched. On other devices `torch.topk` is one launch.
+
+    scores: [..., V], with k <= V. Returns [..., k] scores, float32 or float64, and [..., k] int64.
     """
     scores = to_float(scores)
     v = scores.shape[-1]
@@ -91,45 +90,44 @@ def select_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if v % TOPK_BLOCK:
         scores = pad(scores, (0, -v % TOPK_BLOCK), value=-math.inf)
     blocks = scores.unflatten(-1, (-1, TOPK_BLOCK))
-    block = blocks.amax(-1).topk(k).indices  # [..., k]
-    columns = block[..., None].expand(block.shape + (TOPK_BLOCK,))
-    inside = blocks.gather(-2, columns).flatten(-2)
-    values, place = inside.topk(k)
-    return values, block.gather(-1, place // TOPK_BLOCK) * TOPK_BLOCK + place % TOPK_BLOCK
+    best_blocks = blocks.amax(-1).topk(k).indices  # [..., k]
+    block_index = best_blocks[..., None].expand(best_blocks.shape + (TOPK_BLOCK,))
+    candidates = blocks.gather(-2, block_index).flatten(-2)  # [..., k * TOPK_BLOCK]
+    values, columns = candidates.topk(k)
+    blocks_of_best = best_blocks.gather(-1, columns // TOPK_BLOCK)
+    return values, blocks_of_best * TOPK_BLOCK + columns % TOPK_BLOCK
 
 
 def sample(masses: Tensor, generator: torch.Generator) -> Tensor:
-    """One token a row by inverting the cumulated masses, with one uniform a row; never a token of mass
-    0.
+    """Sample one token from each row, with one uniform number a row. A token of mass 0 is never sampled.
 
-    masses: [..., V] non-negative, any sum. Returns [...] int64; V for a row of zeros or with NaN.
+    masses: [..., V] non-negative numbers of any sum. Returns [...] int64; V for a row of zeros or with NaN.
     """
     uniform = sample_uniform(masses.shape[:-1] + (1,), generator, masses.device)
     return invert(masses, uniform).squeeze(-1)
 
 
 def sample_each(masses: Tensor, number: int, generator: torch.Generator) -> Tensor:
-    """[B, number] independent tokens from each row of the masses [B, V]; V as in `sample`."""
+    """Sample [B, number] independent tokens, `number` from each row of the masses [B, V]; V as in `sample`."""
     return invert(masses, sample_uniform((len(masses), number), generator, masses.device))
 
 
 def sample_events(probability: Tensor, generator: torch.Generator) -> Tensor:
-    """Bool of the same shape: independent events of these probabilities (float64)."""
+    """Sample independent events of these float64 probabilities. Returns bool of the same shape."""
     return sample_uniform(probability.shape, generator, probability.device) < probability
 
 
 def sample_uniform(
     shape: Sequence[int], generator: torch.Generator, device: torch.device
 ) -> Tensor:
-    """Independent float64 numbers, uniform in [0, 1)."""
+    """Sample independent float64 numbers, uniform in [0, 1)."""
     return torch.rand(shape, generator=generator, dtype=torch.float64, device=device)
 
 
 def invert(masses: Tensor, uniform: Tensor) -> Tensor:
-    """The tokens at given shares of the cumulated masses, in float64.
+    """Find the tokens at which the cumulated masses reach given shares of their sum.
 
-    masses: [..., V]; uniform: [..., K] float64, shares of a row's mass. Returns [..., K] int64, V as
-    in `sample`.
+    masses: [..., V]. uniform: [..., K] float64 shares. Returns [..., K] int64; V as in `sample`.
     """
     ends = masses.cumsum(-1, dtype=torch.float64)
     return torch.searchsorted(ends, uniform * ends[..., -1:], right=True)

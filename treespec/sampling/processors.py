@@ -1,4 +1,4 @@
-"""Logits processors of a request: biases, penalties, a least length, transformers' own."""
+"""Logits processors of a request: biases, penalties, a minimum length, and those of transformers."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -13,33 +13,46 @@ from treespec.errors import InputError
 from treespec.sampling.params import LogitOptions
 from treespec.trees.tree import to_device
 
-Paths: TypeAlias = Sequence[Sequence[int]]
+Paths: TypeAlias = Sequence[
+    Sequence[int]
+]  # for each row of logits, the tokens from below the root to its node
 
 
 @runtime_checkable
 class TreeLogitsProcessor(Protocol):
-    """Changes the logits after a text, before temperature, top-k and the rest; one object a sequence.
+    """Changes logits before temperature, top-k and the like are applied. Each request has its own object.
 
-    Draft logits and target logits go through the same processors, each row by its own path. So the draws still
-    have the draft distribution, and verification is lossless for the changed target distribution.
+    Draft logits and target logits go through the same processors, each row by the path of its node. So the
+    draws still have the draft distribution, and verification is lossless for the changed target
+    distribution. Of a tree with five nodes, after the answer `a`, a frequency penalty of 1 subtracts:
+
+                       node   path      a   b   c   d   e
+        r ─┬─ a ── c   r      ()        1   0   0   0   0
+           └─ b ── d   a      (a)       2   0   0   0   0
+                       b      (b)       1   1   0   0   0
+                       c      (a, c)    2   0   1   0   0
+                       d      (b, d)    1   1   0   1   0
     """
 
     def begin(self, prompt: Sequence[int]) -> "TreeLogitsProcessor":
-        """A fresh one for a sequence with this prompt."""
+        """Return a new processor for a request with this prompt."""
         ...
 
     def process_logits(self, answer: Sequence[int], paths: Paths, logits: Tensor) -> Tensor:
-        """New logits [N, V] of the token that follows `answer + paths[i]`; -inf forbids a token.
+        """Compute new logits: row i is for the token that follows `answer + paths[i]`; -inf forbids a token.
 
-        answer: the committed tokens after the prompt; it only grows from call to call. logits: [N,
-        V] in float32 or float64, not to be changed in place. A path may hold tokens that the processor
-        itself forbids. No text goes there, so any logits will do.
+        A path may contain tokens that the processor itself forbids. No answer gets there, so its row
+        may have any values.
+
+        answer: the committed tokens after the prompt; it only grows from call to call. paths: tokens
+        from below the root down to each of N nodes. logits: [N, V] in float32 or float64, not to be
+        changed in place. Returns [N, V].
         """
         ...
 
 
 class Unprompted:
-    """A processor that no prompt changes."""
+    """Base of processors that do not depend on the prompt, and have no state."""
 
     def begin(self, prompt: Sequence[int]) -> Self:
         return self
@@ -50,7 +63,7 @@ class Unprompted:
 class LogitBias(Unprompted):
     """Adds a number to the logits of some tokens, as OpenAI's `logit_bias`; -inf forbids a token.
 
-    tokens, values: as long as each other.
+    tokens: the token ids. values: the number for each of them.
     """
 
     tokens: tuple[int, ...]
@@ -65,7 +78,7 @@ class LogitBias(Unprompted):
 @final
 @dataclass(frozen=True)
 class MinTokens(Unprompted):
-    """Forbids the end tokens before the answer has `least` tokens.
+    """Forbids the tokens `ends` until the answer has `least` tokens.
 
     ends: the tokens that end an answer.
     """
@@ -85,14 +98,15 @@ class MinTokens(Unprompted):
 @final
 @dataclass(frozen=True)
 class Penalties:
-    """Makes tokens less likely that the prompt or the answer holds.
+    """Makes tokens less likely that occur in the prompt or in the answer; with values below "off", more likely.
 
-    repetition: divides the positive logits of all tokens of prompt and answer, and multiplies the
-    negative ones (Keskar et al. 2019, 1909.05858); transformers and vLLM count the same. 1 is off.
-    presence, frequency: subtracted from the logits of the answer's tokens, once for each token and
-    once for each of its occurrences (OpenAI's API reference). 0 is off. Below 1 or 0 they make
-    tokens more likely.
-    prompt: its distinct tokens, where they count.
+    Attributes:
+        repetition: Divides the positive logits of all tokens of prompt and answer, and multiplies the
+            negative ones (Keskar et al. 2019, 1909.05858), as in transformers and vLLM. Default: 1, off.
+        presence: Subtracted from the logits of the answer's tokens, once for each token (OpenAI's API
+            reference). Default: 0, off.
+        frequency: Subtracted once for each occurrence of the token. Default: 0, off.
+        prompt: The prompt's distinct tokens; empty if `repetition` is off, as only that counts them.
     """
 
     repetition: float = 1.0
@@ -112,7 +126,7 @@ class Penalties:
             column.setdefault(token, len(column))
         tokens = to_device(torch.tensor(list(column), dtype=torch.int64), logits.device)
 
-        # 2. How often the answer and a row's own path hold it [N, C].
+        # 2. How often it occurs in the answer and in the row's path [N, C].
         in_answer = Counter(answer)
         counts = torch.tensor(list(map(in_answer.__getitem__, column)), dtype=logits.dtype)
         counts = counts.repeat(len(paths), 1)
@@ -121,14 +135,14 @@ class Penalties:
                 counts[row, column[token]] += 1
         counts = to_device(counts, logits.device)
 
-        # 3. Penalise these columns alone.
+        # 3. Penalise only these columns.
         columns = logits.index_select(1, tokens)  # [N, C]
         repeated = counts > 0
-        less = self.presence * repeated + self.frequency * counts
+        penalty = self.presence * repeated + self.frequency * counts
         repeated[:, : len(self.prompt)] = True
-        by = self.repetition
-        penalised = torch.where(columns > 0, columns / by, columns * by)
-        return logits.index_copy(1, tokens, penalised.where(repeated, columns) - less)
+        factor = self.repetition
+        scaled = torch.where(columns > 0, columns / factor, columns * factor)
+        return logits.index_copy(1, tokens, scaled.where(repeated, columns) - penalty)
 
 
 # (input_ids [B, T] int64, scores [B, V]) -> scores [B, V]
@@ -138,10 +152,10 @@ Processor: TypeAlias = Callable[..., Tensor]
 @final
 @dataclass(frozen=True)
 class TransformersProcessor:
-    """Calls a processor with the tokens of prompt, answer and path; rows of one length together.
+    """Calls a transformers processor with the tokens of prompt, answer and path; rows of equal length together.
 
-    A processor must be a function of its arguments: it is asked about many paths, in any order.
-    Raises InputError where the scores that it returns have another shape, or are not numbers.
+    The processor must be a pure function of its arguments: it is called for many paths, in any order.
+    Raises InputError if the returned scores have another shape, or contain NaN.
     """
 
     processor: Processor
@@ -151,29 +165,29 @@ class TransformersProcessor:
         return replace(self, prompt=tuple(prompt))
 
     def process_logits(self, answer: Sequence[int], paths: Paths, logits: Tensor) -> Tensor:
-        shaped = torch.empty_like(logits)
-        by_length = defaultdict(list)
+        processed = torch.empty_like(logits)
+        rows_by_length = defaultdict(list)
         for row, path in enumerate(paths):
-            by_length[len(path)].append(row)
-        for rows in by_length.values():
-            text = list(self.prompt) + list(answer)
-            texts = [text + list(paths[row]) for row in rows]
-            tokens = torch.tensor(texts, dtype=torch.int64, device=logits.device)  # [B, T]
-            scores = self.processor(tokens, logits[rows])  # it may change its logits in place
+            rows_by_length[len(path)].append(row)
+        for rows in rows_by_length.values():
+            committed = list(self.prompt) + list(answer)
+            sequences = [committed + list(paths[row]) for row in rows]
+            tokens = torch.tensor(sequences, dtype=torch.int64, device=logits.device)  # [B, T]
+            scores = self.processor(tokens, logits[rows])  # a copy, which it may change in place
             shape = (len(rows), logits.shape[1])
             if not isinstance(scores, Tensor) or scores.shape != shape:
                 raise InputError(f"a logits processor must return scores of shape {shape}")
             if scores.isnan().any():
                 raise InputError("a logits processor returned scores that are not numbers")
-            shaped[rows] = scores
-        return shaped
+            processed[rows] = scores
+        return processed
 
 
 def build_processors(options: LogitOptions) -> Iterator[TreeLogitsProcessor]:
-    """The processors that options ask for, in the order in which they act; none has begun.
+    """Build the processors of a request's options, in the order in which they are applied.
 
-    transformers and vLLM add biases before they penalise, too. Raises InputError for a logits
-    processor that is none.
+    As in transformers and vLLM, biases come before penalties. Call `begin` of each before use. Raises
+    InputError if a logits processor is not callable.
     """
     bias = options.logit_bias
     if bias:

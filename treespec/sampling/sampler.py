@@ -1,4 +1,4 @@
-"""The distribution of one sequence's tokens, and how it shapes the logits of a tree."""
+"""The distribution that a request samples from: logits processors and sampling parameters, on rows of a tree."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,10 @@ Path = tuple[int, ...]  # tokens from below the root down to a node
 
 @dataclass(frozen=True)
 class ForcedTokens:
-    """Tokens that must follow the answer. ends: whether the last of them ends it."""
+    """Tokens that must follow the answer.
+
+    ids: the tokens. ends: whether the last of them ends the answer.
+    """
 
     ids: Sequence[int] = ()
     ends: bool = False
@@ -32,25 +35,31 @@ class ForcedTokens:
 
 @final
 class Sampler:
-    """How logits become the distribution of a sequence's next token: the shapers, then the params.
+    """Turns logits into the distribution of a request's next token: logits processors, then sampling parameters.
 
-    shapers: those of this text, which have begun with its prompt. answer: the committed tokens
-    after the prompt, kept only for shapers. error: the first error of a shaper; from then on the logits
-    stay as they are, until the decoder ends the text. noise: the Gumbel noise that the sequence is
-    sampled by, which the decoder gives it as the sequence enters; None: it is sampled by draws, or is
-    greedy. listened: whether someone asks for the draft logits of its cycles (`Drafter.draft_logits`).
+    Attributes:
+        params: Temperature, top-k, top-p and min-p.
+        processors: The logits processors, which have begun with the request's prompt.
+        seeded: Whether the caller chose the seed of the draws.
+        grammar: The processor among `processors` that forces tokens; None without a grammar.
+        noise: Gumbel noise shared with the drafter, which the decoder sets when the request enters;
+            None for ordinary sampling and for greedy decoding.
+        answer: The committed tokens after the prompt; empty without processors, as only they read it.
+        error: The first error of a processor. From then on logits are not changed, until the decoder
+            ends the request.
+        wants_draft_logits: Whether a listener will ask for the draft logits (`Drafter.draft_logits`).
     """
 
     def __init__(
         self,
         params: SamplingParams,
-        shapers: Sequence[TreeLogitsProcessor] = (),
+        processors: Sequence[TreeLogitsProcessor] = (),
         seeded: bool = False,
         grammar: GrammarProcessor | None = None,
     ) -> None:
-        """seeded: whether the caller chose the seed of the draws. grammar: the shaper that forces tokens."""
+        """params, processors, seeded, grammar: see the attributes."""
         self.params = params
-        self.processors = tuple(shapers)
+        self.processors = tuple(processors)
         self.seeded = seeded
         self.grammar = grammar
         self.noise: Noise | None = None
@@ -60,25 +69,28 @@ class Sampler:
 
     @property
     def greedy(self) -> bool:
+        """Whether the most likely token is taken instead of a sample."""
         return self.params.greedy
 
     @property
     def settled(self) -> bool:
-        """Whether the logits of a node alone, with its noise, decide the output there."""
+        """Whether a node's output is decided by its raw logits and its depth: no draws, no processors."""
         return (self.greedy or self.noise is not None) and not self.processors
 
     def append(self, tokens: Sequence[int]) -> None:
-        """The answer grew by these tokens."""
+        """Append committed tokens to the answer, and advance the noise past them."""
         if self.noise:
             self.noise.position += len(tokens)
         if self.processors:
             self.answer += tokens
 
     def score_tokens(self, logits: Tensor, depth: int, vocabulary: Tensor | None = None) -> Tensor:
-        """[F, N] log-probabilities up to a constant, with the noise of the tokens below nodes of this depth.
+        """Add the noise of a level to log-probabilities: the output is the token with the largest score.
 
-        The output is the token with the largest score. Rows of one distribution stay views of one row.
-        logits: [F, N] shaped. vocabulary: [N] the tokens, in order; None: all V.
+        If all rows are views of one row, so are the rows of the result.
+
+        logits: [F, N] after the processors. depth: of the F nodes; the scores are for the tokens that
+        follow them. vocabulary: [N] the tokens of the columns; None: all V. Returns [F, N].
         """
         assert self.noise
         rows = logits
@@ -89,11 +101,11 @@ class Sampler:
         return self.add_noise(rows, noise).expand_as(logits)
 
     def add_noise(self, logits: Tensor, noise: Tensor) -> Tensor:
-        """[..., N] log-probabilities up to a constant, with noise that fits their shape."""
+        """Compute [..., N] log-probabilities up to a constant, plus noise of a shape that broadcasts to theirs."""
         return filter_logits(to_float(logits), self.params) + noise
 
     def list_forced_tokens(self) -> ForcedTokens:
-        """The tokens that must follow the answer, as far as a grammar leaves no choice."""
+        """List the tokens that must follow the answer because the grammar allows no others."""
         if self.grammar is None or self.error:
             return ForcedTokens()
         try:
@@ -106,28 +118,37 @@ class Sampler:
         return ForcedTokens(tokens, tokens[-1] in self.grammar.ends)
 
     def process_logits(self, paths: Sequence[Path], logits: Tensor) -> Tensor:
-        """[N, V] the shaped logits after the answer and each of N paths. logits: [N, V]."""
-        shaped = to_float(logits)
+        """Apply the processors to logits [N, V], row i by the answer and path i. Returns [N, V]."""
+        processed = to_float(logits)
         if self.error:
-            return shaped
+            return processed
         try:
-            for shaper in self.processors:
-                shaped = shaper.process_logits(self.answer, paths, shaped)
+            for processor in self.processors:
+                processed = processor.process_logits(self.answer, paths, processed)
         except Exception as error:
             self.error = error
-        return shaped
+        return processed
 
 
 @final
 class TargetDistributions:
-    """[N, V] probabilities p at a tree's nodes: processors, then `compute_probs`, for the requested rows only.
+    """The target's probabilities p at the nodes of a tree, [N, V], computed for the requested rows only.
 
-    forbidden: nodes at which the processors forbid every token. Their logits stay as they are, so
-    that the distributions of nodes that no text reaches are numbers.
+    `distributions[nodes]` applies the processors along the path of each node, then `compute_probs`:
+
+        r ─┬─ a ── c      nodes    [0, 2, 4]        r, b and d
+           └─ b ── d      paths    (), (b), (b, d)
+
+    Attributes:
+        raw: [N, V] the target's logits.
+        sampler: The request's.
+        paths: The path of each node; empty without processors.
+        forbidden: Nodes at which the processors forbid every token. Their logits are not changed, so
+            that the distributions of nodes that no answer reaches are numbers.
     """
 
     def __init__(self, logits: Tensor, sampler: Sampler, tree: TokenTree | None = None) -> None:
-        """logits: [N, V]. tree: needed where there are processors."""
+        """logits: [N, V] the target's. tree: of the N nodes; may be None if the sampler has no processors."""
         self.raw = logits
         self.sampler = sampler
         self.paths: list[Path] = []
@@ -139,7 +160,7 @@ class TargetDistributions:
         return compute_probs(self.get_logits(rows), self.sampler.params)
 
     def get_logits(self, rows: int | slice | Tensor) -> Tensor:
-        """[M, V] logits of these nodes; [V] of one."""
+        """Compute the processed logits of M nodes, [M, V]; of one node given as an int, [V]."""
         if isinstance(rows, int):
             return self.get_logits(slice(rows, rows + 1))[0]
         logits = self.raw[rows]
@@ -149,15 +170,15 @@ class TargetDistributions:
             nodes = list(range(len(self.paths))[rows])
         else:
             nodes = rows.tolist()
-        shaped = self.sampler.process_logits([self.paths[node] for node in nodes], logits)
-        empty = shaped.amax(-1) == -torch.inf  # [M]
-        for node, is_empty in zip(nodes, empty.tolist(), strict=True):
-            if is_empty:
+        processed = self.sampler.process_logits([self.paths[node] for node in nodes], logits)
+        all_forbidden = processed.amax(-1) == -torch.inf  # [M]
+        for node, is_forbidden in zip(nodes, all_forbidden.tolist(), strict=True):
+            if is_forbidden:
                 self.forbidden.add(node)
-        return torch.where(empty[:, None], logits.to(shaped.dtype), shaped)
+        return torch.where(all_forbidden[:, None], logits.to(processed.dtype), processed)
 
     def choose_output(self, node: int, depth: int) -> int:
-        """The output at a node, without draws: the most likely token, or by the noise."""
+        """Choose the output at a node without draws: the most likely token, or the largest score with noise."""
         scores = self.get_logits(slice(node, node + 1))
         if self.sampler.noise:
             scores = self.sampler.score_tokens(scores, depth)
@@ -172,7 +193,7 @@ class TargetDistributions:
 
 
 def list_node_paths(tree: TokenTree) -> list[Path]:
-    """The path of every node. An absent draw counts as token 0: no text goes there."""
+    """List the path of each node. An absent draw counts as token 0: no answer gets there."""
     paths: list[Path] = [()]
     tokens, parents = torch.stack([tree.tokens.clamp_min(0), tree.parents]).tolist()
     for token, parent in zip(tokens[1:], parents[1:], strict=True):

@@ -17,6 +17,7 @@ from treespec.model.cpu.experts import multiply_by_expert
 from treespec.model.masks import build_additive_masks, pad_trees, split_causal_chunks
 from treespec.model.recurrent.model import find_last_steps
 from treespec.model.recurrent.rows import build_path_rows
+from treespec.model.rotary import LengthFactors
 from treespec.sampling.noise import Noise
 from treespec.sampling.params import SamplingParams
 from treespec.sampling.processors import Penalties
@@ -25,12 +26,16 @@ from treespec.text.ending import Ending
 from treespec.train.data.batches import iterate_forwards, split_epoch
 from treespec.train.losses.objectives import TrainingBatch
 from treespec.trees.layout import get_layout
-from treespec.trees.mask import build_ancestor_mask, build_committed_mask
+from treespec.trees.mask import build_ancestor_mask, build_committed_mask, compute_positions
 from treespec.trees.most_likely import build_most_likely_tree, estimate_length
 from treespec.trees.sequoia import solve_trees
 from treespec.trees.static import StaticTree
 from treespec.trees.tree import Drafts, Draws, TokenTree, cut_below, prepend_chain
 from treespec.verify.conformance import ConformanceTrial, draft_trial_tree, list_text_probabilities
+from treespec.verify.distributions import divide_probabilities
+from treespec.verify.gumbel import GUMBEL_VERIFIER
+from treespec.verify.is_lp import solve, solve_pair_rule
+from treespec.verify.kseq import find_smallest_rho, share_mass
 from treespec.verify.optimal import Optimal
 from treespec.verify.registry import SCHEMES
 from treespec.verify.rrs import iterate_remaining_q
@@ -344,3 +349,99 @@ def test_all_nodes_of_a_level_share_the_noise_of_one_position():
     assert sampler.noise.position == 9
     assert torch.equal(sampler.noise.get_level(0), levels[9])
     assert not torch.equal(levels[8], levels[9])
+
+
+def plan_of(name, draws, p=P, q=Q):
+    return SCHEMES[name].plan(p, q, Draws(torch.tensor([draws])))[0].tolist()
+
+
+def rate_of(name, k, p=P, q=Q):
+    return SCHEMES[name].acceptance_rate(p, q, k).item()
+
+
+def test_kseq_accepts_each_draw_with_the_same_rule():
+    number = torch.tensor([[2]])
+    rho = find_smallest_rho(P, Q, number)
+    both, beta = share_mass(P, Q, rho)
+    assert (rho.item(), beta.item()) == pytest.approx((1.5, 0.5))
+    assert both[0].tolist() == pytest.approx([0.1, 0.2, 2 / 15, 1 / 15, 0])
+    assert divide_probabilities(P, Q * rho)[0].tolist() == pytest.approx([1, 1, 4 / 9, 1 / 3, 0])
+    assert plan_of("kseq", [2, 3]) == pytest.approx([10 / 27, 0, 4 / 9, 5 / 27, 0], abs=1e-9)
+    assert rate_of("kseq", 2) == pytest.approx(0.75)
+
+
+def test_is_lp_selects_one_of_two_draws():
+    selected = solve_pair_rule(P, Q, Q, 5).selected
+    assert selected[0].tolist() == pytest.approx([0.19, 0.32, 0.33, 0.12, 0.04])
+    assert plan_of("is-lp", [2, 1]) == pytest.approx([1 / 16, 15 / 16, 0, 0, 0])
+    assert rate_of("is-lp", 2) == pytest.approx(0.79)
+
+
+def test_the_program_of_is_lp_fills_the_room_of_three_tokens():
+    room = torch.tensor([[0.3, 0.1, 0.2]], dtype=torch.float64)
+    pairs = torch.tensor([[[0, 0.2, 0.1], [0.2, 0, 0.1], [0.1, 0.1, 0]]], dtype=torch.float64)
+    shares = solve(room, pairs)[0]
+    assert [shares[0, 1].item(), shares[0, 2].item(), shares[1, 2].item()] == pytest.approx([1, 1, 1])
+
+
+def test_spechub_pays_for_pairs_with_the_hub():
+    assert plan_of("spechub", [3, 2]) == pytest.approx([3 / 7, 1 / 42, 1 / 21, 1 / 2, 0])
+    assert rate_of("spechub", 2) == pytest.approx(51 / 70)
+
+
+def test_greedy_draws_its_last_token_from_the_rest():
+    assert plan_of("greedy", [2, 4]) == pytest.approx([6 / 11, 1 / 33, 14 / 33, 0, 0])
+    assert rate_of("greedy", 2) == pytest.approx(51 / 70)
+
+
+def test_topk_samples_from_p_and_typical_takes_the_likeliest_draw():
+    q = torch.tensor([[0.15, 0.25, 0.3, 0.2, 0.1]], dtype=torch.float64)
+    assert SCHEMES["topk"].draw(q, 2, torch.Generator()).tokens.tolist() == [[2, 1]]
+    assert plan_of("topk", [2, 1], q=q) == P[0].tolist()
+    assert rate_of("topk", 2, q=q) == pytest.approx(0.5)
+    typical = SCHEMES["typical"]
+    assert typical.compute_threshold(P).item() == pytest.approx(0.083, abs=1e-3)
+    assert plan_of("typical", [2, 1], q=q) == [0, 1, 0, 0, 0]
+
+
+def test_shared_noise_decides_drafts_and_output():
+    noisy_q = torch.tensor([[0.3, 0.9, 1.4, 0.2, -0.5]])
+    noisy_p = torch.tensor([[0.1, 1.2, 0.8, 0.6, -0.1]])
+    draws = GUMBEL_VERIFIER.scheme.draw(noisy_q, 2, torch.Generator()).tokens[0].tolist()
+    assert draws == [2, 1]
+    assert noisy_p.argmax().item() == 1
+
+
+def test_trees_of_two_texts_see_their_texts_and_ancestors():
+    three = TokenTree(FIVE.tokens[:3], PARENTS[:3], DEPTH[:3], FIVE.ancestors[:3, :3])
+    nodes = pad_trees([FIVE, three])
+    positions = compute_positions(nodes.depth, [3, 1])
+    assert positions[0].tolist() == [0, 1, 2, 3, 4, 4, 5, 5]
+    assert positions[1, [0, 3, 4, 5]].tolist() == [0, 1, 2, 2]
+    trees = torch.cat([build_committed_mask([3, 1], CPU).expand(-1, 5, -1), nodes.ancestors], dim=2)
+    assert trees[0, 4].nonzero().flatten().tolist() == [0, 1, 2, 3, 5, 7]  # a b c 0 2 4
+    assert trees[1, 2].nonzero().flatten().tolist() == [0, 3, 5]  # p 0 2
+
+
+class PositionsAsFactors(torch.nn.Module):
+    """A rotary module whose factors are the positions that it is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("inv_freq", torch.ones(1))
+
+    def forward(self, x, position_ids):
+        return (position_ids[..., None].float(),)
+
+
+def test_siblings_are_rotated_alike_and_no_node_beyond_the_limit():
+    positions = compute_positions(DEPTH[None], [3])[:, 3:]
+    assert positions.tolist() == [[3, 4, 4, 5, 5]]
+    module = PositionsAsFactors()
+    factors = LengthFactors(module, 5)
+    with factors.by_text(torch.zeros(1, 5, dtype=torch.bool)):
+        (rotated,) = module.forward(torch.zeros(1), positions)
+    assert rotated.flatten().tolist() == [3, 4, 4, 4, 4]
+    cache = TreeCache(1)
+    cache.rewind([3])
+    assert factors.find_deepest(cache) == [1]

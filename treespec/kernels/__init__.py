@@ -1,1 +1,1 @@
-"""Kernels in C for a CPU, and what they need of the machine: they know tensors, and no model."""
+"""C kernels for a CPU, with compiler flags, memory pages and threads. They take tensors and know no model."""

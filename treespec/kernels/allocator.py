@@ -1,8 +1,8 @@
 """Keep freed memory in the process. Each fresh 4 KiB page costs a page fault, which takes longer
 than the arithmetic on it.
 
-Only treespec's command line and its scripts call this. `import treespec` leaves the allocator of
-its host program as it is.
+Only treespec's command line and its scripts call this. `import treespec` does not change the allocator of
+its host program.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ M_MMAP_THRESHOLD = -3
 
 
 def keep_freed_memory() -> None:
-    """For the whole process: the heap serves blocks up to 32 MiB, and keeps up to 1 GiB when freed.
+    """Make the heap of the process serve blocks up to 32 MiB, and keep up to 1 GiB of freed memory.
 
     A sample from [26, 8192] probabilities then takes a tenth of the time. Only glibc on Linux has
     these settings; elsewhere the call does nothing.

@@ -1,4 +1,4 @@
-"""Weights in pages of 2 MiB: who reads them all looks up five hundred times fewer addresses."""
+"""Weights in pages of 2 MiB: a pass over all weights looks up 512 times fewer page addresses."""
 
 import mmap
 from contextlib import suppress
@@ -12,14 +12,14 @@ HUGE_PAGE_BYTES = 1 << 21
 CACHE_LINE_BYTES = 64
 SHARED_MAPPING = (
     16 * HUGE_PAGE_BYTES
-)  # of a mapping that several pieces share, as most weights are smaller than a page
+)  # bytes of a mapping that several tensors share: most weights are smaller than a page
 
-unused: list[Tensor] = []  # the rest of the newest shared mapping
+unused: list[Tensor] = []  # the unused end of the newest shared mapping
 lock = Lock()
 
 
 def allocate_huge_pages(size: int) -> Tensor:
-    """[size] uint8 zeros in huge pages, where the system has them."""
+    """Allocate [size] uint8 zeros, in huge pages if the system has them."""
     if size > SHARED_MAPPING:
         return map_huge_pages(size)
     with lock:
@@ -31,7 +31,7 @@ def allocate_huge_pages(size: int) -> Tensor:
 
 
 def map_huge_pages(size: int) -> Tensor:
-    """[size] uint8 zeros in a mapping of their own, which ends with its last tensor."""
+    """Allocate [size] uint8 zeros in a new mapping, which is freed with its last tensor."""
     if not size or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(size, dtype=torch.uint8)
     memory = mmap.mmap(-1, size + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -1,9 +1,9 @@
 """Products and attention in C: a row has the same bits, whatever other rows a forward holds.
 
-torch's own sums depend on the number of rows and of keys, so a node of a tree and a forward over one
-token round differently. `kernels.c` sums each number in one order; and it reads a weight once, at the
-speed of the memory. It is compiled for this processor when it is first used, in a second, and kept in
-the user's cache. Where there is no compiler, torch's operations run.
+torch's order of summation depends on the number of rows and of keys, so a node of a tree and a forward over one
+token round differently. `kernels.c` always sums in the same order, and it reads a weight once, at the
+speed of the memory. It is compiled for this processor at its first use, in a second, and kept in
+the user's cache. Without a compiler torch's operations run.
 """
 
 import ctypes
@@ -32,13 +32,16 @@ log = logging.getLogger(__name__)
 
 SOURCE_FILES = [
     Path(__file__).with_name(name) for name in ("layer.c", "kernels.c")
-]  # it includes this
-BFLOAT16_FLAGS = {torch.bfloat16: 1, torch.float32: 0}  # the dtypes of rows
+]  # layer.c includes kernels.c
+BFLOAT16_FLAGS = {
+    torch.bfloat16: 1,
+    torch.float32: 0,
+}  # dtypes of rows -> the kernels' `half` argument
 WEIGHT_FORMS = (
     torch.bfloat16,
     torch.float16,
     torch.float32,
-)  # of weights, as kernels.c numbers them
+)  # dtypes of packed weights; kernels.c numbers them in this order
 C_POINTER = ctypes.c_void_p
 C_LONG = ctypes.c_long
 C_INT = ctypes.c_int
@@ -52,7 +55,7 @@ ATTENTION_STRUCT = Struct(
 
 @cache
 def load_kernels() -> Any:
-    """The compiled kernels, or None where nothing compiles them."""
+    """Load the kernels; compile them at the first use. None if there is no compiler or it fails."""
     compiler = os.environ.get("CC") or shutil.which("cc")
     if compiler is None:
         log.warning(
@@ -97,12 +100,12 @@ def load_kernels() -> Any:
 
 
 def name() -> str:
-    """The name of the compiled file, which tells its source, flags and processor; "" without one."""
+    """Return the name of the compiled file, a hash of source, flags and processor; "" if there is none."""
     return Path(kernels._name).name if (kernels := load_kernels()) else ""
 
 
 def choose_compiler_flags() -> list[str]:
-    """The compiler's flags for this processor, or the smaller one that torch and oneDNN are told."""
+    """Return the compiler's flags for this processor, or for the smaller one that torch's settings ask for."""
     if torch.backends.cpu.get_cpu_capability() == "AVX2":
         return ["-march=x86-64-v3"]
     has_amx = "AMX" in os.environ.get("ONEDNN_MAX_CPU_ISA", "AMX").upper()
@@ -111,9 +114,9 @@ def choose_compiler_flags() -> list[str]:
 
 
 def choose_form(weight: Tensor) -> int | None:
-    """The form in which the kernels hold a weight: the narrowest of `WEIGHT_FORMS` with all its values.
+    """Choose the form of a packed weight: the index of the narrowest of `WEIGHT_FORMS` that holds its values exactly.
 
-    None for a dtype that the kernels do not take.
+    None for a dtype that the kernels do not take, and for an empty weight.
     """
     if weight.dtype not in WEIGHT_FORMS or not weight.numel():
         return None
@@ -124,7 +127,7 @@ def choose_form(weight: Tensor) -> int | None:
 
 
 def pack_weight(weight: Tensor, form: int) -> Tensor:
-    """A weight [out, in] in the order of the kernels, in a form that holds its values."""
+    """Copy a weight [out, in] into the order of the kernels. form: from `choose_form`."""
     outputs, inputs = weight.shape
     plain = weight.detach().to(WEIGHT_FORMS[form]).contiguous()
     numbers = -(-outputs // 16) * 16 * (-(-inputs // 32) * 32)
@@ -136,9 +139,14 @@ def pack_weight(weight: Tensor, form: int) -> Tensor:
 def multiply_packed(
     x: Tensor, weight: Tensor, bias: Tensor | None, shape: tuple[int, int], form: int
 ) -> Tensor:
-    """[..., out] = [..., in] times a packed weight, in the dtype of x: bfloat16 or float32.
+    """Multiply [..., in] by a packed weight. Returns [..., out] in the dtype of x.
 
-    shape: (out, in) of the weight. form: as it was packed. Other dtypes are multiplied in float32.
+    Args:
+        x: [..., in] bfloat16 or float32; other dtypes are multiplied in float32.
+        weight: packed.
+        bias: [out], None: no bias.
+        shape: (out, in) of the weight.
+        form: of the packed weight.
     """
     if x.dtype not in BFLOAT16_FLAGS:
         return multiply_packed(x.float(), weight, bias, shape, form).to(x.dtype)
@@ -153,7 +161,10 @@ def multiply_packed(
 
 
 def fill_noise(starts: Sequence[int], size: int) -> Tensor:
-    """[P, size] float32 Gumbel numbers, the SplitMix64 streams from P starts (int64), as `treespec.sampling.noise`."""
+    """Return [P, size] float32 Gumbel noise of P SplitMix64 streams, as `treespec.sampling.noise`.
+
+    starts: P int64 states. size: numbers of each stream.
+    """
     given = torch.tensor(starts)
     out = torch.empty(len(starts), size)
     threads = torch.get_num_threads()
@@ -162,7 +173,7 @@ def fill_noise(starts: Sequence[int], size: int) -> Tensor:
 
 
 def apply_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """[..., H] the root mean square norm of [..., H], as Llama has it: rounded, times the weight."""
+    """Return [..., H] the root mean square norm of x [..., H], as in Llama: rounded, then times the weight."""
     x = x.contiguous()
     width = len(weight)
     out = torch.empty_like(x)
@@ -180,13 +191,17 @@ def attend_packed(
     scale: float,
     cap_and_sinks: tuple[float, Tensor | None] = (0.0, None),
 ) -> Tensor | None:
-    """[B, N, heads, DV] attention of N nodes, or None where the kernels do not take these tensors.
+    """Attend over N nodes. Returns [B, N, heads, DV], or None if the kernels do not take these tensors.
 
-    query: [B, heads, N, D]. key, value: [B, KV heads, T, D], [B, KV heads, T, DV].
-    mask: [B or 1, 1, N, T or fewer] additive, of the last columns; all nodes see those before. Every
-    node sees a column or more.
-    cap_and_sinks: the soft cap of the scores (Gemma 2), 0 for none; and scores [heads] that enter the
-    sum alone (gpt-oss).
+    Args:
+        query: [B, heads, N, D].
+        key: [B, KV heads, T, D].
+        value: [B, KV heads, T, DV].
+        mask: [B or 1, 1, N, T or fewer] additive, of the last columns; all nodes see the earlier columns. Every
+            node must see at least one column.
+        scale: factor on the scores.
+        cap_and_sinks: the soft cap of the scores (Gemma 2), 0 for none; and scores [heads] that enter only
+            the sum of the softmax (gpt-oss), None for none.
     """
     cap, sinks = cap_and_sinks
     tensors = query, key, value, mask
@@ -214,5 +229,5 @@ def attend_packed(
 
 
 def fits(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the attention reads a tensor as it is."""
+    """Whether the attention can read a tensor without a copy: dtype, stride and device fit."""
     return x.is_cpu and x.dtype == dtype and x.stride(-1) == 1 and not x.requires_grad

@@ -1,4 +1,4 @@
-"""The processor by its name and by what it computes with: measured times hold for it alone."""
+"""A description of the processor: measured times hold only for the processor that they were measured on."""
 
 import os
 import platform
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-# Instruction sets that decide how fast weights are multiplied, by their names in /proc/cpuinfo.
+# Names in /proc/cpuinfo of instruction sets that decide how fast weights are multiplied.
 CPU_FEATURES = (
     *("avx2", "fma", "f16c", "avx_vnni", "avx_ne_convert"),
     *("avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16", "avx10_1", "avx10_2"),
@@ -18,9 +18,9 @@ CPUINFO_FILE = Path("/proc/cpuinfo")
 
 
 def describe_processor(cpuinfo: Path = CPUINFO_FILE) -> str:
-    """`AMD EPYC, 2 cores, AVX2, avx2 f16c fma`: name, cores, torch's own kernels, instruction sets.
+    """Return `AMD EPYC, 2 cores, AVX2, avx2 f16c fma`: name, cores, torch's CPU capability, instruction sets.
 
-    Where there is no /proc/cpuinfo (macOS, Windows), the name is what Python knows, and no set is listed.
+    Without /proc/cpuinfo (macOS, Windows) the name comes from Python's `platform`, and no set is listed.
     """
     try:
         text = cpuinfo.read_text(encoding="utf-8", errors="replace")
@@ -35,7 +35,7 @@ def describe_processor(cpuinfo: Path = CPUINFO_FILE) -> str:
 
 
 def is_bfloat16_fast() -> bool:
-    """Whether torch multiplies bfloat16 by instructions made for it, on a GPU or on this CPU."""
+    """Whether the GPU, or else this CPU, has instructions for bfloat16 that torch uses."""
     if torch.cuda.is_available():
         return torch.cuda.is_bf16_supported(including_emulation=False)
     sets = {"avx512_bf16", "amx_bf16"} & set(describe_processor().split())
@@ -43,6 +43,6 @@ def is_bfloat16_fast() -> bool:
 
 
 def _read_field(text: str, name: str) -> str:
-    """The value of the first line `name : value`, or ""."""
+    """Return the value of the first line `name : value`, or ""."""
     found = re.search(rf"^{name}\s*:[ \t]*(.*)$", text, re.MULTILINE)
     return found[1].strip() if found else ""

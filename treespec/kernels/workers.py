@@ -1,9 +1,9 @@
-"""The OpenMP workers of a thread that has computed, and now leaves that to another.
+"""End the OpenMP workers of a thread that will not compute any more.
 
-Each thread of Python that computes has workers of its own. OpenMP counts them all: where there are
-more than processors, they sleep at every barrier instead of waiting awake for a while. So the
-thread that loads a model ends its workers before an engine's thread begins, and a thread that reads
-ahead its own when it has read.
+Each Python thread that computes has its own workers. OpenMP counts them all: if there are
+more workers than processors, they sleep at every barrier instead of spinning for a while. So the
+thread that loads a model ends its workers before an engine's thread begins, and a prefetching thread ends its workers
+when it has read.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ OMP_PAUSE_HARD = 1  # omp_pause_hard of OpenMP 5.0
 def end_workers() -> None:
     """End the calling thread's workers; its next large operation starts new ones.
 
-    Where no OpenMP library is found that can, nothing happens.
+    Without a GNU OpenMP library that supports it, nothing happens.
     """
     for pause in find_pause_functions():
         pause(OMP_PAUSE_HARD)
@@ -26,7 +26,7 @@ def end_workers() -> None:
 
 @cache
 def find_pause_functions() -> list[Callable[[int], int]]:
-    """`omp_pause_resource_all` of each GNU OpenMP library that the process has loaded."""
+    """Return `omp_pause_resource_all` of each GNU OpenMP library that the process has loaded."""
     if sys.platform != "linux":
         return []
     mapped = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()

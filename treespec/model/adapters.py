@@ -1,4 +1,4 @@
-"""PEFT adapters: a folder of one is loaded with the model that it adapts, and merged into it."""
+"""PEFT adapters: load an adapter's folder with the model that it adapts, and merge the two."""
 
 import sys
 import warnings
@@ -14,10 +14,11 @@ TIED = r"(Model (has|with) `tie_word_embeddings|Input and output embeddings are 
 
 
 def apply_adapter(model: PreTrainedModel, path: str) -> PreTrainedModel:
-    """A model with the adapter of a folder. Weights that are not quantised take it into themselves.
+    """Load an adapter from the folder `path` onto a model. It is merged into weights that are not quantised.
 
-    Raises InputError without the package peft, for adapters that cannot be a target, and whatever the
-    package raises.
+    Raises:
+        InputError: the package peft is missing, or the adapter cannot be a target.
+        Exception: whatever the package raises.
     """
     try:
         from peft import PeftModel
@@ -37,14 +38,14 @@ def apply_adapter(model: PreTrainedModel, path: str) -> PreTrainedModel:
 
 
 def can_merge(wrapped: Any) -> bool:
-    """Whether the layers of a `PeftModel` can take the adapter into themselves: LLaMA-Adapter's cannot."""
+    """Whether the adapter of a `PeftModel` can be merged into its layers: LLaMA-Adapter cannot."""
     return hasattr(wrapped.base_model, "merge_and_unload")
 
 
 def untie(wrapped: Any) -> None:
-    """Give each adapted layer of a `PeftModel` a weight of its own, where others hold the same.
+    """Copy the weight of each adapted layer of a `PeftModel` that other modules share.
 
-    A model may share its embedding with its output layer, of which an adapter changes one:
+    A model may share its embedding with its output layer, and an adapter may change only one of them:
 
         before merging    embed_tokens.weight is lm_head.weight     lm_head adds its own product
         here              embed_tokens.weight,  lm_head.weight      which is merged into the second
@@ -59,12 +60,12 @@ def untie(wrapped: Any) -> None:
         parameters = list(layer.named_parameters(recurse=False, remove_duplicate=False))
         for name, weight in parameters:
             if owners[id(weight)] > 1:
-                own = nn.Parameter(weight.detach().clone(), requires_grad=False)
-                setattr(layer, name, own)
+                untied_weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
+                setattr(layer, name, untied_weight)
 
 
 def add_biases(wrapped: Any) -> None:
-    """Give a zero bias to layers of a `PeftModel` without one, whose adapter has a bias (`lora_bias`)."""
+    """Give a zero bias to each layer of a `PeftModel` that has none while its adapter has one (`lora_bias`)."""
     for module in wrapped.modules():
         if not any(getattr(module, "lora_bias", {}).values()):
             continue
@@ -75,9 +76,10 @@ def add_biases(wrapped: Any) -> None:
 
 
 def unwrap_adapter(model: Any) -> Any:
-    """The transformers model inside a `PeftModel`, whose layers hold the adapter; others unchanged.
+    """Return the transformers model inside a `PeftModel`, with the adapter in its layers; any other model unchanged.
 
-    Raises InputError for adapters that are more than other layers.
+    Raises:
+        InputError: the adapter changes more than layers.
     """
     peft = sys.modules.get("peft")
     if peft is None or not isinstance(model, peft.PeftModel):

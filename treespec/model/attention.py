@@ -36,11 +36,16 @@ def attend_tree(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention over N nodes. Returns [B, N, heads, D].
+    """Attend over N nodes, by the kernels if they take the tensors, else by transformers' function.
 
-    query: [B, heads, N, D]. key, value: [B, KV heads, T, D]. attention_mask: [B or 1, 1, N, T or
-    fewer], additive, of the last columns; all nodes see those before. transformers' own function
-    runs where the kernels do not.
+    Args:
+        module: the attention module.
+        query: [B, heads, N, D].
+        key, value: [B, KV heads, T, D].
+        attention_mask: [B or 1, 1, N, T or fewer], additive, of the last columns; all nodes see the earlier columns.
+        options: as transformers passes them, such as `scaling`.
+
+    Returns: [B, N, heads, D], and no weights.
     """
     if query.is_cpu and options.get("position_bias") is None:
         output = attend_on_cpu(module, query, key, value, attention_mask, options)
@@ -64,13 +69,15 @@ def attend_on_cpu(
     attention_mask: Tensor | None,
     options: dict[str, Any],
 ) -> Tensor | None:
-    """`attend_tree` by our kernels, or by the model's own steps if it has caps or sinks.
+    """`attend_tree` by our kernels, or by the model's eager attention if it has caps or sinks.
 
-    Returns [B, N, heads, D]; None where neither applies. Arguments as for `attend_tree`.
+    Arguments as for `attend_tree`. Returns [B, N, heads, D]; None if neither applies.
     """
     n = query.shape[2]
     t = key.shape[2]
-    cap = options.get("softcap") or 0.0
+    cap = options.get("softcap")
+    if cap is None:
+        cap = 0.0
     sinks = options.get("s_aux")
     mask = attention_mask
     if mask is None and options.get("is_causal", getattr(module, "is_causal", False)):
@@ -89,7 +96,7 @@ def attend_on_cpu(
 
 
 def can_use_cudnn(query: Tensor, attention_mask: Tensor | None, options: dict[str, Any]) -> bool:
-    """Whether torch's attention computes it without copies of keys and values: on CUDA, inside a graph."""
+    """Whether torch's attention needs no copies of keys and values: on CUDA, inside a graph."""
     if not query.is_cuda or not torch.backends.cuda.cudnn_sdp_enabled():
         return False
     if attention_mask is None or options.get("position_bias") is not None:
@@ -98,9 +105,9 @@ def can_use_cudnn(query: Tensor, attention_mask: Tensor | None, options: dict[st
 
 
 def expand_mask(mask: Tensor | None, columns: int) -> Tensor | None:
-    """[B, 1, N, T] a mask of all columns from an additive one of the last; all nodes see those before.
+    """Widen an additive mask of the last columns to [B, 1, N, T]; all nodes see the earlier columns.
 
-    Five columns, of which the mask has three:
+    Five columns, and a mask of the last three:
 
         node 0    . . .    to    0 0 . . .
     """
@@ -110,11 +117,11 @@ def expand_mask(mask: Tensor | None, columns: int) -> Tensor | None:
 
 
 def take_trees(model: PreTrainedModel) -> None:
-    """Let a decoder with transformers' sdpa attention use `attend_tree`; on a CPU also one with
+    """Make a decoder with transformers' sdpa attention use `attend_tree`; on a CPU also a decoder with
     soft caps or sinks.
 
     Other parts of the model keep their attention: an audio tower may accept no other. Indexed
-    attention keeps its own, as it leaves the index out in any but those that it knows.
+    attention keeps its implementation, because it ignores the index in implementations that it does not know.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)  # 45 ms for each new length; graphs turn it on
     if not can_take_trees(model):

@@ -1,4 +1,4 @@
-"""The cache of B sequences: a forward writes N nodes into each row, and each keeps accepted ones.
+"""The cache of B sequences: a forward writes N nodes into each row, and `commit` keeps the accepted nodes.
 
 A layer's storage is [B, KV heads, capacity, head_dim], so that the columns of one KV head lie
 together. A forward writes all rows at the same columns, after the longest sequence. `commit` moves a
@@ -10,9 +10,9 @@ sequence's accepted nodes to its end and forgets all others:
 
 Gaps are masked but stay finite: 0 · NaN is NaN.
 
-A layer with a window keeps the latest columns of each sequence alone. `commit` drops older ones, a
-few hundred at a time, and moves the rest to the front. Five tokens under a window of 2, of which
-`rewind` may take back one:
+A layer with a window keeps only the latest columns of each sequence. `commit` drops older columns, a
+few hundred at a time, and moves the remaining ones to the front. Five tokens under a window of 2, if
+`rewind` may take back one token:
 
     a b c d e      after commit    d e
     p q                            p q
@@ -32,9 +32,9 @@ from transformers.cache_utils import Cache
 from treespec.model.cache_layer import ColumnMove, TreeLayer, flatten_moves
 from treespec.trees.tree import cache_tensor, to_device
 
-State = dict[tuple[str, int], Tensor]  # [1, ...] each, by kind and number
-States = list[State]  # of each recurrent layer; empty before the first token
-MAX_SNAPSHOTS = 2  # earlier states of a sequence that are kept
+State = dict[tuple[str, int], Tensor]  # {(kind, number): [1, ...]} of one recurrent layer
+States = list[State]  # by recurrent layer; empty before the first token
+MAX_SNAPSHOTS = 2  # earlier snapshots kept for each sequence
 WINDOW_SLACK_TOKENS = (
     1536  # committed tokens of which layers keep more than their windows; a third goes at once
 )
@@ -42,12 +42,16 @@ MAX_FORWARD_NODES = 512  # nodes of a forward that layers with a window have roo
 
 
 class CacheSnapshot(NamedTuple):
-    """A length of a sequence, and the states after it.
+    """A length of a sequence, and the recurrent states after that many tokens.
 
-    base: the shortest length that `rewind` can go back to, but for 0. A layer of window w holds the
-    positions from base + 1 - w on. shift: from the places of its next tokens to their positions, which
-    pictures move. is_long: whether its keys have the rotary factors of long texts (`rotary`). tokens:
-    [length] int64 of models with such factors; None where they are not known.
+    Attributes:
+        length: committed tokens.
+        states: of recurrent layers.
+        base: the shortest length above 0 that `rewind` can go back to. A layer of window w holds the
+            positions from base + 1 - w on.
+        shift: position minus index of the next tokens; pictures make it differ from 0.
+        is_long: whether its keys have the rotary factors of long texts (`treespec.model.rotary`).
+        tokens: [length] int64 in models with such factors; None if they are not known.
     """
 
     length: int
@@ -58,33 +62,33 @@ class CacheSnapshot(NamedTuple):
     tokens: Tensor | None = None
 
     def cut(self, length: int) -> "CacheSnapshot":
-        """The same of the first `length` tokens."""
+        """Return the snapshot of the first `length` tokens."""
         if self.tokens is None:
             return self._replace(length=length)
         return self._replace(length=length, tokens=self.tokens[:length])
 
 
 class CacheRow(NamedTuple):
-    """A sequence of a cache: what it holds `now`, and the `earlier` marks that `rewind` may go back to."""
+    """A sequence of a cache: its state `now`, and the `earlier` snapshots that `rewind` may go back to."""
 
     earlier: list[CacheSnapshot]
     now: CacheSnapshot
 
 
 def make_empty_row(is_long: bool = False) -> CacheRow:
-    """A sequence without tokens. is_long: of its keys, as in `CacheSnapshot`."""
+    """Return a sequence without tokens. is_long: as in `CacheSnapshot`."""
     return CacheRow([], CacheSnapshot(0, [], is_long=is_long))
 
 
 def find_first_seen(position: int, window: int | None) -> int:
-    """The first of the last `window` positions up to this one; 0 without a window."""
+    """Return the first position that a token at `position` sees; 0 without a window."""
     if not window:
         return 0
     return max(0, position + 1 - window)
 
 
 class RecurrentStates(Protocol):
-    """The recurrent layers of a model (`recurrent`)."""
+    """The recurrent layers of a model (`treespec.model.recurrent`)."""
 
     def build_layers(self, capacity: int) -> list[TreeLayer]: ...
     def compute_committed_states(
@@ -96,14 +100,15 @@ class RecurrentStates(Protocol):
 class TreeCache(Cache):
     """The `Cache` of a transformers model, with a `TreeLayer` for each layer.
 
-    rows: of each sequence its committed length, the states of recurrent layers after it, and earlier
-    ones that `rewind` can go back to. forwarded: kept from the last forward by each recurrent layer.
-    tokens: [B, N] of the last forward, where the sequences' tokens are kept.
+    `select`, `put`, `join` and a `commit` that drops columns empty `rows` while they move batch
+    rows. So empty `rows` mark a cache left inconsistent by an interrupt, and `Decoder` makes a new one.
+    All other changes leave committed columns as they are; after an interrupt, `rewind` makes the cache
+    consistent again.
 
-    `select`, `put`, `join` and a `commit` that drops columns empty the rows while they move batch
-    rows. So a cache without rows is one whose change was interrupted, and `Decoder` makes a new one.
-    All other changes leave committed columns alone; after an interrupt, `rewind` makes the cache
-    whole again.
+    Attributes:
+        rows: by sequence, its committed length with the states of recurrent layers, and earlier snapshots.
+        forwarded: what each recurrent layer keeps from the last forward.
+        tokens: [B, N] of the last forward, if the sequences' tokens are kept.
     """
 
     def __init__(
@@ -114,10 +119,14 @@ class TreeCache(Cache):
         windows: Sequence[int | None] = (),
         slack: int = WINDOW_SLACK_TOKENS,
     ) -> None:
-        """recurrent: of the model, if any of its layers carry a state from token to token.
+        """Make a cache of one empty sequence.
 
-        windows: of each layer, in positions; None for all. slack: committed tokens behind the one
-        that layers with a window hold whole.
+        Args:
+            layers: number of the model's layers.
+            capacity: columns to allocate at the first forward; it grows by doubling.
+            recurrent: the model's layers that carry a state from token to token, if it has any.
+            windows: by layer, in positions; None: no window.
+            slack: tokens that `rewind` can take back in layers with a window.
         """
         if recurrent:
             self.tree_layers = recurrent.build_layers(capacity)
@@ -135,11 +144,11 @@ class TreeCache(Cache):
 
     @property
     def lengths(self) -> list[int]:
-        """Committed positions of each sequence."""
+        """Number of committed positions, by sequence."""
         return [row.now.length for row in self.rows]
 
     def shift_positions(self, places: Tensor) -> Tensor:
-        """[B, N] positions of nodes of each sequence, from their places [B, N]."""
+        """Add each sequence's `shift` to the indices `places` [B, N] of nodes. Returns positions [B, N]."""
         shifts = tuple(row.now.shift for row in self.rows)
         if not any(shifts):
             return places
@@ -147,12 +156,12 @@ class TreeCache(Cache):
 
     @property
     def states(self) -> list[States]:
-        """States of recurrent layers after each sequence's committed tokens."""
+        """States of recurrent layers after the committed tokens, by sequence."""
         return [row.now.states for row in self.rows]
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a sequence's recurrent states: before and after a forward, and to go back to."""
+        """Bytes of a sequence's recurrent states: before and after a forward, and in snapshots."""
         held = 0
         for state in self.states[0]:
             held += sum(part.nbytes for part in state.values())
@@ -164,11 +173,11 @@ class TreeCache(Cache):
         return max(self.lengths, default=0)
 
     def list_first_positions(self, window: int | None) -> list[int]:
-        """The position of each sequence that lies in the first column of layers of that window."""
+        """List, by sequence, the position that the first column of layers of that window holds."""
         return [find_first_seen(row.now.base, window) for row in self.rows]
 
     def find_write_columns(self, window: int | None) -> tuple[int, int]:
-        """The first column that a forward attends to, and the one that it writes at."""
+        """Return the first column that a forward attends to, and the column that it writes at."""
         if not self.rows:
             return 0, 0
         pairs = zip(self.lengths, self.list_first_positions(window), strict=True)
@@ -176,33 +185,35 @@ class TreeCache(Cache):
         return find_first_seen(min(held), window), max(held)
 
     def mask_positions(self, places: Tensor, free: int, window: int | None) -> Tensor:
-        """[B, X] the positions of those columns that a mask of layers of a window is for.
+        """Return [B, X] the positions of the columns that a mask of layers of that window covers.
 
-        places: [B, T] positions of the committed columns of a layer without a window, and of others.
-        free: the first columns of a layer without a window that need no mask.
+        Args:
+            places: [B, T] positions of all columns, committed and uncommitted, in a layer without a window.
+            free: number of first columns of a layer without a window that need no mask.
+            window: of the layers, None for layers without.
         """
         if window is None:
             return places[:, free:]
         first, end = self.find_write_columns(window)
         columns = torch.arange(first, end, device=places.device)
         index = to_device(self.list_first_positions(window), places.device)[:, None] + columns
-        # The root's column stands for those beyond the longest sequence: no node sees either.
-        known = places.gather(1, index.clamp_max(self.end))
-        return torch.cat([known, places[:, self.end :]], dim=1)
+        # The root's column stands in for columns beyond the longest sequence: no node sees them.
+        committed = places.gather(1, index.clamp_max(self.end))
+        return torch.cat([committed, places[:, self.end :]], dim=1)
 
     def reserve(self, columns: int) -> None:
-        """Allocate columns in every layer, where the length is known beforehand."""
+        """Allocate columns in every layer, if the length is known beforehand."""
         for layer in self.tree_layers:
             layer.reserve(layer.limit_columns(columns))
 
     @torch.no_grad()
     def commit(self, nodes: Sequence[Sequence[int]]) -> None:
-        """Keep each sequence's accepted nodes of the last forward, ascending, and forget all others.
+        """Keep each sequence's accepted nodes of the last forward, and forget all others.
 
-        nodes: of each sequence, their numbers in its tree. In the drawing of this module, of rows of four
-        and two tokens:
+        nodes: by sequence, the accepted nodes' numbers in its tree, ascending. In the drawing of this module, with
+        rows of four and two tokens:
 
-            commit([[0, 2], [0, 1, 4]])      row 0: column 6 to 5; node 0 is in its place
+            commit([[0, 2], [0, 1, 4]])      row 0: column 6 to 5; node 0 needs no move
                                              row 1: columns 4, 5, 8 to 2, 3, 4
         """
 
@@ -230,12 +241,12 @@ class TreeCache(Cache):
         if self.recurrent and any(nodes):
             states_after = self.recurrent.compute_committed_states(self, nodes)
         rows = []
-        for number, kept in enumerate(nodes):
-            earlier, before = self.rows[number]
-            now = before._replace(
-                length=before.length + len(kept),
+        for number, accepted in enumerate(nodes):
+            earlier, snapshot = self.rows[number]
+            now = snapshot._replace(
+                length=snapshot.length + len(accepted),
                 states=states_after[number],
-                tokens=self._extend_tokens(number, kept),
+                tokens=self._extend_tokens(number, accepted),
             )
             rows.append(CacheRow(earlier, now))
         self._hold(rows)
@@ -247,18 +258,18 @@ class TreeCache(Cache):
                 self._drop(number, row.now.length - 2 * self.rewind_room // 3)
 
     def _list_moves(self, nodes: Sequence[Sequence[int]], window: int | None) -> list[ColumnMove]:
-        """The accepted nodes that are not in their columns yet, in layers of a window."""
+        """List the accepted nodes that are not in their columns yet, in layers of that window."""
         _, end = self.find_write_columns(window)
         rows = zip(self.lengths, self.list_first_positions(window), nodes, strict=True)
         moves = []
-        for row, (length, start, kept) in enumerate(rows):
-            for place, node in enumerate(kept, length - start):
+        for row, (length, start, accepted) in enumerate(rows):
+            for place, node in enumerate(accepted, length - start):
                 if end + node != place:
                     moves.append(ColumnMove(row, end + node, place))
         return moves
 
     def _extend_tokens(self, row: int, kept: Sequence[int]) -> Tensor | None:
-        """The tokens of a sequence and of its accepted nodes, where they are kept."""
+        """Return the tokens of a sequence with those of its accepted nodes; None if tokens are not kept."""
         before = self.rows[row].now
         if self.tokens is None or (before.tokens is None and before.length):
             return None
@@ -268,26 +279,26 @@ class TreeCache(Cache):
         return torch.cat([before.tokens, accepted])
 
     def _drop(self, row: int, base: int) -> None:
-        """Keep of a sequence what lengths from `base` on need; an interrupt leaves no sequence."""
+        """Drop the columns that no length from `base` on needs; an interrupt leaves no sequence."""
         rows, self.rows = self.rows, []
         earlier, now = rows[row]
         for layer in self.tree_layers:
             if not layer.window:
                 continue
-            before = find_first_seen(now.base, layer.window)
-            start = find_first_seen(base, layer.window)
+            old_start = find_first_seen(now.base, layer.window)
+            new_start = find_first_seen(base, layer.window)
             for states in layer.storage:
-                kept = states[row, :, start - before : now.length - before].clone()
-                states[row, :, : now.length - start] = kept
+                kept = states[row, :, new_start - old_start : now.length - old_start].clone()
+                states[row, :, : now.length - new_start] = kept
         after = CacheRow(earlier, now._replace(base=base))
         self._hold(replace_at(rows, row, after))
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        """Truncate each sequence to `lengths`: read `self.lengths` afterwards.
+        """Truncate each sequence to at most `lengths`: read `self.lengths` afterwards.
 
-        A recurrent layer keeps its states after a few lengths only. A sequence with such layers is cut
-        to the nearest of those lengths, at most the one asked for. A layer with a window has dropped
-        columns: a sequence is cut to nothing where it does not have those of the length asked for.
+        A recurrent layer keeps snapshots of a few lengths only: a sequence with such layers is cut
+        to the longest of them that is at most the length asked for. A layer with a window has dropped
+        columns: a sequence is cut to nothing if it lacks the columns of the length asked for.
         """
         missing = len(lengths) - len(self.rows)
         held = self.rows + [make_empty_row()] * missing
@@ -300,7 +311,7 @@ class TreeCache(Cache):
         self._hold(rows)
 
     def _cut(self, row: CacheRow, length: int) -> CacheRow:
-        """The sequence of at most `length` tokens whose states are kept."""
+        """Return the longest kept snapshot of at most `length` tokens."""
         if not self.recurrent:
             return CacheRow([], row.now.cut(length))
         if length >= row.now.length:
@@ -312,17 +323,17 @@ class TreeCache(Cache):
         return CacheRow(earlier, latest._replace(base=row.now.base))
 
     def shift(self, by: int) -> None:
-        """Set the shift of the only sequence."""
+        """Set the `shift` of the only sequence."""
         (row,) = self.rows
         earlier = [mark._replace(shift=by) for mark in row.earlier]
         self.rows = [CacheRow(earlier, row.now._replace(shift=by))]
 
     def replace_with(self, is_long: bool) -> None:
-        """Set the kind of rotary factors of the only sequence, which is empty."""
+        """Replace the only sequence by an empty one with that kind of rotary factors."""
         self.rows = [make_empty_row(is_long)]
 
     def mark(self) -> None:
-        """Keep the recurrent states of the present lengths, for `rewind`."""
+        """Keep snapshots of the current lengths, for `rewind`."""
         for number, (earlier, now) in enumerate(self.rows):
             if all(now.length != mark.length for mark in earlier):
                 marks = earlier + [now]
@@ -333,7 +344,7 @@ class TreeCache(Cache):
         self.write_after(0)
 
     def write_after(self, nodes: int) -> None:
-        """Until the next commit or rewind, forwards write after that many uncommitted nodes."""
+        """Until the next commit or rewind, forwards write after that many uncommitted nodes of earlier forwards."""
         columns = functools.cache(
             self.find_write_columns
         )  # layers of equal windows have equal columns
@@ -352,50 +363,50 @@ class TreeCache(Cache):
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these sequences, in this order."""
-        kept, self.rows = [self.rows[row] for row in rows], []
+        selected, self.rows = [self.rows[row] for row in rows], []
         for layer in self.tree_layers:
             layer.gather([(layer, rows)], layer.capacity)
-        self._hold(kept)
+        self._hold(selected)
 
     def put(self, row: int, cache: "TreeCache") -> None:
-        """Replace a row's sequence by the only one of another cache. No other row is copied."""
+        """Replace a row's sequence by the only sequence of another cache. No other row is copied."""
         rows, self.rows = replace_at(self.rows, row, cache.rows[0]), []
         for layer, new in zip(self.tree_layers, cache.tree_layers, strict=True):
             layer.put(row, new)
         self._hold(rows)
 
     def join(self, others: Sequence["TreeCache"], row: int | None = None) -> None:
-        """Append the sequences of other caches of the same model. row: only that one of each."""
+        """Append the sequences of other caches of the same model. row: append only that row of each."""
         joined = []
-        taken: list[Sequence[int]] = []
+        row_numbers: list[Sequence[int]] = []
         for cache in others:
             numbers: Sequence[int] = range(len(cache.rows))
             if row is not None:
                 numbers = [row]
-            taken.append(numbers)
+            row_numbers.append(numbers)
             joined += [cache.rows[number] for number in numbers]
-        own, self.rows = self.rows, []
+        held_rows, self.rows = self.rows, []
         for number, layer in enumerate(self.tree_layers):
-            parts: list[tuple[TreeLayer, Sequence[int]]] = [(layer, range(len(own)))]
-            for cache, numbers in zip(others, taken, strict=True):
+            parts: list[tuple[TreeLayer, Sequence[int]]] = [(layer, range(len(held_rows)))]
+            for cache, numbers in zip(others, row_numbers, strict=True):
                 parts.append((cache.tree_layers[number], numbers))
             layer.gather(parts, max(part.capacity for part, _ in parts))
-        self._hold(own + joined)
+        self._hold(held_rows + joined)
 
     def copy_sequence(self, row: int, capacity: int = 1) -> "TreeCache":
-        """A copy of one sequence, in a cache of its own. capacity: columns to allocate at least."""
+        """Copy one sequence into a new cache. capacity: columns to allocate at least."""
         layers = len(self.tree_layers)
         copy = TreeCache(layers, 512, self.recurrent, self.windows, self.rewind_room)
-        for own, layer in zip(copy.tree_layers, self.tree_layers, strict=True):
+        for new_layer, layer in zip(copy.tree_layers, self.tree_layers, strict=True):
             if layer.storage:
                 held = self.lengths[row] - self.list_first_positions(layer.window)[row]
-                own.gather([(layer, [row])], max(layer.limit_columns(capacity), held))
+                new_layer.gather([(layer, [row])], max(layer.limit_columns(capacity), held))
         copy._hold([self.rows[row]])
         return copy
 
 
 def replace_at(rows: Sequence[CacheRow], number: int, row: CacheRow) -> list[CacheRow]:
-    """A copy of the list with another row in that place."""
+    """Return a copy of the list with another row at that index."""
     changed = list(rows)
     changed[number] = row
     return changed

@@ -10,11 +10,11 @@ from transformers.cache_utils import CacheLayerMixin
 
 from treespec.trees.tree import to_device
 
-MAX_SPARE_FACTOR = 4  # times the rows of a block over those in use, before it is given up
+MAX_SPARE_FACTOR = 4  # a block with more than this many times the rows in use is replaced
 
 
 class ColumnMove(NamedTuple):
-    """An accepted node that `commit` copies: its batch row, the column that holds it, and its new one."""
+    """An accepted node that `commit` copies: its batch row, the column `source`, and its new column `place`."""
 
     row: int
     source: int
@@ -22,9 +22,9 @@ class ColumnMove(NamedTuple):
 
 
 def flatten_moves(moves: Sequence[ColumnMove], heads: int, capacity: int) -> Tensor:
-    """[2, heads * moves] int64: where the moves read and write in keys or values that are seen as a list of columns.
+    """Return [2, heads * moves] int64: the indices that the moves read and write in flattened storage.
 
-    Storage [B, KV heads, capacity, D] as [B * KV heads * capacity, D] has column c of head h of row b at
+    Storage [B, KV heads, capacity, D], flattened to [B * KV heads * capacity, D], has column c of head h of row b at
     (b * heads + h) * capacity + c. With 2 heads of 8 columns, row 1's move from column 6 to column 4:
 
         head          0     1
@@ -38,18 +38,20 @@ def flatten_moves(moves: Sequence[ColumnMove], heads: int, capacity: int) -> Ten
 
 
 def allocate_block(like: Sequence[Tensor], rows: int, capacity: int) -> tuple[Tensor, ...]:
-    """Zeros [rows, KV heads, capacity, D] for each tensor [B, KV heads, N, D]."""
+    """Allocate zeros [rows, KV heads, capacity, D] for each tensor [B, KV heads, N, D]."""
     return tuple(x.new_zeros(rows, x.shape[1], capacity, x.shape[3]) for x in like)
 
 
 class TreeLayer(CacheLayerMixin):
     """Preallocated storage of one attention layer. The next forward writes at column `length`.
 
-    storage: keys and values, [B, KV heads, capacity, D] each; () before the first forward. block: what
-    it is the first rows of; the others are for sequences that join.
-    window: positions that a node sees, None for all. most: columns that growing stops at, if they
-    are enough. first: the first column that a forward gets; no node sees an earlier one. columns:
-    where the next forwards write instead, and get all columns (`cuda_graphs`).
+    Attributes:
+        allocation: keys and values, [rows, KV heads, capacity, D] each; its further rows are for sequences that join.
+        storage: its first B rows; () before the first forward.
+        window: positions that a node sees, None for all.
+        max_columns: columns at which growing stops, if they are enough.
+        first: the first column that a forward attends to; no node sees an earlier one.
+        columns: write indices while a CUDA graph is recorded; a forward then attends to all columns.
     """
 
     is_sliding = False
@@ -92,7 +94,7 @@ class TreeLayer(CacheLayerMixin):
         return keys[:, :, self.first : end], values[:, :, self.first : end]
 
     def advance(self, count: int) -> None:
-        """The next forward writes behind the last one's `count` columns."""
+        """Let the next forward write after the `count` columns of the last one."""
         if self.columns is None:
             self.length += count
         else:
@@ -112,16 +114,16 @@ class TreeLayer(CacheLayerMixin):
             self.gather([(self, range(rows))], capacity)
 
     def limit_columns(self, columns: int) -> int:
-        """So many columns, or the number that growing stops at."""
+        """Return `columns`, but at most `max_columns`."""
         if self.max_columns:
             return min(columns, self.max_columns)
         return columns
 
     def gather(self, parts: Sequence[tuple["TreeLayer", Sequence[int]]], capacity: int) -> None:
-        """Become rows of layers, in this order. Another capacity comes at the end: an interrupt leaves the layer.
+        """Replace the storage by rows of layers, in this order. An interrupt leaves the layer as it was.
 
         parts: (layer, its batch rows). Rows of a layer without storage are zeros. Rows of this layer that
-        keep their places are not copied, where the capacity stays and the block has room for all.
+        keep their index are not copied, if the capacity stays and the allocation has room for all rows.
         """
         total = sum(len(rows) for _, rows in parts)
         stays = self._has_room(total, capacity) and parts[0][0] is self
@@ -139,7 +141,7 @@ class TreeLayer(CacheLayerMixin):
         self.allocation, self.storage, self.capacity = block, storage, capacity
 
     def _has_room(self, rows: int, capacity: int) -> bool:
-        """Whether the block can hold so many rows of this capacity, and is not far too large for them."""
+        """Whether the allocation can hold these rows at this capacity, and is not far too large for them."""
         if not self.allocation or capacity != self.capacity:
             return False
         return rows <= len(self.allocation[0]) <= MAX_SPARE_FACTOR * rows
@@ -147,9 +149,13 @@ class TreeLayer(CacheLayerMixin):
     def _copy_rows(
         self, rows: Sequence[int], block: tuple[Tensor, ...], first: int, in_place: bool
     ) -> None:
-        """Copy batch rows of this layer into a block, from its row `first` on.
+        """Copy batch rows of this layer into a block.
 
-        in_place: whether the block is this layer's own: then a row that keeps its number is not copied.
+        Args:
+            rows: of this layer.
+            block: keys and values to write to.
+            first: the block's first row to write.
+            in_place: whether the block is this layer's allocation: then a row that keeps its index is not copied.
         """
         sources = []
         places = []
@@ -172,9 +178,9 @@ class TreeLayer(CacheLayerMixin):
             states[row, :, : other.length] = new[0, :, : other.length]
 
     def update_indexer(self, keys: Tensor) -> Tensor:
-        """[B, length + N, D] the keys [B, N, D] by which indexed attention chooses columns.
+        """Return [B, length + N, D] the keys [B, N, D] by which indexed attention chooses columns.
 
-        Zeros stand for earlier ones: within the context length it chooses all columns.
+        Earlier keys are zeros: within the context length the index chooses all columns.
         """
         return pad(keys, (0, 0, self.length, 0))
 
@@ -188,7 +194,7 @@ class TreeLayer(CacheLayerMixin):
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, _: Tensor) -> None:
-        """The model's own positions are not kept."""
+        """Ignore the model's positions."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length + query_length, 0

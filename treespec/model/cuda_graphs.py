@@ -2,21 +2,21 @@
 
 A forward over a few nodes of an 8 B model is about a thousand operations. A GPU needs a few
 milliseconds for them, the host several times that to start them one by one. A graph repeats operations
-that were recorded once, on the same addresses and shapes. So a forward that it can repeat
+that were recorded once, on the same addresses and shapes. So a forward that a graph can repeat
 
-- reads its inputs from tensors that stay, into which each call copies its own;
+- reads its inputs from static tensors, into which each call copies its inputs;
 - writes keys and values at columns that are an input, too;
-- attends to all columns that the storage has, under a mask. Two nodes behind three tokens, in a graph
-  of four rows over a storage of eight columns; nobody reads rows 2 and 3:
+- attends to all columns of the storage, under a mask. Two nodes after three tokens, in a graph
+  of four rows over a storage of eight columns; rows 2 and 3 are padding:
 
       columns      | a b c | 0 1 | . . . |
       row 0        | x x x | x . | . . . |
       row 1        | x x x | x x | . . . |
 
-- has as many texts as it was recorded for. A storage has rows for more than it holds: a graph for a
-  power of two of them serves fewer, and the rest repeat the first text into rows that are nobody's.
+- has the batch size that it was recorded for. Graphs are recorded for power-of-two batches; unused rows of the
+  storage repeat sequence 0.
 
-A forward that came too rarely for a graph of its own takes one of more texts or rows where there is one.
+A forward that came too rarely to be recorded takes a graph of more texts or rows if there is one.
 """
 
 import logging
@@ -41,20 +41,22 @@ Inputs = Mapping[str, Tensor]
 Masks = Mapping[str, tuple[int | None, Tensor]]  # by name, with the window of their layers
 Outputs = tuple[Tensor, ...]
 Run = Callable[[Inputs], Outputs]
-More = tuple[str, ...]  # of "texts" and "rows"
+More = tuple[str, ...]  # what a graph may have more of than a forward: "texts", "rows"
 Key = tuple[tuple[int, ...], int, int, int, More, Any]  # block, texts, rows, written columns
 Recorded = tuple[Callable[[], None], Outputs, Sequence[Tensor]]
 
-RECORD_AFTER_CALLS = 8  # a forward is recorded when it comes so often over one storage: that costs about ten of its own
-# graphs, and forwards whose times are counted; the oldest go
+RECORD_AFTER_CALLS = (
+    8  # calls over one storage before a forward is recorded: recording costs about ten forwards
+)
+# graphs, and forwards whose calls are counted; the oldest go
 MAX_GRAPHS = 24
 MAX_COUNTED_FORWARDS = 1000
-MAX_GRAPH_ROWS = 256  # rows of a forward: beyond, the host is as fast as the device
-# Of fixed shapes: cuDNN, which makes a plan for each, is fastest.
+MAX_GRAPH_ROWS = 256  # rows of a forward: with more, the host is as fast as the device
+# Shapes are fixed, so cuDNN, which makes a plan for each shape, is fastest.
 GRAPH_BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 GRAPH_BACKENDS += [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 GRAPH_TOLERANCE = (
-    0.1  # mean difference of a graph's outputs from the model's, in parts of their spread
+    0.1  # mean difference of a graph's outputs from the model's, over their standard deviation
 )
 
 
@@ -62,7 +64,13 @@ GRAPH_TOLERANCE = (
 class Graph:
     """A recorded forward of B texts over the first B rows of some layers' blocks.
 
-    length: of the first layer when it was made. outputs: what `repeat` writes. read: what it reads.
+    Attributes:
+        repeat: repeats the recorded operations.
+        outputs: tensors that `repeat` writes.
+        read: tensors that it reads.
+        is_proven: whether its outputs were compared with the model's.
+        length: of the first layer when the graph was made.
+        given: static input tensors by name.
     """
 
     repeat: Callable[[], None]
@@ -77,41 +85,54 @@ class Graph:
 
     def fits(self, layers: Sequence[TreeLayer]) -> bool:
         """Whether the layers still have the storage that the graph writes to."""
-        now = [x for layer in layers for x in layer.allocation]
-        return all(known() is x for known, x in zip(self.blocks, now, strict=True))
+        # An id of an earlier tensor can be reused, so the tensors themselves are compared.
+        tensors = [x for layer in layers for x in layer.allocation]
+        return all(block() is x for block, x in zip(self.blocks, tensors, strict=True))
 
     def take(
         self, layers: Sequence[TreeLayer], inputs: Inputs, masks: Masks, rows: int, written: int
     ) -> None:
-        """Copy what a forward reads: inputs, the columns to write, and masks of all columns."""
-        b, n = inputs["tokens"].shape
+        """Copy a forward's inputs, write columns and masks into the static tensors.
+
+        Args:
+            layers: that the forward writes to.
+            inputs: `tokens` [B, N], and others [B, ...].
+            masks: [B, 1, N, T], with the window of their layers.
+            rows: N of the graph, at least that of the inputs.
+            written: columns that the forward writes.
+        """
+        batch, nodes = inputs["tokens"].shape
         for name, x in inputs.items():
-            shape = (rows, *x.shape[2:]) if rows > n else x.shape[1:]
-            own = self.get_static_tensor(name, x, (self.texts, *shape))
-            (own[:b, :n] if rows > n else own[:b]).copy_(x)
-        of = {layer.window: layer for layer in layers}
-        for window, layer in of.items():
-            numbers = self.get_static_tensor(f"columns {window}", inputs["tokens"], (written,))
-            torch.arange(layer.length, layer.length + written, out=numbers)
+            shape = (rows, *x.shape[2:]) if rows > nodes else x.shape[1:]
+            static = self.get_static_tensor(name, x, (self.texts, *shape))
+            (static[:batch, :nodes] if rows > nodes else static[:batch]).copy_(x)
+        layer_of_window = {layer.window: layer for layer in layers}
+        for window, layer in layer_of_window.items():
+            write_columns = self.get_static_tensor(
+                f"columns {window}", inputs["tokens"], (written,)
+            )
+            torch.arange(layer.length, layer.length + written, out=write_columns)
         for name, (window, mask) in masks.items():
-            first = of[window].first
-            t = mask.shape[3]
-            own = self.get_static_tensor(name, mask, (self.texts, 1, rows, of[window].capacity))
-            own.fill_(False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min)
-            own[:b, :, :n, first : first + t] = mask
-        for name in (*inputs, *masks) if b < self.texts else ():
-            self.given[name][b:] = self.given[name][:1]
+            first = layer_of_window[window].first
+            columns = mask.shape[3]
+            static = self.get_static_tensor(
+                name, mask, (self.texts, 1, rows, layer_of_window[window].capacity)
+            )
+            static.fill_(False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min)
+            static[:batch, :, :nodes, first : first + columns] = mask
+        for name in (*inputs, *masks) if batch < self.texts else ():
+            self.given[name][batch:] = self.given[name][:1]
 
     def get_static_tensor(self, name: str, like: Tensor, shape: Sequence[int]) -> Tensor:
-        """The tensor of that name which the graph reads."""
+        """Return the static tensor of that name; it is made at the first call."""
         if name not in self.given:
             with torch.inference_mode(mode=False):  # a tensor for any mode
                 self.given[name] = like.new_zeros(shape)
         return self.given[name]
 
     def run(self, layers: Sequence[TreeLayer], run: Run) -> Outputs:
-        """The forward without a graph, on what the graph reads."""
-        held = [layer.storage for layer in layers]
+        """Run the forward without a graph, on the static tensors."""
+        storages = [layer.storage for layer in layers]
         try:
             for layer in layers:
                 layer.columns = self.given[f"columns {layer.window}"]
@@ -119,7 +140,7 @@ class Graph:
             with sdpa_kernel(GRAPH_BACKENDS):
                 return run(self.given)
         finally:
-            for layer, storage in zip(layers, held, strict=True):
+            for layer, storage in zip(layers, storages, strict=True):
                 layer.columns = None
                 layer.storage = storage
 
@@ -128,8 +149,8 @@ class Graph:
 class Graphs:
     """The recorded forwards of a model.
 
-    Each is compared once with the model, behind another number of tokens than it was recorded with. A
-    model that a graph cannot repeat goes on without, and a line says so.
+    Each graph is compared once with the model, after another number of tokens than it was recorded with. If a
+    graph cannot repeat the model, the model runs without graphs, and a warning says so.
     """
 
     def __init__(self, name: str) -> None:
@@ -144,28 +165,38 @@ class Graphs:
         run: Run,
         inputs: Inputs,
         masks: Masks,
-        how: tuple[int, int, More, Any],
+        variant: tuple[int, int, More, Any],
     ) -> Outputs:
-        """The outputs of a forward that writes to these layers, valid until the next call.
+        """Run a forward, by a graph if it comes often.
 
-        run: the forward, of inputs and masks. inputs: `tokens` [B, N], and others [B, ...]. masks: [B, 1, N, T].
-        how: its rows, the columns that it writes, what a graph may have more of, and what else it
-        depends on. Where that is texts, all outputs are [B, ...]; where it is rows, all inputs and
-        outputs are [B, N, ...], and it writes N columns.
+        Args:
+            layers: cache layers that the forward writes to.
+            run: the forward, of inputs and masks by name.
+            inputs: `tokens` [B, N], and others [B, ...].
+            masks: [B, 1, N, T], with the window of their layers.
+            variant: the number of rows; the number of columns that the forward writes; what a graph may have more
+                of; and any other settings that the forward depends on. With "texts" all outputs are [B, ...]. With
+                "rows" all inputs and outputs are [B, N, ...], and the forward writes N columns.
+
+        Returns: the forward's outputs, valid until the next call.
         """
-        # 1. A graph over this storage; the model itself where none would be used again.
-        (rows, written, more, of) = how
-        (b, n) = inputs["tokens"].shape
-        plain = partial(run, {**inputs, **{name: mask for name, (_, mask) in masks.items()}})
+        # 1. Find a graph over this storage, or run the model if the forward is rare.
+        (rows, written, growable, settings) = variant
+        (batch, nodes) = inputs["tokens"].shape
+        run_plain = partial(run, {**inputs, **{name: mask for name, (_, mask) in masks.items()}})
         if self.is_broken or rows > MAX_GRAPH_ROWS or not all(layer.storage for layer in layers):
-            return plain()
-        rows, written = (1 << (n - 1).bit_length(),) * 2 if "rows" in more else (rows, written)
+            return run_plain()
+        rows, written = (
+            (1 << (nodes - 1).bit_length(),) * 2 if "rows" in growable else (rows, written)
+        )
         for layer in layers:
             layer.reserve(layer.length + written)
         texts = (
-            min(1 << (b - 1).bit_length(), len(layers[0].allocation[0])) if "texts" in more else b
+            min(1 << (batch - 1).bit_length(), len(layers[0].allocation[0]))
+            if "texts" in growable
+            else batch
         )
-        key = (tuple(map(id, layers[0].allocation)), texts, rows, written, more, of)
+        key = (tuple(map(id, layers[0].allocation)), texts, rows, written, growable, settings)
         graph = self.graphs.get(key)
         if graph is None or not graph.fits(layers):
             self.met = Counter() if len(self.met) > MAX_COUNTED_FORWARDS else self.met
@@ -173,50 +204,59 @@ class Graphs:
             if self.met[key] >= RECORD_AFTER_CALLS:
                 graph = Graph(layers, texts)
             elif (larger := self.find_larger(key, layers)) is None:
-                return plain()
+                return run_plain()
             else:
                 key = larger
                 graph = self.graphs[larger]
                 _, texts, rows, written, *_ = key
 
-        # 2. What it reads; a new one is recorded.
+        # 2. Copy its inputs; record a new graph.
         graph.take(layers, inputs, masks, rows, written)
         if not graph.outputs:
             try:
                 graph.repeat, graph.outputs, read = self.record(partial(graph.run, layers, run))
-            except Exception as error:  # an operation that waits for the device, for one
+            except Exception as error:  # such as an operation that waits for the device
                 self.disable(get_first_line(error))
-                return plain()
+                return run_plain()
             del self.met[key]
             stored = {x.data_ptr() for layer in layers for x in layer.allocation}
             graph.read = [x for x in read if x.data_ptr() not in stored]
             self.graphs = dict([*self.graphs.items()][-MAX_GRAPHS:]) | {key: graph}
 
-        # 3. Repeat it. Once the model runs first, for comparison: its own graphs share memory with this one.
-        true: Outputs = ()
+        # 3. Repeat it. For the comparison the model runs before the graph, because all graphs share memory.
+        plain_outputs: Outputs = ()
         if not graph.is_proven and layers[0].length != graph.length:
-            graph.is_proven, true = True, plain()
+            graph.is_proven, plain_outputs = True, run_plain()
         graph.repeat()
-        outputs = tuple(x[:b] for x in graph.outputs) if texts > b else graph.outputs
-        outputs = tuple(x[:, :n] for x in outputs) if rows > n else outputs
-        for found, wanted in zip(outputs, true, strict=False):
-            apart = found - wanted if wanted.is_floating_point() else None
-            if apart is not None and not apart.abs().mean() <= GRAPH_TOLERANCE * wanted.std():
+        outputs = tuple(x[:batch] for x in graph.outputs) if texts > batch else graph.outputs
+        outputs = tuple(x[:, :nodes] for x in outputs) if rows > nodes else outputs
+        for output, expected in zip(outputs, plain_outputs, strict=False):
+            difference = output - expected if expected.is_floating_point() else None
+            if (
+                difference is not None
+                and not difference.abs().mean() <= GRAPH_TOLERANCE * expected.std()
+            ):
                 self.disable("its outputs are not the model's")
-                return true
+                return plain_outputs
         return outputs
 
     def find_larger(self, key: Key, layers: Sequence[TreeLayer]) -> Key | None:
-        """The smallest graph of more texts or rows that does for now. key: of a forward that has none."""
-        block, texts, rows, written, more, of = key
+        """Find the smallest recorded graph of more texts or rows that fits. key: of a forward without a graph."""
+        block, texts, rows, written, growable, settings = key
         room = min(layer.capacity - layer.length for layer in layers)
-        able = []
-        for other, graph in self.graphs.items():
-            alike = (other[0], *other[4:]) == (block, more, of) and graph.fits(layers)
-            many = other[1] == texts or (other[1] > texts and "texts" in more)
-            wide = other[2:4] == (rows, written) or (other[2] > rows and "rows" in more)
-            able += [other] if alike and many and wide and other[3] <= room else []
-        return min(able, key=lambda other: other[1] * other[2], default=None)
+        candidates = []
+        for candidate, graph in self.graphs.items():
+            is_alike = (candidate[0], *candidate[4:]) == (block, growable, settings) and graph.fits(
+                layers
+            )
+            has_texts = candidate[1] == texts or (candidate[1] > texts and "texts" in growable)
+            has_rows = candidate[2:4] == (rows, written) or (
+                candidate[2] > rows and "rows" in growable
+            )
+            candidates += (
+                [candidate] if is_alike and has_texts and has_rows and candidate[3] <= room else []
+            )
+        return min(candidates, key=lambda candidate: candidate[1] * candidate[2], default=None)
 
     def disable(self, why: str) -> None:
         self.is_broken = True
@@ -225,19 +265,19 @@ class Graphs:
 
 
 def build_graphs(target: Any) -> Graphs | None:
-    """Graphs of a target's forwards, if it has attention layers alone and lies whole on a CUDA device."""
+    """Build graphs for a target that has only attention layers and lies on one CUDA device; None for others."""
     devices = {weight.device for weight in target.model.parameters()}
-    fit = devices == {target.device} and target.device.type == "cuda" and not target.recurrent
+    is_fit = devices == {target.device} and target.device.type == "cuda" and not target.recurrent
     return (
         Graphs(type(target.model).__name__)
-        if fit and "position_ids" in target.forward_arguments
+        if is_fit and "position_ids" in target.forward_arguments
         else None
     )
 
 
 @final
 class InputTracer(TorchDispatchMode):
-    """Collects the tensors that operations read and did not make: a graph has their addresses."""
+    """Collects the tensors that operations read but did not create: a graph holds their addresses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,45 +287,45 @@ class InputTracer(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        given = collect_tensors((args, kwargs))
-        self.read |= {place: x for place, x in given.items() if place not in self.made}
+        tensors = collect_tensors((args, kwargs))
+        self.read |= {address: x for address, x in tensors.items() if address not in self.made}
         out = function(*args, **(kwargs or {}))
         self.made |= collect_tensors(out).keys() - self.read.keys()
         return out
 
 
 def collect_tensors(values: Any) -> dict[int, Tensor]:
-    """By the address of their storage."""
+    """Return {address of storage: tensor} of all tensors in nested values."""
     tensors = (x for x in tree_leaves(values) if isinstance(x, Tensor))
     return {x.untyped_storage().data_ptr(): x for x in tensors}
 
 
 class Recorder:
-    """Records operations as a CUDA graph. All graphs of a model share memory: one runs at a time."""
+    """Records operations as a CUDA graph. All graphs of a model share memory, so only one runs at a time."""
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], Outputs]) -> Recorded:
-        """What repeats the operations of `run`; its outputs, which the graph writes again; what it reads."""
-        # 1. Run twice on another stream: libraries set themselves up, and constants are made.
-        now = torch.cuda.current_stream()
-        beside = torch.cuda.Stream()
-        beside.wait_stream(now)
-        with torch.cuda.stream(beside):
+        """Record `run`. Returns a function that repeats it, the outputs it writes, and the tensors it reads."""
+        # 1. Run twice on another stream, so that libraries initialise and constants are created.
+        stream = torch.cuda.current_stream()
+        side_stream = torch.cuda.Stream()
+        side_stream.wait_stream(stream)
+        with torch.cuda.stream(side_stream):
             run()
             with InputTracer() as reading:
                 run()
-        now.wait_stream(beside)
+        stream.wait_stream(side_stream)
 
-        # 2. Record. Other threads may go on. A recording that fails leaves torch's generator in its midst.
+        # 2. Record. Other threads may go on. A failed recording leaves torch's generator in capture mode: reset it.
         graph = torch.cuda.CUDAGraph()
-        random = torch.cuda.default_generators[now.device_index]
-        before = random.clone_state()
+        generator = torch.cuda.default_generators[stream.device_index]
+        generator_state = generator.clone_state()
         try:
             with torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"):
                 outputs = run()
         except RuntimeError:
-            random.graphsafe_set_state(before)
+            generator.graphsafe_set_state(generator_state)
             raise
         return graph.replay, outputs, [*reading.read.values()]

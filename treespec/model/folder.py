@@ -1,4 +1,4 @@
-"""What a target's files tell before anything of them is loaded. It loads no torch."""
+"""Checks of a target's files before its weights are loaded. This module loads no torch."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -47,7 +47,7 @@ def loading(path: str, what: str = "target") -> Iterator[None]:
 
 
 def explain_load_error(error: Exception) -> str:
-    """The reason of a failed load, for the line that names the target."""
+    """Return the reason of a failed load, for the line that names the target."""
     if isinstance(error, InputError):
         return str(error)
     line = get_first_line(error)
@@ -59,14 +59,14 @@ def explain_load_error(error: Exception) -> str:
             return reason
     if " " in line:
         return line
-    return f"{kind}: {line}"  # a KeyError's line is its key alone
+    return f"{kind}: {line}"  # a KeyError's line is only its key
 
 
 def resolve_model(path: str, placement: Placement = AS_IT_IS) -> dict[str, Any]:
-    """The options that every `from_pretrained` of `path` takes.
+    """Return the options for every `from_pretrained` of `path`.
 
-    Raises InputError for a path that is neither a directory nor a hub id, and for the revision of a
-    directory.
+    Raises:
+        InputError: `path` is neither a directory nor a hub id, or a revision is given for a directory.
     """
     options: dict[str, Any] = {"trust_remote_code": placement.trust_remote_code}
     with loading(path):
@@ -90,9 +90,13 @@ def resolve_model(path: str, placement: Placement = AS_IT_IS) -> dict[str, Any]:
 def check_model_files(
     path: str, placement: Placement = AS_IT_IS, words: bool = False, chats: bool = False
 ) -> None:
-    """Raises InputError for a directory whose files are missing or damaged. A hub id passes.
+    """Raise InputError for a directory whose files are missing or damaged. A hub id passes.
 
-    words: whether it must have a tokenizer; chats: and a file that can hold a chat template.
+    Args:
+        path: a directory or a hub id.
+        placement: how the model is loaded.
+        words: whether it must have a tokenizer.
+        chats: whether it must have a tokenizer and a chat template.
     """
     folder = Path(path)
     if not folder.is_dir() or find_gguf_file(path, placement) or find_adapter_base(path):
@@ -115,7 +119,7 @@ def check_model_files(
 
 
 def check_weights(folder: Path) -> None:
-    """Raises for a directory without weights, and for safetensors whose header is damaged."""
+    """Raise for a directory without weights, and for safetensors whose header is damaged."""
     files: list[Path] = []
     for pattern in WEIGHT_PATTERNS:
         files += folder.glob(pattern)
@@ -128,7 +132,7 @@ def check_weights(folder: Path) -> None:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Raises InputError for a tokenizer.json that is damaged or holds no tokenizer."""
+    """Raise InputError for a tokenizer.json that is damaged or holds no tokenizer."""
     file = folder / "tokenizer.json"
     if file.is_file() and "model" not in read_json(file, "fetch it again"):
         raise InputError("tokenizer.json has no field 'model': fetch it again")
@@ -140,7 +144,7 @@ def has_tokenizer_files(folder: Path) -> bool:
 
 
 def check_fields(folder: Path) -> None:
-    """Raises InputError for a directory whose config.json is missing, damaged or no model's."""
+    """Raise InputError for a directory whose config.json is missing, damaged or describes no model."""
     fields = read_json_fields(folder, "config.json")
     read_json_fields(folder, "generation_config.json")
     adapters = sorted(str(file.parent) for file in folder.glob(f"*/{ADAPTER}"))
@@ -160,7 +164,7 @@ def check_fields(folder: Path) -> None:
 
 
 def read_json_fields(folder: Path, name: str) -> Mapping[str, Any]:
-    """The fields of a JSON file; {} if it is missing. Raises InputError for a damaged one."""
+    """Read the fields of a JSON file; {} if it is missing. Raises InputError if it is damaged."""
     file = folder / name
     if not file.is_file():
         return {}
@@ -168,7 +172,7 @@ def read_json_fields(folder: Path, name: str) -> Mapping[str, Any]:
 
 
 def check_sizes(sizes: Mapping[str, object]) -> None:
-    """Raises InputError for sizes that are no positive whole numbers. None is no size."""
+    """Raise InputError for sizes that are no positive whole numbers. None means that the size is not stated."""
     for name in MODEL_SIZE_FIELDS:
         size = sizes.get(name)
         if size is not None and not (isinstance(size, int) and size > 0):
@@ -178,9 +182,10 @@ def check_sizes(sizes: Mapping[str, object]) -> None:
 
 
 def find_adapter_base(path: str | Path) -> str | None:
-    """The model that the PEFT adapter in a folder adapts; None for any other path.
+    """Return the model that the PEFT adapter in a folder adapts; None for any other path.
 
-    Raises InputError for an adapter_config.json that is damaged or names no model.
+    Raises:
+        InputError: adapter_config.json is damaged or names no model.
     """
     folder = Path(path).expanduser()
     remedy = "save the adapter again"
@@ -194,10 +199,12 @@ def find_adapter_base(path: str | Path) -> str | None:
 
 
 def find_gguf_file(path: str, placement: Placement) -> Path | None:
-    """The file of `gguf:FILE`; None for any other form.
+    """Find the file of `--load-in gguf:FILE`; None for any other form.
 
-    path: the target's directory or hub id, which FILE may lie in. Raises InputError for a file that
-    is not there, or does not begin as GGUF does.
+    path: the target's directory or hub id, where FILE is looked up if it is no path.
+
+    Raises:
+        InputError: the file is not there, or does not begin with GGUF.
     """
     if placement.gguf is None:
         return None
@@ -219,9 +226,13 @@ def find_gguf_file(path: str, placement: Placement) -> Path | None:
 
 
 def fetch_model_file(repository: str, name: str, revision: str | None, missing: str) -> Path:
-    """A file of a hub repository: of its newest state, or offline of the cached one.
+    """Fetch a file of a hub repository; offline, find it in the cache.
 
-    revision: default the main branch. missing: begins the line of the InputError.
+    Args:
+        repository: hub id.
+        name: of the file.
+        revision: branch, tag or commit; None: the main branch.
+        missing: the beginning of the InputError's message.
     """
     from huggingface_hub import hf_hub_download
 

@@ -1,7 +1,7 @@
-"""The identity of a target, head or other source of drafts, by which records know it.
+"""The identity of a target, head or other source of drafts, which records store.
 
 A model that is trained again at the same path gets another identity. A model that is moved, or
-named by another path, keeps its own.
+named by another path, keeps its identity.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from treespec.files.hub import explain_missing
 from treespec.model.folder import fetch_model_file, find_adapter_base, find_gguf_file
 from treespec.model.placement import AS_IT_IS, Placement
 
-# Of files that models are loaded from.
+# Suffixes of files that models are loaded from.
 IDENTITY_SUFFIXES = {
     ".json",
     ".jinja",
@@ -26,39 +26,43 @@ IDENTITY_SUFFIXES = {
     ".py",
 }
 SAMPLE_BLOCK_BYTES = 1 << 16  # bytes
-SAMPLE_BLOCKS = 256  # read of a file: all of up to 16 MiB, or 16 MiB of a larger one
+SAMPLE_BLOCKS = 256  # blocks read of a file: 16 MiB, or the whole file if it is smaller
 
 
 def identify_target(name: str, placement: Placement = AS_IT_IS) -> str:
-    """`identify_model` a target, and of the form that its weights are held in.
+    """Return the identity of a target with the form of its weights, such as `4bit`.
 
-    Raises InputError as `identify_model` does, and where a GGUF file is not there.
+    Raises:
+        InputError: as `identify_model`, or a GGUF file is not there.
     """
     path = find_model_path(name)
     file = find_gguf_file(path, placement)
     if file is None:
-        own = identify_model(path, placement.revision)
+        identity = identify_model(path, placement.revision)
         if placement.load_in is None:
-            return own
-        return f"{own} as {placement.load_in}"
+            return identity
+        return f"{identity} as {placement.load_in}"
 
-    # The weights are the GGUF file's; the others may give config and tokenizer.
+    # The weights come from the GGUF file; the model's other files may hold config and tokenizer.
     try:
-        own = identify_model(path, placement.revision)
+        identity = identify_model(path, placement.revision)
     except InputError:  # repositories of GGUF often lack other files
-        own = ""
-    return f"{own} as gguf {hash_parts({'': hash_file_samples(file)})}".strip()
+        identity = ""
+    return f"{identity} as gguf {hash_parts({'': hash_file_samples(file)})}".strip()
 
 
 def identify_model(name: str | Path, revision: str | None = None) -> str:
-    """A digest of a file or of a directory's own files, or the commit of a hub repository.
+    """Return a digest of a file or of a directory's files, or the commit of a hub repository.
 
     A directory's subfolders do not count. Of a large file it reads the first block and evenly
     spaced other blocks, 16 MiB in all: 16 GB of weights take about a tenth of a second. The first
-    block holds a safetensors header, and in it our own checksum of all tensors. Weights of other
-    projects that differ in a few small tensors alone may keep their identity.
+    block holds a safetensors header, where treespec stores a checksum of all tensors. Weights of other
+    projects may keep their identity if they differ only in a few small tensors.
+
     revision: of a hub repository.
-    Raises InputError if there is no such file, directory or repository.
+
+    Raises:
+        InputError: there is no such file, directory or repository.
     """
     path = Path(find_model_path(str(name))).expanduser()
     try:
@@ -78,7 +82,7 @@ def identify_model(name: str | Path, revision: str | None = None) -> str:
 
 
 def identify_folder(folder: Path) -> str:
-    """`identify_model` a directory: of its own files, and of the model that an adapter adapts."""
+    """As `identify_model`, of a directory: its files, and the model that an adapter in it adapts."""
     parts = {}
     for file in folder.iterdir():
         is_hidden = file.name.startswith(".")
@@ -91,17 +95,17 @@ def identify_folder(folder: Path) -> str:
 
 
 def hash_parts(parts: dict[str, str]) -> str:
-    """A digest of digests by name, short enough to read aloud."""
+    """Hash {name: digest} to 16 hexadecimal digits."""
     return hashlib.sha256(repr(sorted(parts.items())).encode()).hexdigest()[:16]
 
 
 def hash_file_samples(file: Path) -> str:
-    """SHA-256 of a file's size and of evenly spaced blocks, its first and last among them."""
+    """Return the SHA-256 of a file's size and of evenly spaced blocks, with the first and the last."""
     size = file.stat().st_size
     content = hashlib.sha256(str(size).encode())
     last = max(
         size - SAMPLE_BLOCK_BYTES, (SAMPLE_BLOCKS - 1) * SAMPLE_BLOCK_BYTES
-    )  # of a smaller file the blocks are all of it
+    )  # in a smaller file the blocks cover everything
     with file.open("rb", buffering=0) as data:
         for number in range(SAMPLE_BLOCKS):
             data.seek(number * last // (SAMPLE_BLOCKS - 1))

@@ -1,16 +1,16 @@
-"""What a model's config says of its layers."""
+"""Layer types in a model's config."""
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
 INDEXED_ATTENTION = "indexed_attention"  # sees the columns that an index chooses
 HOLDS_TREE = {"full_attention", "sliding_attention", "chunked_attention", INDEXED_ATTENTION}
 CARRIES_STATE = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
-OWN_STATE = {"recurrent_gemma", "rwkv"}  # keep a state outside of the cache, and nobody runs them
+OWN_STATE = {"recurrent_gemma", "rwkv"}  # keep a state outside of the cache; they are refused
 NO_ATTENTION = {"linear_attention", "conv", "moe", "mlp"}
 
 
 def get_layer_types(config: PreTrainedConfig) -> list[str]:
-    """The type of each layer, as a text config of transformers names them; [] if it does not say."""
+    """Return the type of each layer, as a text config of transformers names them; [] if it does not say."""
     return list(getattr(config, "layer_types", None) or [])
 
 

@@ -29,7 +29,7 @@ def build_additive_masks(
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """Additive masks [B, 1, N, T] by layer type.
+    """Build additive masks [B, 1, N, T] by layer type.
 
     An entry is 0 where a node sees a column, else the lowest number of the dtype. Two committed
     columns and a tree of three nodes, positions 0 1 | 2 3 3, under a window of 2 positions:
@@ -39,38 +39,41 @@ def build_additive_masks(
         node 1   0 0 | 0 0 -        - - | 0 0 -
         node 2   0 0 | 0 - 0        - - | 0 - 0
 
-    windows: window or chunk of each layer type (`layer_windows`).
-    columns: (window) -> [B, T] positions of the columns that layers of that window attend to.
-    seen: [B, N, U] bool, the uncommitted columns that each node sees without windows.
+    Args:
+        windows: {layer type: its window or chunk} (`treespec.model.support.detect_layer_windows`).
+        columns: (window) -> [B, T] positions of the columns that layers of that window attend to.
+        seen: [B, N, U] bool, the uncommitted columns that each node sees without windows.
+        dtype: of the masks.
+        device: of the masks.
     """
     masks = {}
     nodes = seen.shape[1]
     for kind, window in windows.items():
-        places = columns(window)
-        visible = build_attention_mask(seen, places)
+        positions = columns(window)
+        visible = build_attention_mask(seen, positions)
         if window and kind in SLIDING_TYPES:
-            visible &= build_window_mask(places, nodes, window)
+            visible &= build_window_mask(positions, nodes, window)
         elif window:
-            visible &= chunk_mask(places, nodes, window)
+            visible &= chunk_mask(positions, nodes, window)
         masks[kind] = to_additive_mask(to_device(visible, device), dtype)[:, None]
     return masks
 
 
 def as_taken(masks: dict[str, Tensor]) -> Masks:
-    """Masks by layer type as a decoder takes them."""
+    """Convert masks by layer type to what a decoder takes: one mask if there is one type."""
     if len(masks) > 1:
         return masks
     return next(iter(masks.values()), None)
 
 
 def to_additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask of the same shape to add to attention scores: 0 where `visible`, else the lowest number."""
+    """Return a mask of the same shape to add to attention scores: 0 if `visible`, else the lowest number."""
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return mask.masked_fill_(~visible, torch.finfo(dtype).min)
 
 
 class TreeBatch(NamedTuple):
-    """The nodes of B trees, side by side: tokens [B, N], depth [B, N], ancestors [B, N, N]."""
+    """The nodes of B trees, padded: tokens [B, N], depth [B, N], ancestors [B, N, N]."""
 
     tokens: Tensor
     depth: Tensor
@@ -78,10 +81,10 @@ class TreeBatch(NamedTuple):
 
 
 def pad_trees(trees: Sequence[TokenTree]) -> TreeBatch:
-    """The nodes of B trees as tensors.
+    """Pad and stack the nodes of B trees.
 
     Smaller trees are padded with nodes of token 0 that see only themselves. Trees of five nodes
-    and of three, behind texts of three tokens and of one:
+    and of three, after texts of three tokens and of one:
 
         columns   | a b c | 0 1 2 3 4 |
                   | p . . | 0 1 2 . . |
@@ -100,7 +103,7 @@ def pad_trees(trees: Sequence[TokenTree]) -> TreeBatch:
 
 
 def pad_and_stack(rows: Sequence[Tensor]) -> Tensor:
-    """[B, N, ...] from [n, ...] of each text, padded with zeros. A single text is not copied."""
+    """Stack [n, ...] of each text to [B, N, ...], padded with zeros. A single text is not copied."""
     if len(rows) == 1:
         return rows[0][None]
     size = max(map(len, rows))
@@ -115,14 +118,14 @@ def pad_and_stack(rows: Sequence[Tensor]) -> Tensor:
 
 
 def unpad_rows(rows: Tensor, sizes: Sequence[int]) -> Tensor:
-    """[sum of sizes, ...]: the first `sizes[row]` entries of each batch row of [B, N, ...]."""
+    """Return [sum of sizes, ...]: the first `sizes[row]` entries of each batch row of [B, N, ...]."""
     if sum(sizes) == rows.shape[0] * rows.shape[1]:
         return rows.flatten(0, 1)
     return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
 
 
 def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """[B, F, ...]: the entries of [B, N, ...] at the indices `rows` [B, F] of each text."""
+    """Return [B, F, ...]: the entries of [B, N, ...] at the indices `rows` [B, F] of each text."""
     b, n = x.shape[:2]
     if b > 1:
         rows = rows + build_range(b * n, rows.device)[::n, None]
@@ -133,19 +136,22 @@ def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
 class Chunk:
     """Up to n new positions of each of B texts, as a chain. Shorter texts are padded.
 
-    The first text has committed 2 positions and has three new ones, the second 4 and one:
+    The first text has 2 committed and 3 new positions, the second 4 committed and 1 new:
 
         | a b . . | 0 1 2 |    position 1 of the first sees    a b 0 1        positions  2 3 4
         | p q r s | 0 . . |    position 0 of the second sees   p q r s 0                 4 . .
 
-    columns: the chunk's place among all new positions.
-    taken: positions of the chunk that each text has; the others are padding.
+    Attributes:
+        columns: the chunk's slice of all new positions.
+        taken: by text, positions of the chunk that it has; the others are padding.
+        places: [B, T] int64, the position in its text of each column of cache and chunk.
+        causal: [B, n, n] bool, the columns of the chunk that each new position sees.
     """
 
     columns: slice
     taken: list[int]
-    places: Tensor  # [B, T] int64: the position in its text of each column of cache and chunk
-    causal: Tensor  # [B, n, n] bool: the columns of the chunk that each new position sees
+    places: Tensor
+    causal: Tensor
 
     @cached_property
     def seen(self) -> Tensor:
@@ -166,20 +172,23 @@ def split_causal_chunks(
 ) -> Iterator[Chunk]:
     """Yield chunks for the caller to forward. The cache commits each chunk before the next.
 
-    counts: new positions of each text.
-    size: (columns of the cache) -> the largest number of positions in the next chunk.
+    Args:
+        cache: of the texts.
+        counts: new positions of each text.
+        size: (columns of the cache) -> the largest number of positions in the next chunk.
+        device: of the chunks' tensors.
     """
     start = 0
     while start < max(counts):
         end = cache.end
-        n = min(size(end), max(counts) - start)
-        taken = [max(0, min(count - start, n)) for count in counts]
-        depth = build_range(n, device).expand(len(counts), n)
-        if min(cache.lengths) == end:  # no gap: a text's positions are the columns
-            places = build_range(end + n, device).expand(len(counts), -1)
+        chunk_size = min(size(end), max(counts) - start)
+        taken_counts = [max(0, min(count - start, chunk_size)) for count in counts]
+        depth = build_range(chunk_size, device).expand(len(counts), chunk_size)
+        if min(cache.lengths) == end:  # no gap: a column's number is its position
+            positions = build_range(end + chunk_size, device).expand(len(counts), -1)
         else:
-            places = compute_positions(depth, cache.lengths)
+            positions = compute_positions(depth, cache.lengths)
         causal = depth[:, None] <= depth[..., None]
-        yield Chunk(slice(start, start + n), taken, places, causal)
-        cache.commit([range(kept) for kept in taken])
-        start += n
+        yield Chunk(slice(start, start + chunk_size), taken_counts, positions, causal)
+        cache.commit([range(chunk_tokens) for chunk_tokens in taken_counts])
+        start += chunk_size

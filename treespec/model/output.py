@@ -12,7 +12,7 @@ from transformers.utils import ModelOutput
 
 from treespec.model.recurrent.rows import replaced
 
-TRIAL_STATES = 7  # hidden states of a trial
+TRIAL_STATES = 7  # number of hidden states in a trial
 
 Hook = Callable[[nn.Module, tuple, dict], None]
 
@@ -21,9 +21,10 @@ Hook = Callable[[nn.Module, tuple, dict], None]
 class TreeOutput:
     """The target's forward over one tree.
 
-    logits: [N, V].
-    features: [N, H] hidden states after the final norm, or [N, aux_layers * H] for a head that reads
-    layers.
+    Attributes:
+        logits: [N, V].
+        features: [N, H] hidden states after the final norm, or [N, aux_layers * H] for a head that reads
+            the inputs of aux layers.
     """
 
     logits: Tensor
@@ -35,7 +36,7 @@ def captured(layers: nn.ModuleList, aux_layers: tuple[int, ...]) -> Iterator[dic
     """Inside, the dict receives the input of each aux layer of a forward.
 
     aux_layers: layer numbers k. The input of layer k is transformers' hidden_states[k], [B, N, H].
-    The number of layers L stands for what the last layer gives, before the final norm.
+    The number of layers L stands for the output of the last layer, before the final norm.
     """
     inputs: dict[int, Tensor] = {}
 
@@ -72,10 +73,16 @@ def forward_with_features(
     arguments: dict[str, Any],
     aux_layers: tuple[int, ...],
 ) -> tuple[Tensor, Tensor]:
-    """One forward of the decoder over B trees of N nodes, with these arguments.
+    """Run the decoder over B trees of N nodes.
 
-    aux_layers: as for `captured`. Returns the hidden states after the final norm [B, N, H], and the
-    features: these same states, or these inputs side by side, [B, N, aux_layers * H].
+    Args:
+        decoder: of the model.
+        layers: its stack.
+        arguments: of the decoder's forward, by name.
+        aux_layers: as for `captured`.
+
+    Returns: the hidden states after the final norm [B, N, H], and the features: the same states without aux
+        layers, else the aux layers' inputs concatenated, [B, N, aux_layers * H].
     """
     with captured(layers, aux_layers) as inputs:
         hidden = decoder(**arguments).last_hidden_state
@@ -97,7 +104,7 @@ class DecoderOutput(ModelOutput):
 
 
 class EmbeddingCall(NamedTuple):
-    """What enters and leaves an output embedding in a call: [N, H] and [N, V]."""
+    """Input [N, H] and output [N, V] of an output embedding in a call."""
 
     entered: Tensor
     left: Tensor
@@ -110,28 +117,28 @@ def is_same_tensor(a: Tensor, b: Tensor) -> bool:
 
 @final
 class OutputPath:
-    """Logits of hidden states after the final norm, by the model's own code.
+    """Computes logits of hidden states after the final norm, by the model's code.
 
     A model may do more than multiply by its output embedding: it casts the hidden states (Mamba), and
-    scales or caps the logits (Falcon-H1, Granite, Gemma). So its own forward computes them, in which
-    the decoder is replaced by hidden states that are known:
+    scales or caps the logits (Falcon-H1, Granite, Gemma). So the model's forward computes the logits, with
+    its decoder replaced by a function that returns the hidden states:
 
-        model.forward      tokens         ->  decoder  ->  output embedding  ->  factors, caps
-        `by_own_forward`   hidden states  ->               output embedding  ->  factors, caps
+        model.forward        tokens         ->  decoder  ->  output embedding  ->  factors, caps
+        compute_by_forward   hidden states  ->               output embedding  ->  factors, caps
 
-    Where the first call shows that the output embedding is all, it is called directly.
+    If a trial at the first call shows that the model only multiplies, the output embedding is called directly.
     """
 
     def __init__(self, model: PreTrainedModel, decoder: nn.Module) -> None:
-        """decoder: the model's, whose output the hidden states are."""
+        """decoder: the part of the model whose output is the hidden states."""
         self.model = model
         self.decoders = find_modules_around(model, decoder)  # the forward calls one of them
         self.is_direct: dict[torch.dtype, bool] = {}  # by the dtype of hidden states
 
     def __call__(self, hidden: Tensor, output: nn.Module | None = None) -> Tensor:
-        """[..., V] logits of hidden states [..., H], on their device.
+        """Return [..., V] logits of hidden states [..., H], on their device.
 
-        output: rows of the output embedding, for their logits. Default: all rows.
+        output: rows of the output embedding, for the logits of some tokens. Default: all rows.
         """
         if hidden.dtype not in self.is_direct:
             self.is_direct[hidden.dtype] = self.is_output_embedding(hidden)
@@ -141,10 +148,12 @@ class OutputPath:
             logits = output(hidden)
         else:
             logits = self.compute_by_forward(hidden, output)
-        return logits.to(hidden.device)  # an output tied to the input may lie there
+        return logits.to(
+            hidden.device
+        )  # an output embedding that is tied to the input may be on another device
 
     def compute_by_forward(self, hidden: Tensor, output: nn.Module | None = None) -> Tensor:
-        """As `__call__`, by the model's forward without its decoder."""
+        """As `__call__`, by the model's forward with its decoder replaced."""
         states = hidden.reshape(1, -1, hidden.shape[-1])
 
         def known(*args: Any, **kwargs: Any) -> DecoderOutput:
@@ -160,12 +169,13 @@ class OutputPath:
 
     @torch.no_grad()
     def is_output_embedding(self, like: Tensor) -> bool:
-        """Whether the model's forward gives what its output embedding gives, by a trial.
+        """Whether the model's forward only multiplies by its output embedding, by a trial.
 
-        like: hidden states [..., H], of whose dtype and device those of the trial are. Their sizes
-        differ by six orders of magnitude, so that a cap shows.
+        The trial's hidden states differ in size by six orders of magnitude, so that a cap shows.
+
+        like: hidden states [..., H] with the dtype and device of the trial.
         """
-        # 1. Random hidden states, and what enters and leaves the output embedding.
+        # 1. Random hidden states, and a hook that keeps input and output of the output embedding.
         random = torch.Generator().manual_seed(0)
         sizes = torch.logspace(-3, 3, TRIAL_STATES)[:, None]
         states = torch.randn(TRIAL_STATES, like.shape[-1], generator=random) * sizes
@@ -188,11 +198,11 @@ class OutputPath:
 
 
 def find_modules_around(model: PreTrainedModel, decoder: nn.Module) -> list[nn.Module]:
-    """The decoder, and the parts of a model that hold it, but not the output embedding."""
+    """List the decoder, and the modules that hold the decoder but not the output embedding."""
     output = model.get_output_embeddings()
-    found = []
+    modules = []
     for part in model.modules():
         inner = set(part.modules())
         if decoder in inner and output not in inner:
-            found.append(part)
-    return found
+            modules.append(part)
+    return modules

@@ -1,6 +1,6 @@
-"""A prompt with pictures: what the layers get of it, and whether a tree can follow it.
+"""A prompt with pictures: the inputs of the layers, and whether a tree can follow it.
 
-The model's own forward puts a picture's rows in the place of its tokens, and hands all rows to the
+The model's forward replaces the embeddings of a picture's tokens by the picture's rows, and passes all rows to the
 decoder, with their positions. Four tokens of a picture of 2 by 2, then text:
 
     tokens      describe  <picture> <picture> <picture> <picture>  this  please
@@ -9,8 +9,8 @@ decoder, with their positions. Four tokens of a picture of 2 by 2, then text:
                 0         1         1         2         2          3     4       the row,
                 0         1         2         1         2          3     4       the column
 
-All that follows stands at its place in the text, or `shift` from there: here -2. A tree follows where
-each token sees those before it, and the layers get of the pictures what `PictureInputs` holds.
+The position of a later token is its index plus `shift`, here -2 for Qwen. A tree can follow if each token
+sees all earlier tokens, and `PictureInputs` holds everything that the layers receive of the pictures.
 """
 
 from collections.abc import Mapping
@@ -25,14 +25,16 @@ from treespec.trees.tree import build_root_tree
 
 KNOWN_ARGUMENTS = {"inputs_embeds", "input_ids", "position_ids", "attention_mask", "cache_position"}
 DEEPSTACK_ARGUMENTS = {"visual_pos_masks", "deepstack_visual_embeds"}
-PICTURE_TOLERANCE = 0.02  # of the spread of logits, on average
+PICTURE_TOLERANCE = 0.02  # mean difference of logits, over their standard deviation
 
 
 @dataclass(frozen=True)
 class DeepRows:
     """Rows that further layers add to the F tokens of pictures (Qwen3-VL's deepstack).
 
-    mask: [1, P] bool, the tokens of pictures. rows: [F, H] for each of those layers.
+    Attributes:
+        mask: [1, P] bool, the tokens of pictures.
+        rows: [F, H] by layer.
     """
 
     mask: Tensor
@@ -41,18 +43,22 @@ class DeepRows:
 
 @dataclass(frozen=True)
 class PictureInputs:
-    """What the layers get of a prompt of P tokens with pictures.
+    """The inputs of the layers for a prompt of P tokens with pictures.
 
-    shift: from a token's place behind the prompt to its position.
+    Attributes:
+        rows: [1, P, H] the first layer's input.
+        places: [..., P] positions; None: the tokens' indices.
+        deep: rows for further layers; None: only the first layer receives the pictures.
+        shift: position minus index of a token after the prompt.
     """
 
-    rows: Tensor  # [1, P, H] what the first layer gets
-    places: Tensor | None  # [..., P] positions; None: the places
-    deep: DeepRows | None  # None: only the first layer gets something of the pictures
+    rows: Tensor
+    places: Tensor | None
+    deep: DeepRows | None
     shift: int = 0
 
     def select_arguments(self, start: int, end: int) -> dict[str, Any]:
-        """The decoder's arguments for the tokens from start to end."""
+        """Return the decoder's arguments for the tokens from start to end."""
         arguments: dict[str, Any] = {"inputs_embeds": self.rows[:, start:end]}
         if self.places is not None:
             arguments["position_ids"] = self.places[..., start:end]
@@ -65,15 +71,16 @@ class PictureInputs:
 
 
 class StopForward(Exception):
-    """The decoder has all that it gets: it need not run."""
+    """Raised at the decoder once its arguments are known: it need not run."""
 
 
 @dataclass(frozen=True)
 class PlainForward:
-    """The model's own forward of a prompt.
+    """The plain model's forward over a prompt.
 
-    arguments: what its decoder gets, by name. logits: [V] float32 after the last token; empty where the
-    forward ended before the decoder.
+    Attributes:
+        arguments: of its decoder, by name.
+        logits: [V] float32 after the last token; empty if the forward ended before the decoder.
     """
 
     arguments: dict[str, Any]
@@ -82,11 +89,14 @@ class PlainForward:
 
 @torch.no_grad()
 def prepare_pictures(target: Any, inputs: Mapping[str, Tensor]) -> PictureInputs:
-    """What the layers of a target get of a prompt with pictures.
+    """Compute the inputs of a target's layers for a prompt with pictures.
 
-    inputs: what the model's processor gives for the prompt, `input_ids` [1, P] among it. The target's
-    first prompt is a trial, later ones need the part that sees alone.
-    Raises InputError for a model that takes no such pictures, and where no tree can follow them.
+    The target's first prompt is a trial against the plain model; later prompts run only the vision part.
+
+    inputs: the output of the model's processor for the prompt, with `input_ids` [1, P].
+
+    Raises:
+        InputError: the model takes no such pictures, or no tree can follow them.
     """
     tokens = inputs["input_ids"]
     forward = run_with_pictures(target, inputs)
@@ -104,9 +114,10 @@ def prepare_pictures(target: Any, inputs: Mapping[str, Tensor]) -> PictureInputs
 
 
 def run_with_pictures(target: Any, inputs: Mapping[str, Tensor]) -> PlainForward:
-    """Run the model's own forward. It ends at the decoder if a trial has shown that trees follow pictures.
+    """Run the plain model. It stops at the decoder if a trial has shown that trees can follow pictures.
 
-    Raises InputError where the model does not take the inputs.
+    Raises:
+        InputError: the model does not take the inputs.
     """
     arguments: dict[str, Any] = {}
     logits = torch.empty(0)
@@ -133,14 +144,14 @@ def run_with_pictures(target: Any, inputs: Mapping[str, Tensor]) -> PlainForward
 
 
 def measure_shift(places: Tensor | None, size: int) -> int:
-    """`Shown.shift` of a prompt of that size. places: [..., P] positions; None: the places."""
+    """Return `PictureInputs.shift` of a prompt of that size. places: [..., P] positions; None: the tokens' indices."""
     if places is None:
         return 0
     return int(places.max()) + 1 - size
 
 
 def find_obstacle(arguments: Mapping[str, Any], embeddings: Tensor) -> str:
-    """Why no tree can follow such a prompt, as the end of "pictures …"; "" if nothing speaks against it.
+    """Return why no tree can follow such a prompt, as the end of a sentence "pictures …"; "" if one can.
 
     arguments: the decoder's. embeddings: [1, P, H] of the prompt's tokens, the pictures' placeholders too.
     """
@@ -158,7 +169,7 @@ def find_obstacle(arguments: Mapping[str, Any], embeddings: Tensor) -> str:
     if places is not None and not (places[..., -1] == last).all():
         return "have the last positions, let text follow"
 
-    # 3. Each token must see those before it, and nothing else may go to the layers.
+    # 3. Each token must see all earlier ones, and nothing else may go to the layers.
     mask = arguments.get("attention_mask")
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2 and mask.all()):
         return "have a mask of their own"
@@ -169,7 +180,7 @@ def find_obstacle(arguments: Mapping[str, Any], embeddings: Tensor) -> str:
 
 
 def build_shown(arguments: Mapping[str, Any], size: int) -> PictureInputs:
-    """What the layers get, from the decoder's arguments for a prompt of that size."""
+    """Build `PictureInputs` from the decoder's arguments for a prompt of that size."""
     places = arguments.get("position_ids")
     mask = arguments.get("visual_pos_masks")
     rows = arguments.get("deepstack_visual_embeds")
@@ -180,9 +191,13 @@ def build_shown(arguments: Mapping[str, Any], size: int) -> PictureInputs:
 
 
 def predicts_equally(target: Any, tokens: Tensor, pictures: PictureInputs, plain: Tensor) -> bool:
-    """Whether masks and positions of ours lead to the model's last logits.
+    """Whether a tree's forward after the prompt gives the plain model's last logits.
 
-    tokens: [1, P]. plain: [V] the model's logits.
+    Args:
+        target: that forwards the tree.
+        tokens: [1, P] of the prompt.
+        pictures: of the prompt.
+        plain: [V] the plain model's logits.
     """
     cache = target.build_cache(tokens.shape[1])
     target.prefill(cache, tokens[:, :-1], pictures=pictures)

@@ -28,10 +28,14 @@ LOAD_IN_PACKAGES = {
 class Placement:
     """By default a model is loaded as its files hold it.
 
-    load_in: a name of `LOAD_IN`, or `gguf:FILE`. revision: branch, tag or commit of a hub
-    repository. trust_remote_code: whether Python files of the directory or repository may run.
-    dtype, device_map, max_memory: as `from_pretrained` takes them; None is its default.
-    Raises InputError for a form that is not known.
+    Attributes:
+        load_in: a name of `treespec.options.LOAD_IN`, or `gguf:FILE`.
+        revision: branch, tag or commit of a hub repository.
+        trust_remote_code: whether Python files of the directory or repository may run.
+        dtype, device_map, max_memory: as `from_pretrained` takes them; None is its default.
+
+    Raises:
+        InputError: `load_in` is not known.
     """
 
     load_in: str | None = None
@@ -64,7 +68,7 @@ class Placement:
 
     @property
     def gguf(self) -> str | None:
-        """The GGUF file that the weights come from: a path, or a name beside the model's files."""
+        """The GGUF file that holds the weights: a path, or a name among the model's files."""
         if self.load_in is None:
             return None
         kind, _, file = self.load_in.partition(":")
@@ -74,13 +78,13 @@ class Placement:
 
     @property
     def quantizer(self) -> str | None:
-        """The name in `LOAD_IN` of what quantises the weights while they are loaded."""
+        """The name in `LOAD_IN` of the quantiser that runs while weights are loaded; None: no quantiser."""
         if self.gguf is not None:
             return None
         return self.load_in
 
     def check_package(self) -> None:
-        """Raises InputError where the package that quantises is not installed."""
+        """Raise InputError if the package of the quantiser is not installed."""
         form = self.quantizer
         if form is None or form not in LOAD_IN_PACKAGES:
             return
@@ -95,7 +99,7 @@ AS_IT_IS = Placement()
 
 
 def find_device_of(model: "PreTrainedModel") -> "torch.device":
-    """The device that a model takes tokens on. Weights that accelerate has offloaded have none."""
+    """Return the device on which a model takes tokens. Offloaded weights have none, so accelerate's hook tells it."""
     import torch
 
     hook = getattr(model, "_hf_hook", None)  # accelerate's

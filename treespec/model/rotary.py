@@ -1,14 +1,21 @@
 """Rotary factors of two kinds, for short and for long texts: `longrope`, of Phi-3.
 
 Such a model rotates keys and queries by one set of factors in texts of up to
-`original_max_position_embeddings` tokens, and by another in longer ones. Its code chooses by the largest
-position of a forward. Here each text of a forward has its own choice, and a text whose length crosses the
-limit gets all its keys again. That is what the model computes over the whole text, and what transformers'
-`generate` does. With a limit of 4 tokens:
+`original_max_position_embeddings` tokens, and by another in longer texts. Its code chooses by the largest
+position of a forward. Here the factors are chosen for each text of a forward. When the length of a text crosses the
+limit, all its keys are computed again. The model computes the same over the whole text, and so does transformers'
+`generate`. With a limit of 4 tokens:
 
     text          factors of all its keys
     a b c d       short
     a b c d e     long: the keys of a b c d are computed again before e is forwarded
+
+A node of a tree is rotated by its position, length + depth, so siblings share their factors. Five nodes after
+three tokens of a short text, under a limit of 5:
+
+    0 ─┬─ 1 ─── 3        node          0  1  2  3  4
+       └─ 2 ─── 4        position      3  4  4  5  5
+                         rotated by    3  4  4  4  4      nodes 3 and 4 lie beyond: `find_deepest` gives depth 1
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +37,7 @@ TRIAL_POSITIONS = 4
 
 
 def find_longest_short_text(config: PreTrainedConfig) -> int | None:
-    """The tokens of the longest text with short factors; None where all texts have the same ones."""
+    """Return the number of tokens of the longest text with short factors; None if all texts have the same factors."""
     promised = get_promised_length(config)
     for rope in list_rotary_settings(config):
         if get_rotary_type(rope) == "longrope":
@@ -44,9 +51,9 @@ def find_longest_short_text(config: PreTrainedConfig) -> int | None:
 
 @final
 class LengthFactors:
-    """The rotary modules of a decoder, each text's factors by its own length.
+    """The rotary modules of a decoder, with factors by the length of each text.
 
-    limit: tokens of the longest text with short factors.
+    limit: number of tokens of the longest text with short factors.
     """
 
     def __init__(self, decoder: nn.Module, limit: int) -> None:
@@ -55,7 +62,7 @@ class LengthFactors:
 
     @contextmanager
     def by_text(self, is_long: Tensor) -> Iterator[None]:
-        """Inside, a forward rotates each text by its own factors.
+        """Inside, a forward rotates each text by the factors of its kind.
 
         is_long: [B, N] bool, the same for all N nodes of a text.
         """
@@ -67,24 +74,36 @@ class LengthFactors:
             yield
 
     def _compute_both(
-        self, code: Any, is_long: Tensor, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
+        self,
+        forward: Any,
+        is_long: Tensor,
+        x: Tensor,
+        position_ids: Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> Factors:
-        """The output of a rotary module for positions [B, N]. code: its own forward.
+        """Compute a rotary module's output for positions [B, N].
 
-        No node of a short text beyond the limit is kept, so those positions do not count. A further
-        position, beyond the limit, makes the factors long.
+        A short text keeps no node beyond the limit, so its positions are clamped. One more
+        position, beyond the limit, makes the module compute long factors.
+
+        Args:
+            forward: the module's unchanged forward.
+            is_long: [B, 1] bool.
+            x: as the module takes it; only its dtype and device count.
+            position_ids: [B, N].
         """
         beyond = torch.full_like(position_ids[:, :1], self.limit)
-        short = code(x, position_ids.clamp_max(self.limit - 1), *args, **kwargs)
-        long = code(x, torch.cat([position_ids, beyond], 1), *args, **kwargs)
-        chosen = is_long[..., None]
+        short = forward(x, position_ids.clamp_max(self.limit - 1), *args, **kwargs)
+        long = forward(x, torch.cat([position_ids, beyond], 1), *args, **kwargs)
+        is_long_factor = is_long[..., None]
         factors = []
         for of_short, of_long in zip(short, long, strict=True):
-            factors.append(torch.where(chosen, of_long[:, :-1], of_short))
+            factors.append(torch.where(is_long_factor, of_long[:, :-1], of_short))
         return tuple(factors)
 
     def is_understood(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether the modules give each kind of factors as in a text of that length, by a trial."""
+        """Whether the replaced forwards give the modules' factors for a short and for a long text, by a trial."""
         x = torch.zeros(1, 1, 1, dtype=dtype, device=device)
         places = torch.arange(self.limit + 1, device=device)[None]
         for module in self.modules:
@@ -95,37 +114,41 @@ class LengthFactors:
         return bool(self.modules)
 
     def _is_equal(self, module: nn.Module, x: Tensor, places: Tensor, is_long: bool) -> bool:
-        """Whether the first factors of a text are those of a module's own forward over all of it.
+        """Whether the first factors of a text equal those of the module's forward over the whole text.
 
-        x: [1, 1, 1] zeros of the hidden states' dtype. places: [1, T] positions of the text.
+        Args:
+            module: a rotary module.
+            x: [1, 1, 1] zeros of the hidden states' dtype.
+            places: [1, T] positions of the text.
+            is_long: whether the text has long factors.
         """
         chosen = torch.full((1, 1), is_long, device=places.device)
         try:
-            whole = module.forward(x, places)
+            expected = module.forward(x, places)
             first = self._compute_both(module.forward, chosen, x, places[:, :TRIAL_POSITIONS])
         except (TypeError, ValueError, RuntimeError, KeyError, AttributeError):
             return False  # it takes other arguments
-        pairs = zip(first, whole, strict=True)
-        return all(torch.equal(part, own[:, : part.shape[1]]) for part, own in pairs)
+        pairs = zip(first, expected, strict=True)
+        return all(torch.equal(part, factors[:, : part.shape[1]]) for part, factors in pairs)
 
     def select_rows(self, cache: TreeCache, nodes: int, device: torch.device) -> Tensor:
-        """[B, N] bool: whether the keys of each text in a cache have long factors."""
+        """Return [B, N] bool: whether the keys of each text in a cache have long factors."""
         return to_device([[row.now.is_long] * nodes for row in cache.rows], device)
 
     def find_outdated(self, cache: TreeCache, lengths: Sequence[int]) -> list[int]:
-        """The rows of a cache whose keys have other factors than texts of these lengths.
+        """List the rows of a cache whose keys have other factors than texts of these lengths.
 
-        lengths: of each text, without the token that is forwarded next.
+        lengths: by text, without the token that is forwarded next.
         """
-        wrong = []
+        outdated = []
         for number, (row, length) in enumerate(zip(cache.rows, lengths, strict=True)):
             is_long = length >= self.limit
             if row.now.is_long != is_long:
-                wrong.append(number)
-        return wrong
+                outdated.append(number)
+        return outdated
 
     def find_deepest(self, cache: TreeCache) -> list[int]:
-        """For each text, the largest depth of a node whose logits are exact."""
+        """Return, by text, the largest depth of a node whose logits are exact."""
         depths = []
         for length in cache.lengths:
             if length < self.limit:

@@ -1,4 +1,4 @@
-"""What a model and its config tell: can it score a tree, its layers, windows and end tokens."""
+"""Properties of a model and its config: whether it can score a tree, layers, windows, end tokens."""
 
 import inspect
 from collections.abc import Iterator, Mapping
@@ -24,18 +24,18 @@ from treespec.model.layer_types import (
 if TYPE_CHECKING:
     from treespec.model.recurrent.model import Recurrent
 
-TREE_COLUMNS = 1024  # cache columns behind the longest text that a tree may fill
+TREE_COLUMNS = 1024  # cache columns after the longest text that a tree may fill
 
 
 def refuse_what_cannot_branch(model: PreTrainedModel) -> None:
-    """Raises InputError, with the reason, for a model whose forward cannot score a tree."""
+    """Raise InputError, with the reason, for a model whose forward cannot score a tree."""
     reason = find_state_obstacle(model) or find_position_obstacle(model)
     if reason:
         raise InputError(f"{type(model).__name__} cannot be a target: {reason}")
 
 
 def find_state_obstacle(model: PreTrainedModel) -> str:
-    """Why a tree cannot be written into a model's cache; "" if nothing speaks against it."""
+    """Return why a tree cannot be written into a model's cache; "" if it can."""
     config = model.config.get_text_config()
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder; treespec takes decoder-only models"
@@ -51,7 +51,7 @@ def find_state_obstacle(model: PreTrainedModel) -> str:
 
 
 def find_position_obstacle(model: PreTrainedModel) -> str:
-    """Why siblings of a tree cannot share a position in a model; "" if nothing speaks against it."""
+    """Return why siblings of a tree cannot share a position in a model; "" if they can."""
     config = model.config.get_text_config()
     siblings = "of the cache, where siblings cannot share a position"
     decoder = find_decoder(model)
@@ -78,7 +78,7 @@ def find_position_obstacle(model: PreTrainedModel) -> str:
 def find_recurrent_layers(
     model: PreTrainedModel, decoder: nn.Module, layers: int
 ) -> "Recurrent | None":
-    """The layers that carry a state, None for a model without. Raises InputError."""
+    """Find the layers that carry a state; None for a model without them. Raises InputError as `Recurrent`."""
     if not has_recurrent_state(model):
         return None
     from treespec.model.recurrent.model import Recurrent  # takes transformers 5.23 or newer
@@ -102,18 +102,18 @@ def refusing(model: PreTrainedModel) -> Iterator[None]:
 
 
 def list_forward_arguments(decoder: nn.Module) -> frozenset[str]:
-    """The names of the arguments of a decoder's forward."""
+    """Return the names of the arguments of a decoder's forward."""
     return frozenset(inspect.signature(decoder.forward).parameters)
 
 
 def find_decoder(model: PreTrainedModel) -> nn.Module:
-    """The stack of layers below the output embedding."""
+    """Return the part of a model below the output embedding."""
     candidates = (model.get_decoder(), model.base_model, getattr(model, "model", None))
     return next(module for module in candidates if module is not None and module is not model)
 
 
 def end_tokens(model: PreTrainedModel) -> frozenset[int]:
-    """The tokens that end a text: those of generation_config, else those of the config."""
+    """Return the tokens that end a text: those of generation_config, else those of the config."""
     for settings in (getattr(model, "generation_config", None), model.config.get_text_config()):
         eos = getattr(settings, "eos_token_id", None)
         if isinstance(eos, int):
@@ -129,7 +129,9 @@ LENGTH_DEPENDENT = "beyond, its rotary factors depend on the longest position of
 class ContextLimit(NamedTuple):
     """The number of positions that a model scores exactly.
 
-    reason: why its config promises more; None: it does not.
+    Attributes:
+        length: positions.
+        reason: why its config promises more; None: it does not.
     """
 
     length: int
@@ -137,7 +139,7 @@ class ContextLimit(NamedTuple):
 
 
 def find_context_length(config: PreTrainedConfig) -> ContextLimit:
-    """The number of positions that a model scores exactly, and why its config promises more.
+    """Find the number of positions that a model scores exactly, and why its config promises more.
 
     `dynamic` NTK computes its rotary factors from the longest position of a forward beyond
     `max_position_embeddings`. There each token of a text changes the keys of all others. `longrope`
@@ -149,7 +151,8 @@ def find_context_length(config: PreTrainedConfig) -> ContextLimit:
     Llama 4 scales queries by their column in the cache, which is not a tree node's position. The
     scale is 1 below `floor_scale` columns.
 
-    Raises InputError where no position is exact.
+    Raises:
+        InputError: no position is exact.
     """
     # 1. What the config promises.
     promised = get_promised_length(config)
@@ -170,9 +173,9 @@ def find_context_length(config: PreTrainedConfig) -> ContextLimit:
     # 4. Columns that an index chooses.
     if INDEXED_ATTENTION in get_layer_types(config):
         topk = getattr(config, "index_topk", None)
-        chosen = topk or getattr(config, "indexer_budget", None) or 0
-        reason = f"beyond, its attention chooses {chosen} tokens by an index"
-        limits.append(ContextLimit(chosen, reason))
+        indexed_tokens = topk or getattr(config, "indexer_budget", None) or 0
+        reason = f"beyond, its attention chooses {indexed_tokens} tokens by an index"
+        limits.append(ContextLimit(indexed_tokens, reason))
 
     # 5. The smallest limit counts; of equal ones, one with a reason.
     smallest = min(limits, key=lambda limit: (limit.length, limit.reason is None))
@@ -182,27 +185,27 @@ def find_context_length(config: PreTrainedConfig) -> ContextLimit:
 
 
 def get_promised_length(config: PreTrainedConfig) -> int:
-    """The positions that a config promises, `max_position_embeddings`; 2^30 if it does not say."""
+    """Return the positions that a config promises, `max_position_embeddings`; 2^30 if it does not say."""
     promised: int | None = getattr(config, "max_position_embeddings", None)
     return promised or 1 << 30
 
 
 def list_rotary_settings(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """The rotary parameters of a config, and those of each layer type inside them."""
+    """Return the rotary parameters of a config, and the parameters of each layer type inside them."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [part for part in parameters.values() if isinstance(part, dict)]
     return [parameters, *nested]
 
 
 def get_rotary_type(parameters: Mapping[str, Any]) -> str:
-    """The type of rotary factors, such as "longrope"; "" if the parameters name none."""
+    """Return the type of rotary factors, such as "longrope"; "" if the parameters name none."""
     return str(parameters.get("rope_type", parameters.get("type", "")))
 
 
 def detect_layer_windows(config: PreTrainedConfig) -> tuple[list[str], dict[str, int | None]]:
-    """The type of each layer, and {type: its window or chunk in positions, None for full attention}.
+    """Return the type of each layer, and {type: its window or chunk in positions, None for full attention}.
 
-    Layers without attention have none.
+    Types without attention are not in the dict.
     """
     window = getattr(config, "sliding_window", None)
     if not getattr(config, "use_sliding_window", True):
@@ -224,9 +227,12 @@ def detect_layer_windows(config: PreTrainedConfig) -> tuple[list[str], dict[str,
 
 @torch.no_grad()
 def find_layers(decoder: nn.Module, layers: int, device: torch.device) -> nn.ModuleList:
-    """The module list with that number of layers, of which a text's forward calls some.
+    """Find the module list with that number of layers that a forward calls.
 
-    device: of the tokens. Raises InputError where there is none.
+    device: of the tokens.
+
+    Raises:
+        InputError: there is none.
     """
     # 1. By their number.
     stacks = [m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == layers]
@@ -237,7 +243,7 @@ def find_layers(decoder: nn.Module, layers: int, device: torch.device) -> nn.Mod
     if len(stacks) == 1:
         return stacks[0]
 
-    # 2. Of several, such as a vision tower's in front (GIT), by a forward over one token.
+    # 2. If there are several, such as a vision tower's (GIT), by a forward over one token.
     called: list[nn.Module] = []
     with ExitStack() as listening:
         for layer in chain.from_iterable(stacks):

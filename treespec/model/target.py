@@ -60,24 +60,30 @@ AuxLayers = tuple[int, ...]
 
 @final
 class Target:
-    """A decoder and its tokenizer. It has no state of a text: that is the cache's.
+    """A decoder and its tokenizer. It holds no state of a text; the cache does.
 
-    vocab_size: V. feature_width: H, the width of the hidden states that enter the output embedding.
-    context_length: positions that the model scores exactly. longest_short_text: tokens of the longest
-    text with the rotary factors of short ones, None where all texts have the same.
+    sdpa attention becomes `treespec.model.attention.attend_tree`.
 
-    sdpa attention becomes `tree_attention`. Raises InputError for a model that scores no tree.
+    Attributes:
+        vocab_size: V.
+        feature_width: H, the width of the hidden states that enter the output embedding.
+        context_length: number of positions that the model scores exactly.
+        longest_short_text: number of tokens of the longest text with short rotary factors; None if all texts have
+            the same factors.
+
+    Raises:
+        InputError: the model cannot score a tree.
     """
 
     trust_remote_code = False  # whether `load` was allowed to run the model's Python files
-    slack = WINDOW_SLACK_TOKENS  # of its caches
-    follows_pictures = False  # whether a trial has shown it
-    has_streams = False  # whether layers hand on several hidden states of a token: a trial shows it
+    slack = WINDOW_SLACK_TOKENS  # tokens that its caches can take back in layers with a window
+    follows_pictures = False  # whether a trial has shown that trees can follow pictures
+    has_streams = False  # whether layers pass on several hidden states of a token, by a trial
     graphs: Graphs | None = None  # of its forwards, on CUDA
-    factors: LengthFactors | None = None  # of its rotary modules, where they differ by length
+    factors: LengthFactors | None = None  # of its rotary modules, if they differ by length
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None, ends: bool = False) -> None:
-        """ends: whether the model has embedding and output alone, as `load_ends` gives it."""
+        """ends: whether the model has only its embeddings, as `treespec.model.weights.load_ends` loads it."""
         self.model = model = unwrap_adapter(model).eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.ends = ends
@@ -105,7 +111,7 @@ class Target:
         self.output_path = OutputPath(model, find_decoder(model))
 
     def _read_layers(self, model: PreTrainedModel) -> None:
-        """Find the layers, and make the model ready for trees."""
+        """Find the layers, and prepare the model for trees."""
         take_trees(model)
         unpack_compressed(model)
         self.decoder = find_decoder(model)
@@ -123,15 +129,21 @@ class Target:
         self.mask_room = max(1 << 20, model.get_memory_footprint() >> 8)  # entries in a prefill
 
     def _end_texts(self, length: int, why: str) -> None:
-        """Let no text grow longer, and say so."""
+        """Limit texts to `length` tokens, and log why."""
         self.context_length = length
         log.warning("%s: texts end at %d tokens: %s", type(self.model).__name__, length, why)
 
     @classmethod
     def load(cls, path: str, how: Placement = AS_IT_IS, **changed: Any) -> "Target":
-        """The model and tokenizer of a directory or hub id. changed: fields of `how`.
+        """Load the model and tokenizer of a directory or hub id.
 
-        Raises InputError for a model that cannot be loaded or cannot score a tree.
+        Args:
+            path: a directory or hub id.
+            how: how the model is loaded.
+            changed: fields of `how` to replace, such as `dtype`.
+
+        Raises:
+            InputError: the model cannot be loaded or cannot score a tree.
         """
         path = os.path.expanduser(path)
         how = replace(how, **changed)
@@ -140,13 +152,13 @@ class Target:
         return target
 
     def build_cache(self, capacity: int = 512) -> TreeCache:
-        """An empty cache of one text. capacity: columns to allocate; it grows by itself."""
+        """Make an empty cache of one text. capacity: columns to allocate at first; it grows by doubling."""
         windows = [self.windows.get(kind) for kind in self.layer_types]
         return TreeCache(self.layers, capacity, self.recurrent, windows, self.slack)
 
     @property
     def masks_last(self) -> bool:
-        """Whether the attention takes masks of the last columns alone: our kernels do."""
+        """Whether the attention takes masks of only the last columns: our kernels do."""
         if self.config._attn_implementation != ATTENTION_NAME or self.graphs:
             return False
         return self.device.type == "cpu"
@@ -158,26 +170,26 @@ class Target:
         return float(scale) * getattr(self.config, "embedding_multiplier", 1.0)
 
     def embed_tokens(self, tokens: Tensor) -> Tensor:
-        """[..., H] the first layer's input for tokens [...], on the device of the features."""
+        """Return [..., H] the first layer's input for tokens [...], on the device of the features."""
         rows = self.model.get_input_embeddings()(tokens.to(self.device)).to(self.output_device)
         return rows * getattr(self.config, "embedding_multiplier", 1.0)
 
     def copy_output_rows(self, tokens: Tensor) -> nn.Linear:
-        """A copy of the output embedding's rows for the tokens [N], a linear layer H -> N.
+        """Copy the output embedding's rows for the tokens [N] to a linear layer H -> N of floats.
 
-        It lies on the device of the features, and holds floats. Raises as `copy_output_embedding_rows` does.
+        It is on the device of the features. Raises InputError as `copy_output_embedding_rows`.
         """
         return copy_output_embedding_rows(self.model, tokens, self.output_device)
 
     def compute_output_logits(self, hidden: Tensor, output: nn.Module | None = None) -> Tensor:
-        """[..., V] logits of hidden states [..., H] after the final norm, by the model's own path.
+        """Return [..., V] logits of hidden states [..., H] after the final norm, as the model computes them.
 
         output: `copy_output_rows` of N tokens, for logits [..., N]. Default: all tokens.
         """
         return self.output_path(hidden, output)
 
     def check_aux_layers(self, aux_layers: AuxLayers) -> None:
-        """Raises InputError where the inputs of these layers are no features."""
+        """Raise InputError if the inputs of these layers cannot be features."""
         if aux_layers and self.has_streams:
             raise InputError(
                 f"{type(self.model).__name__} hands several streams of hidden states from layer to "
@@ -195,17 +207,21 @@ class Target:
         pictures: PictureInputs | None = None,
         ahead: int = 0,
     ) -> Tensor:
-        """Append tokens to each sequence and commit them, in chunks. Returns features [B, P, H].
+        """Append tokens to each sequence and commit them, in chunks.
 
-        tokens: [B, P] int64.
-        aux_layers: layers whose inputs are the features. Default: hidden states after the final norm.
-        counts: tokens to commit of each sequence; all P by default, further columns are padding.
-        pictures: of the one sequence, from its first token on.
-        ahead: tokens that further calls append, where it is known.
+        Args:
+            cache: of the B sequences.
+            tokens: [B, P] int64.
+            aux_layers: layers whose inputs are the features. Default: hidden states after the final norm.
+            counts: by sequence, tokens to commit; further columns are padding. Default: all P.
+            pictures: of the only sequence, from its first token on.
+            ahead: number of tokens that further calls will append, if it is known.
+
+        Returns: features [B, P, H].
         """
         counts = counts or [tokens.shape[1]] * len(tokens)
         ends = zip(cache.lengths, counts, strict=True)
-        self._rotate(cache, [held + new + ahead for held, new in ends])
+        self._rotate(cache, [length + count + ahead for length, count in ends])
         return self._append(cache, tokens, counts, aux_layers, pictures)
 
     def _append(
@@ -216,49 +232,58 @@ class Target:
         aux_layers: AuxLayers = (),
         pictures: PictureInputs | None = None,
     ) -> Tensor:
-        """`prefill` of keys with the rotary factors that the sequences have."""
+        """As `prefill`, with the rotary factors that the sequences have now."""
         cache.reserve(cache.end + tokens.shape[1])
         features: list[Tensor] = []
         for part in split_causal_chunks(
             cache, counts, self.choose_prefill_chunk, self.output_device
         ):
-            words: dict[str, Any] = {"tokens": tokens[:, part.columns]}
+            model_inputs: dict[str, Any] = {"tokens": tokens[:, part.columns]}
             if pictures:
-                words = pictures.select_arguments(cache.end, cache.end + part.causal.shape[1])
+                model_inputs = pictures.select_arguments(
+                    cache.end, cache.end + part.causal.shape[1]
+                )
                 cache.shift(pictures.shift)
-            features.append(self._forward(cache, words, part.places, part.causal, aux_layers)[1])
+            features.append(
+                self._forward(cache, model_inputs, part.places, part.causal, aux_layers)[1]
+            )
         cache.mark()
         return torch.cat(features, 1)
 
     def _rotate(self, cache: TreeCache, lengths: Sequence[int]) -> None:
-        """Compute those keys again whose rotary factors are not those of texts of these lengths.
+        """Compute the keys of a text again if its rotary factors do not fit its new length.
 
-        Raises InputError for a text with pictures that becomes long.
+        lengths: by sequence.
+
+        Raises:
+            InputError: a text with pictures becomes long.
         """
         if self.factors is None:
             return
         for row in self.factors.find_outdated(cache, lengths):
-            mark = cache.rows[row].now
-            renewed = self.build_cache(max(mark.length, 1))
-            renewed.replace_with(not mark.is_long)
-            if mark.length:
-                if mark.tokens is None:
+            snapshot = cache.rows[row].now
+            new_cache = self.build_cache(max(snapshot.length, 1))
+            new_cache.replace_with(not snapshot.is_long)
+            if snapshot.length:
+                if snapshot.tokens is None:
                     raise InputError(
                         f"a text with pictures ends at {self.longest_short_text} tokens in this model"
                     )
-                self._append(renewed, mark.tokens[None], [mark.length])
-            cache.put(row, renewed)
+                self._append(new_cache, snapshot.tokens[None], [snapshot.length])
+            cache.put(row, new_cache)
 
     def choose_prefill_chunk(self, columns: int) -> int:
-        """New positions per forward of the target: `rows_beside` of the columns that a mask is for."""
+        """Return the number of new positions per forward of a prompt: `choose_chunk_beside` of the masked columns."""
         if self.masks_last:
             return self.choose_chunk_beside(min(columns, 1))
         return self.choose_chunk_beside(columns)
 
     def choose_chunk_beside(self, columns: int) -> int:
-        """New positions per forward: a power of two (16 to 512) with a small mask beside the weights.
+        """Return the number of new positions per forward: a power of two (16 to 512) whose mask is small.
 
-        Few shapes, because oneDNN caches memory for each.
+        Powers of two, because oneDNN caches memory for each shape.
+
+        columns: that the mask covers besides the new ones.
         """
         if self.recurrent and not self.recurrent.continues and not columns:
             return 1024  # the layers take all later positions token by token
@@ -269,10 +294,12 @@ class Target:
     def compute_features(
         self, tokens: Tensor, aux_layers: AuxLayers = (), last: bool = False
     ) -> Tensor:
-        """[B, T, H] features of whole texts, without a cache, as training needs them.
+        """Return [B, T, H] features of whole texts, without a cache, as training needs them.
 
-        tokens: [B, T] int64; any padding on the right.
-        last: whether the hidden states after the final norm follow the aux layers' inputs.
+        Args:
+            tokens: [B, T] int64; any padding on the right.
+            aux_layers: as for `prefill`.
+            last: whether to append the hidden states after the final norm to the aux layers' inputs.
         """
         arguments = {"input_ids": tokens.to(self.device), "use_cache": False}
         hidden, features = forward_with_features(self.decoder, self.stack, arguments, aux_layers)
@@ -281,12 +308,12 @@ class Target:
         limit = self.longest_short_text
         if not limit or tokens.shape[1] <= limit:
             return features
-        # A token sees those before it alone, so its text is as long as its place.
+        # A token sees only earlier tokens, so the first `limit` tokens have the factors of a short text.
         short = self.compute_features(tokens[:, :limit], aux_layers, last)
         return torch.cat([short, features[:, limit:]], 1)
 
     def split_features(self, features: Tensor, aux_layers: AuxLayers) -> tuple[Tensor, Tensor]:
-        """Split `features(…, last=True)` [..., F] into the head's features and the last state."""
+        """Split `compute_features(…, last=True)` [..., F] into the head's features and the last hidden states."""
         last = features[..., -self.feature_width :]
         if not aux_layers:
             return features, last
@@ -295,31 +322,42 @@ class Target:
     def forward_tree(
         self, cache: TreeCache, tree: TokenTree, aux_layers: AuxLayers = ()
     ) -> TreeOutput:
-        """`forward_trees` of one text."""
+        """As `forward_trees`, of one text."""
         return self.forward_trees(cache, [tree], aux_layers)[0]
 
     @torch.no_grad()
     def forward_trees(
         self, cache: TreeCache, trees: Sequence[TokenTree], aux_layers: AuxLayers = ()
     ) -> list[TreeOutput]:
-        """The one forward of a cycle: a tree for each text of the cache.
+        """Forward a tree for each text of the cache: the only forward of a cycle.
 
-        The trees' keys and values are written behind the longest text, for `cache.commit` to keep. Of
-        nodes deeper than `deepest` says, no logits are exact.
+        The trees' keys and values are written after the longest text, and `cache.commit` keeps accepted ones.
+        Trees of five nodes and of three, after texts of three tokens and of one:
 
-        trees: one for each text. aux_layers: as for `prefill`.
+            0 ─┬─ 1 ─── 3      0 ─┬─ 1
+               └─ 2 ─── 4         └─ 2
+
+            columns    | a b c | 0 1 2 3 4 |      positions   0 1 2 3 4 4 5 5      node 4 sees a b c 0 2 4
+                       | p . . | 0 1 2 . . |                  0 . . 1 2 2 . .      node 2 sees p 0 2
+
+        Args:
+            cache: of the B texts.
+            trees: one for each text.
+            aux_layers: as for `prefill`.
+
+        Returns: by text, logits [N, V] and features; inexact for nodes deeper than `find_deepest`.
         """
         self._rotate(cache, cache.lengths)
         nodes = pad_trees(trees)
         places = compute_positions(nodes.depth, cache.lengths)
-        words = {"tokens": nodes.tokens}
-        hidden, features = self._forward(cache, words, places, nodes.ancestors, aux_layers)
+        model_inputs = {"tokens": nodes.tokens}
+        hidden, features = self._forward(cache, model_inputs, places, nodes.ancestors, aux_layers)
         sizes = [len(tree.tokens) for tree in trees]
         logits = self.compute_output_logits(unpad_rows(hidden, sizes)).split(sizes)
         return [TreeOutput(logits[row], features[row, :size]) for row, size in enumerate(sizes)]
 
     def find_deepest(self, cache: TreeCache) -> list[int] | None:
-        """For each text, the largest depth of a node with exact logits; None: any depth in all texts."""
+        """Return, by text, the largest depth of a node with exact logits; None: any depth in all texts."""
         if self.factors is None:
             return None
         return self.factors.find_deepest(cache)
@@ -328,11 +366,14 @@ class Target:
     def forward_nodes(
         self, cache: TreeCache, tokens: Tensor, places: Tensor, seen: Tensor
     ) -> Tensor:
-        """[B, N, H] hidden states after the final norm, of nodes below nodes of earlier calls.
+        """Return [B, N, H] hidden states after the final norm, of nodes below nodes of earlier calls.
 
-        tokens: [B, N] int64. places: [B, T] int64, the positions of all T columns.
-        seen: [B, N, U] bool, the uncommitted columns that each node sees: those of earlier calls,
-        and the N columns that this call writes.
+        Args:
+            cache: of the B texts.
+            tokens: [B, N] int64.
+            places: [B, T] int64, the positions of all T columns.
+            seen: [B, N, U] bool, the uncommitted columns that each node sees: columns of earlier calls,
+                then the N columns that this call writes.
 
         Two texts, each with a root r from an earlier call. The first has two nodes x and y below
         it, the second x and a padding node. U is 3:
@@ -340,7 +381,7 @@ class Target:
             columns   | a b c | r | x y |   places 0 1 2 3 4 4   x sees a b c r x, y sees a b c r y
                       | p q . | r | x . |          0 1 . 2 3 3   x sees p q r x
 
-        Nothing is committed: only columns behind the cache's end change.
+        Nothing is committed: only columns after the cache's end change.
         """
         with cache.writing_after(seen.shape[2] - tokens.shape[1]):
             return self._forward(cache, {"tokens": tokens}, places, seen, ())[0]
@@ -348,35 +389,40 @@ class Target:
     def _forward(
         self,
         cache: TreeCache,
-        words: dict[str, Any],
+        model_inputs: dict[str, Any],
         places: Tensor,
         seen: Tensor,
         aux_layers: AuxLayers,
     ) -> tuple[Tensor, Tensor]:
-        """Hidden states after the final norm, and features, of B trees of N nodes.
+        """Return hidden states after the final norm, and features, of B trees of N nodes.
 
-        words: tokens [B, N] int64, or what pictures give. places: [B, T] int64, the positions of all
-        T columns. seen: [B, N, U] bool, the uncommitted columns that each node sees.
+        Args:
+            cache: of the B texts.
+            model_inputs: `tokens` [B, N] int64, or the arguments of `PictureInputs`.
+            places: [B, T] int64, the positions of all T columns.
+            seen: [B, N, U] bool, the uncommitted columns that each node sees.
+            aux_layers: as for `prefill`.
         """
-        # 1. Masks and positions. Learned positions end at the context length; no node beyond is kept.
+        # 1. Masks and positions. Learned positions end at the context length, so positions are clamped:
+        #    no node beyond is kept.
         n = seen.shape[1]
         node_places = cache.shift_positions(places[:, -n:].clamp_max(self.context_length - 1))
         free = min(cache.lengths) if self.masks_last else 0
         columns = partial(cache.mask_positions, places, free)
         masks = build_additive_masks(self.windows, columns, seen, self.dtype, self.device)
         inputs = {"places": to_device(node_places, self.device)}
-        if "tokens" in words:
-            inputs["tokens"] = to_device(words["tokens"], self.device)
+        if "tokens" in model_inputs:
+            inputs["tokens"] = to_device(model_inputs["tokens"], self.device)
         if self.factors:
             inputs["is_long"] = self.factors.select_rows(cache, n, self.device)
             cache.tokens = inputs.get("tokens")
 
-        # 2. The forward, by a graph if there is one, which has no recurrent layers.
-        run = partial(self._run_decoder, cache, words, tuple(masks), aux_layers)
+        # 2. The forward, by a graph if possible. Models with recurrent layers have no graphs.
+        run = partial(self._run_decoder, cache, model_inputs, tuple(masks), aux_layers)
         if self.graphs and "tokens" in inputs:
-            of = {kind: (self.windows[kind], mask) for kind, mask in masks.items()}
-            how = (n, n, ("texts", "rows"), aux_layers)
-            hidden, features = self.graphs(cache.tree_layers, run, inputs, of, how)
+            graph_masks = {kind: (self.windows[kind], mask) for kind, mask in masks.items()}
+            variant = (n, n, ("texts", "rows"), aux_layers)
+            hidden, features = self.graphs(cache.tree_layers, run, inputs, graph_masks, variant)
             return hidden, features.clone()
         if self.recurrent is None:
             return run(inputs | masks)
@@ -386,12 +432,20 @@ class Target:
     def _run_decoder(
         self,
         cache: TreeCache,
-        words: dict[str, Any],
+        model_inputs: dict[str, Any],
         layer_types: Sequence[str],
         aux_layers: AuxLayers,
         inputs: Mapping[str, Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """`_forward` of inputs [B, N] by name, and of masks [B, 1, N, T] by layer type among them."""
+        """As `_forward`, after masks and positions are made.
+
+        Args:
+            cache: of the B texts.
+            model_inputs: arguments of the decoder, if `inputs` holds no tokens.
+            layer_types: names of the masks in `inputs`.
+            aux_layers: as for `prefill`.
+            inputs: [B, N] by name, and masks [B, 1, N, T] by layer type.
+        """
         masks: Any = as_taken({kind: inputs[kind] for kind in layer_types})
         if self.recurrent:
             masks = self.recurrent.build_all_masks(masks)
@@ -403,7 +457,7 @@ class Target:
         if "tokens" in inputs:
             arguments["input_ids"] = inputs["tokens"]
         else:
-            arguments |= words
+            arguments |= model_inputs
         arguments["use_cache"] = True
         if self.factors is None:
             return forward_with_features(self.decoder, self.stack, arguments, aux_layers)

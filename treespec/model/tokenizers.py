@@ -11,7 +11,7 @@ from treespec.model.folder import find_adapter_base, find_gguf_file, has_tokeniz
 from treespec.model.placement import AS_IT_IS, Placement
 from treespec.model.quantization.gguf import load_own_or_gguf
 
-# a file of a tokenizer -> the module that reads it, and what installs that
+# {tokenizer file: (module that reads it, package to install)}
 TOKENIZER_PACKAGES = {
     "tekken.json": ("mistral_common", "mistral-common"),
     "tokenizer.model": ("sentencepiece", "sentencepiece"),
@@ -19,10 +19,12 @@ TOKENIZER_PACKAGES = {
 
 
 def load_tokenizer(path: str, placement: Placement = AS_IT_IS) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a directory or a hub id; None for a directory without one.
+    """Load the tokenizer of a directory or a hub id; None for a directory without one.
 
-    A GGUF file gives its tokenizer where the model has no other.
-    Raises InputError where it cannot be loaded.
+    If the model has no other tokenizer, the GGUF file's is loaded.
+
+    Raises:
+        InputError: it cannot be loaded.
     """
     path = find_model_path(path)
     folder = Path(path)
@@ -46,7 +48,7 @@ def load_tokenizer(path: str, placement: Placement = AS_IT_IS) -> PreTrainedToke
 
 
 def find_missing_package(folder: Path, error: str) -> str:
-    """The package that a directory's tokenizer needs and that is not installed, as an error says it; "" if none.
+    """Return an error line about a missing package that a directory's tokenizer needs; "" if none is missing.
 
     error: the message of the failed load.
     """

@@ -1,4 +1,4 @@
-"""The check that treespec understands a model: a tree's logits must be the plain model's."""
+"""Check a model by a trial: a tree's logits must equal the plain model's."""
 
 import logging
 from collections.abc import Iterator
@@ -26,11 +26,16 @@ CHECK_TOKENS = 2 * CHECK_WINDOW + 1  # committed tokens of a check: a window of 
 def detect_windows(target: Any) -> torch.device:
     """Find out by trial whether a model uses the windows of its config (Moshi does not).
 
-    Returns the device of the features. Only a check longer than a window could notice it. So the
+    Only a check longer than a window can notice it. So the
     checks run with the window narrowed to `CHECK_WINDOW` positions, in the config and in all modules. A
-    window that the narrowed model ignores is checked once more over its real length. No trial sees a
-    change at a position beyond `CHECK_TOKENS` that has another cause than a window.
-    Raises the first trial's error where no masks lead to the plain model's logits.
+    window that the narrowed model ignores is checked once more over its real length. The check covers only
+    `CHECK_TOKENS` positions: later changes that no window causes stay unseen.
+
+    Returns: the device of the features.
+
+    Raises:
+        Exception: the first trial's error, if neither masks with windows nor masks without give the plain model's
+            logits.
     """
     # 1. With narrow windows, then without.
     windows = target.windows
@@ -45,7 +50,7 @@ def detect_windows(target: Any) -> torch.device:
             except Exception:
                 raise first from None
 
-    # 2. The model ignores its windows: without them, over their full length.
+    # 2. The model ignores its windows: check without them, over their full length.
     target.windows = unused
     longest = max(filter(None, windows.values()), default=0)
     return check_against_plain_model(target, longest + 2)
@@ -57,11 +62,13 @@ def check_against_plain_model(target: Any, committed: int = 1) -> torch.device:
 
       0 (b)           the text a … a' is committed, and this tree is forwarded;
       /   \\           the plain model is forwarded over a … a' b d
-    1 (c)  2 (d)      logits of node 0 = those of the plain model's last position but one
-                      logits of node 2 = those of its last position
+    1 (c)  2 (d)      logits of node 0 = plain logits at b
+                      logits of node 2 = plain logits at d
 
     committed: number of tokens a … a'.
-    Raises InputError where the logits differ.
+
+    Raises:
+        InputError: the logits differ.
     """
     # 1. The plain model's logits.
     tokens = [(3 + 4 * i) % target.vocab_size for i in range(committed)]
@@ -84,15 +91,15 @@ def check_against_plain_model(target: Any, committed: int = 1) -> torch.device:
 
     # 3. Their mean difference, compared with the spread of logits. NaN fails as well.
     difference = (out.logits[[0, 2]].float().to(plain.device) - plain).abs().mean()
-    allowed = find_tolerance(target)
-    if not difference <= allowed * plain.std():
-        reason = _explain_difference(target, plain, float(difference), allowed)
+    tolerance = find_tolerance(target)
+    if not difference <= tolerance * plain.std():
+        reason = _explain_difference(target, plain, float(difference), tolerance)
         raise InputError(f"{type(target.model).__name__} cannot be used: {reason}")
     return out.features.device
 
 
 def find_tolerance(target: Any) -> float:
-    """The mean difference of logits that rounding explains, in parts of their spread.
+    """Return the mean difference of logits that rounding explains, over their standard deviation.
 
     Models that read later tokens differ by 0.01 and more.
     """
@@ -105,13 +112,13 @@ def find_tolerance(target: Any) -> float:
 def has_equal_bits(target: Any) -> bool:
     """Whether nodes of a tree have the bits of one-token decoding: then drafts change no token.
 
-    Only on a CPU, where our kernels have the attention and every product with a weight, and no layer
-    is recurrent: torch rounds a product by its number of rows, which few nodes may not show. The rest
-    is found out by trial: after 96 tokens, a binary tree of 31 nodes is forwarded in a batch with a
+    Required are a CPU, our kernels for the attention and for every product with a weight, and no recurrent
+    layer: torch's rounding depends on the number of rows of a product, which a small trial may not show. If these
+    hold, a trial decides: after 96 tokens, a binary tree of 31 nodes is forwarded in a batch with a
     shorter sequence; its nodes 0 and 2 are committed, and the nodes 6, 14 and 30 below them are
     forwarded again one by one.
     """
-    # 1. What cannot have them.
+    # 1. Models that cannot have equal bits.
     if target.device.type != "cpu" or target.config._attn_implementation != ATTENTION_NAME:
         return False
     if target.recurrent or multiplies_itself(target.model.get_output_embeddings()):
@@ -136,15 +143,15 @@ def has_equal_bits(target: Any) -> bool:
     cache.commit([[0, 2], [0]])
     cache.select([0])
     for node in (6, 14, 30):
-        alone = target.forward_tree(cache, build_root_tree(nodes[[node]])).logits
-        if not torch.equal(alone[0], rows[node]):
+        single_logits = target.forward_tree(cache, build_root_tree(nodes[[node]])).logits
+        if not torch.equal(single_logits[0], rows[node]):
             return False
         cache.commit([[0]])
     return True
 
 
 def multiplies_itself(module: nn.Module) -> bool:
-    """Whether a module may multiply by a matrix of its own, and not by our kernels."""
+    """Whether a module may multiply by a matrix that it holds without our kernels."""
     if isinstance(module, nn.Embedding) or getattr(module, PACKED, False):
         return False
     if isinstance(module, nn.Linear):
@@ -160,7 +167,7 @@ def is_matrix(weight: nn.Parameter | None) -> bool:
 
 
 def warn_if_not_bit_exact(target: Any) -> None:
-    """Warn where drafting may change the target's logits by a rounding."""
+    """Log a warning if drafting may change the target's logits by rounding."""
     if not has_equal_bits(target):
         log.warning(
             "%s in %s on %s: drafting may change the last bits of its logits",
@@ -171,14 +178,18 @@ def warn_if_not_bit_exact(target: Any) -> None:
 
 
 def _compute_plain_logits(target: Any, tokens: list[int]) -> torch.Tensor:
-    """[T, V] logits of the plain model in float32, over T tokens without a cache of ours."""
+    """Return [T, V] logits of the plain model in float32, over T tokens without our cache."""
     return target.model(input_ids=torch.tensor([tokens], device=target.device)).logits[0].float()
 
 
 def _explain_difference(target: Any, plain: torch.Tensor, difference: float, allowed: float) -> str:
-    """The likely reason for which a tree's logits differ from the plain model's.
+    """Return the likely reason why a tree's logits differ from the plain model's.
 
-    plain: [2, V] its logits. difference: on average. allowed: in parts of the logits' spread.
+    Args:
+        target: of the check.
+        plain: [2, V] the plain model's logits.
+        difference: mean absolute difference of the logits.
+        allowed: tolerance, over the standard deviation of the logits.
     """
     if not plain.isfinite().all():
         for name, weight in target.model.named_parameters():
@@ -231,9 +242,9 @@ def narrowed(target: Any) -> Iterator[None]:
 
 
 def find_window_attributes(target: Any) -> list[WindowAttribute]:
-    """The attributes that hold windows: whole numbers of a window's size with "window" or "chunk" in their name.
+    """List the attributes that hold windows: integers of a window's size with "window" or "chunk" in their name.
 
-    It looks in modules, configs, and configs that modules hold.
+    It searches modules, configs, and configs that modules hold.
     """
     sizes = {window for window in target.windows.values() if window and window > CHECK_WINDOW}
     attributes = []
@@ -246,7 +257,7 @@ def find_window_attributes(target: Any) -> list[WindowAttribute]:
 
 
 def list_modules_and_configs(target: Any) -> list[Any]:
-    """The modules of a model, its configs and those that its modules hold, each once."""
+    """List the modules of a model, its configs and the configs that its modules hold, each once."""
     owners: dict[int, Any] = {}
     for module in target.model.modules():
         owners[id(module)] = module

@@ -45,30 +45,32 @@ IGNORABLE_BUFFERS = (
     r"rotary_emb\.inv_freq$|rotary_emb\.(cos|sin)_cached$|\.masked_bias$"
     r"|(attn|attention)\.bias$|position_ids$"
 )
-# Layers that predict further tokens, and the parts of a multimodal model that a text model lacks.
+# Layers that predict further tokens (MTP), and parts of a multimodal model that a text model lacks.
 OTHER_PARTS_PATTERN = r"(^|\.)mtp[._]|(^|\.)(vision|visual|audio|multi_modal|multimodal)\w*\."
 
 
 def load_model(path: str, how: Placement = AS_IT_IS) -> PreTrainedModel:
-    """The causal language model in `path`, in evaluation mode.
+    """Load the causal language model in `path`, in evaluation mode.
 
-    path: a directory or a hub id. Raises InputError for a model that cannot be loaded, and for
-    weights that do not fit the config.
+    path: a directory or a hub id.
+
+    Raises:
+        InputError: the model cannot be loaded, or its weights do not fit the config.
     """
     path = find_model_path(path)
     with loading(path):
-        # 1. The config alone, so that its errors differ from those of the weights.
+        # 1. The config first, so that its errors differ from those of the weights.
         base = find_adapter_base(path)
         if base:
             return apply_adapter(load_model(base, how), path).eval()
         config = load_config(path, how)
         file = find_gguf_file(path, how)
-        where = resolve_model(path, how)
+        source_options = resolve_model(path, how)
 
-        # 2. The form of the weights. transformers' table of misfits stays hidden: step 3 names them in
-        # a line. It looks for an adapter on the hub unless it is told not to.
-        options = how.options | build_quantizer_options(how, config) | where
-        options["adapter_kwargs"] = {"local_files_only": "local_files_only" in where}
+        # 2. The weights. transformers' table of tensors that do not fit stays hidden: step 3 names them in one
+        #    line. transformers looks for an adapter on the hub unless `local_files_only` is set.
+        options = how.options | build_quantizer_options(how, config) | source_options
+        options["adapter_kwargs"] = {"local_files_only": "local_files_only" in source_options}
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         if file is not None:
             options |= {"gguf_file": str(file), "attn_implementation": "sdpa"}
@@ -85,9 +87,10 @@ def load_model(path: str, how: Placement = AS_IT_IS) -> PreTrainedModel:
 
 
 def load_config(path: str, placement: Placement = AS_IT_IS) -> PreTrainedConfig:
-    """The config of the model in `path`, or in its GGUF file where there is no other.
+    """Load the config of the model in `path`; if there is none, the config of its GGUF file.
 
-    Raises InputError for a config that is missing or damaged, or that describes no model.
+    Raises:
+        InputError: the config is missing or damaged, or describes no model.
     """
     path = find_model_path(path)
     base = find_adapter_base(path)
@@ -104,7 +107,7 @@ def load_config(path: str, placement: Placement = AS_IT_IS) -> PreTrainedConfig:
 
 
 def choose_auto_class(config: PreTrainedConfig) -> Any:
-    """transformers' class that loads a config's model: with images only where there is no other."""
+    """Return transformers' auto class for a config: a class with images only if there is no text class."""
     own_classes = getattr(config, "auto_map", None) or {}
     if "AutoModelForCausalLM" in own_classes or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForCausalLM
@@ -114,7 +117,7 @@ def choose_auto_class(config: PreTrainedConfig) -> Any:
 
 
 def _check_tensors(model: PreTrainedModel, report: dict[str, Any]) -> None:
-    """Raises InputError for tensors of the wrong shape, missing tensors and unknown tensors.
+    """Raise InputError for tensors of the wrong shape, missing tensors and unknown tensors.
 
     report: transformers' loading info.
     """
@@ -142,20 +145,20 @@ def _check_tensors(model: PreTrainedModel, report: dict[str, Any]) -> None:
 
 
 def _is_ignorable(name: str, config: PreTrainedConfig) -> bool:
-    """Whether a model is complete without this tensor, though its class does not say so."""
+    """Whether a model is complete without this tensor, although its class does not say so."""
     if re.search(IGNORABLE_BUFFERS, name) or re.search(OTHER_PARTS_PATTERN, name):
         return True
     text = config.get_text_config()
     layers = getattr(text, "num_hidden_layers", 0)
-    further = getattr(text, "num_nextn_predict_layers", None) or 0
-    number = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
-    if number is None:
+    extra_layers = getattr(text, "num_nextn_predict_layers", None) or 0
+    match = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+    if match is None:
         return False
-    return layers <= int(number[1]) < layers + further
+    return layers <= int(match[1]) < layers + extra_layers
 
 
 def list_names_briefly(tensors: Iterable[str]) -> str:
-    """The first three names in order, and the number of the others."""
+    """Return the first three names in order, and the number of the others."""
     ordered = sorted(tensors)
     text = ", ".join(ordered[:3])
     if len(ordered) > 3:
@@ -164,16 +167,17 @@ def list_names_briefly(tensors: Iterable[str]) -> str:
 
 
 def load_ends(path: str, placement: Placement = AS_IT_IS) -> PreTrainedModel | None:
-    """The two ends of a model, embedding and output; None where it cannot be loaded like that.
+    """Load only the input and output embedding of a model; None if it cannot be loaded without its layers.
 
-    A head that trains on stored features asks no more of its target: of an 8 B model 2 GB in 16 bits
-    instead of 16. Its config still tells the number of layers. how: as for `load_model`; the ends of
-    a model that is quantised at loading are plain in any case. A GGUF file is loaded whole, as is an
-    adapter.
+    A head that trains on stored features needs no more of its target: for an 8 B model in 16 bits, 2 GB
+    instead of 16. The config keeps the number of layers. Models from GGUF files and adapters are not loaded
+    without their layers.
+
+    placement: as for `load_model`; the embeddings of a model that is quantised at loading are not quantised.
     """
     if placement.gguf or find_adapter_base(path):
         return None
-    # 1. A config without layers, and the weights: those of the layers have no place to go.
+    # 1. A config without layers, so that the layers' weights are ignored.
     path = find_model_path(path)
     config = load_config(path, placement)
     text = config.get_text_config()
@@ -190,10 +194,10 @@ def load_ends(path: str, placement: Placement = AS_IT_IS) -> PreTrainedModel | N
             model, report = choose_auto_class(config).from_pretrained(
                 path, config=config, **options
             )
-    except Exception:  # what a model's own code makes of no layers
+    except Exception:  # a model's code may fail without layers
         return None
 
-    # 2. Whole again, but for the layers.
+    # 2. Restore the config.
     for name in reversed(sizes):
         setattr(model.config.get_text_config(), name, sizes[name])
     if report["missing_keys"] or report.get("mismatched_keys"):

@@ -1,18 +1,19 @@
-"""Block verification of the draws that `optimal` selects: treespec's own, as `block-optimal`.
+"""Block verification of the draws that `optimal` selects: the verifier `block-optimal`.
 
-A node with weight w (`treespec.verify.traversal`) answers its draws as `optimal` does for the target w p. What w p
-lacks of 1 is a token that nothing drafts: the refusal of the node. So one draw is selected, of known distribution x:
+A node with weight w (`treespec.verify.traversal`) answers its draws as `optimal` does for the target w p. The missing
+mass 1 - w stands for refusing the node. One draw is selected, with a known distribution x:
 
     selected    w_c = min(1, w p/x)
     sure        in turn, w_c = r / R            r = (w p - x)+ at the token; R = 1 - w + the mass of r, less
-                                                what the sure tokens before it have taken
+                                                r at the sure tokens before it
     node        w = S / (S + 1 - w)             S: the mass of r on all other tokens
 
-At each node it accepts the most of w p, which is the most that any lossless verifier keeps where only the last level
-branches. Elsewhere others may keep more, for it does not look at what hangs below a child (tests/test_bound.py).
+Each node accepts as much of w p as a lossless verifier can. In a tree that branches at its last level only, no lossless
+verifier keeps more tokens. In other trees one may keep more, because this rule ignores the subtree below a child
+(tests/test_bound.py).
 
-With K - 1 sure tokens and one draw (threshold=0, extra=0) that is the transport at a node, scaled by the probability of
-its prefix, of which UniVer's abstract tells (2605.04543).
+With K - 1 sure tokens and one draw (threshold=0, extra=0) the rule is the transport at a node, scaled by the
+probability of its prefix, as in the abstract of UniVer (2605.04543).
 """
 
 from functools import partial
@@ -30,29 +31,48 @@ from treespec.verify.traversal import RefusalStep, Refused, Traversal
 def refuse_selected_first(
     scheme: Optimal, p: Tensor, q: Tensor, draws: Draws, weight: Tensor
 ) -> Refused:
-    """Refusals of `treespec.verify.traversal`. A draw that is not selected has w 0."""
-    # 1. The selected draw, and what it leaves.
+    """Refuse the draws of n nodes in turn: the selected draw, then the sure tokens, then the nodes.
+
+    The weight of a draw that is neither selected nor sure is 0.
+
+    Args:
+        scheme: selects the draw.
+        p, q: [n, V] probabilities of the target and of the draft.
+        draws: of the nodes, the sure ones last.
+        weight: [n, 1] w of the nodes.
+
+    Yields: a `treespec.verify.traversal.RefusalStep` for each column of draws, and one for the nodes.
+    """
+    # 1. The selected draw, and the residual without it.
     assert draws.sure is not None
     target = p * weight
-    x, tokens, chosen = scheme.select_draw(target, q, draws)  # x: [n, V]
-    x = x * scale(x, chosen.any(-1, keepdim=True))
-    at = tokens.clamp(min=0)
-    accepted = divide_probabilities(target.gather(1, at), x.gather(1, at)) * chosen
-    rest = (target - x).clamp_(min=0)
+    selected_probs, tokens, chosen = scheme.select_draw(target, q, draws)  # x: [n, V]
+    selected_probs = selected_probs * scale(selected_probs, chosen.any(-1, keepdim=True))
+    token_index = tokens.clamp(min=0)
+    accepted = (
+        divide_probabilities(target.gather(1, token_index), selected_probs.gather(1, token_index))
+        * chosen
+    )
+    residual = (target - selected_probs).clamp_(min=0)
 
-    # 2. The sure ones take it in turn.
-    sure = tokens.masked_fill(~draws.sure, -1)
-    taken = rest.gather(1, sure.clamp(min=0)) * (sure >= 0)
-    left = rest.sum(-1, keepdim=True) + (1 - weight) - taken.cumsum(-1) + taken
-    for of_draw in (accepted + (taken / clamp_positive(left)).clamp(max=1)).split(1, dim=1):
-        yield RefusalStep(of_draw, rest, weight)
+    # 2. The sure tokens take their residual mass in turn.
+    certain_tokens = tokens.masked_fill(~draws.sure, -1)
+    certain_mass = residual.gather(1, certain_tokens.clamp(min=0)) * (certain_tokens >= 0)
+    remaining_mass = (
+        residual.sum(-1, keepdim=True) + (1 - weight) - certain_mass.cumsum(-1) + certain_mass
+    )
+    for draw_weight in (
+        accepted + (certain_mass / clamp_positive(remaining_mass)).clamp(max=1)
+    ).split(1, dim=1):
+        yield RefusalStep(draw_weight, residual, weight)
 
     # 3. The nodes themselves.
-    rest = mask_out(rest, sure)
-    kept = rest.sum(-1, keepdim=True)
-    weight = kept / clamp_positive(kept + (1 - weight))
-    yield RefusalStep(weight, rest, weight)
+    residual = mask_out(residual, certain_tokens)
+    residual_mass = residual.sum(-1, keepdim=True)
+    weight = residual_mass / clamp_positive(residual_mass + (1 - weight))
+    yield RefusalStep(weight, residual, weight)
 
 
 def build_block_optimal(scheme: Scheme) -> Traversal:
+    """Return the verifier `block-optimal` over the scheme `optimal` with its options."""
     return Traversal("block-optimal", scheme, partial(refuse_selected_first, cast(Optimal, scheme)))

@@ -1,8 +1,9 @@
-"""Does a verifier keep the target's distribution? A test of anybody's, by what it puts out.
+"""A test of any verifier by its outputs: does it keep the target's distribution?
 
-Target and draft are tables of two or three tokens: a distribution after each text of at most D
-tokens. A tree is drafted from one table, the verifier answers, and what it leaves open is drawn from the
-other. The D + 1 tokens must then have the target's distribution, which is known for each text.
+Target and draft are tables over two or three tokens: a distribution after each text of at most D
+tokens. A cycle drafts a tree from the draft's table and calls the verifier. If the verifier returns fewer than
+D + 1 tokens, the remaining tokens are drawn from the target's table. The D + 1 tokens must then have the target's
+distribution, and the table gives the probability of each text exactly.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,11 +23,15 @@ Drawn = Literal["independent", "without replacement", "greedy"]
 Text = tuple[int, ...]
 Table = Mapping[Text, np.ndarray]  # a distribution [V] after each text
 TRIAL_SIZES = ((2, 1), (3, 1), (2, 2), (3, 2))  # tokens and levels, the smallest first
-TABLE_SHARPNESS = ((1.0, 1.0), (0.3, 1.0), (1.0, 0.3))  # of random p and q; below 1 nearly one-hot
+TABLE_SHARPNESS = (
+    (1.0, 1.0),
+    (0.3, 1.0),
+    (1.0, 0.3),
+)  # Dirichlet's of random p and q; below 1 nearly one-hot
 NUM_TABLES = len(TABLE_SHARPNESS) + 3
 DETECTION_POWER = 0.99
-MIN_EXPECTED_RUNS = 5  # runs that a text of a χ² test is expected in; rarer ones count together
-# Faults of verifiers that published code has had, by what each does wrong.
+MIN_EXPECTED_RUNS = 5  # expected count of a text in a χ² test; rarer texts are counted together
+# Faults that published verifiers have had.
 SURE_ACCEPTANCE = "likelier drafts accepted for sure"
 ANSWER_BY_P = "a refused draft answered by p"
 UNSCALED_RESIDUAL = "the residual not normalised"
@@ -37,7 +42,14 @@ PLANTED_FAULTS = (SURE_ACCEPTANCE, ANSWER_BY_P, UNSCALED_RESIDUAL, SHARED_UNIFOR
 
 @dataclass(frozen=True)
 class Counterexample:
-    """Tables on which the texts are wrong. p, q: by text. should, are: probabilities by text."""
+    """Tables on which the texts have a wrong distribution.
+
+    Attributes:
+        p, q: the tables of target and draft, {text: distribution [V]}.
+        should: {text: its probability under the target}.
+        are: {text: its share of the cycles}.
+        p_value: of the χ² test.
+    """
 
     p: Table
     q: Table
@@ -47,7 +59,7 @@ class Counterexample:
 
     @property
     def shifted(self) -> float:
-        """The probability that stands at the wrong texts (total variation)."""
+        """The total variation between the distribution of the texts and the target's."""
         return sum(abs(self.should[text] - self.are[text]) for text in self.should) / 2
 
     def __str__(self) -> str:
@@ -61,10 +73,15 @@ class Counterexample:
 
 @dataclass(frozen=True)
 class Conformance:
-    """What `check` found. counterexample: of the smallest tables that failed; None: all passed.
+    """The result of `check`.
 
-    runs: cycles on each pair of tables. finds: the shift of probability that they find with probability
-    `DETECTION_POWER`. missed: the planted faults that they did not find.
+    Attributes:
+        counterexample: the smallest tables on which the verifier failed; None: it passed on all tables.
+        tables: pairs of tables.
+        runs: cycles on each pair of tables.
+        error: probability that an exact verifier fails one pair of tables.
+        finds: total variation that the cycles detect with probability `DETECTION_POWER`.
+        missed: planted faults that the same number of cycles did not detect.
     """
 
     counterexample: Counterexample | None
@@ -81,11 +98,11 @@ class Conformance:
     def __str__(self) -> str:
         if self.counterexample:
             return f"not the target's distribution: {self.counterexample}"
-        found = len(PLANTED_FAULTS) - len(self.missed)
+        detected = len(PLANTED_FAULTS) - len(self.missed)
         passed = (
             f"the target's distribution on {self.tables} pairs of tables, {self.runs:,} cycles on "
             f"each, at error {self.error:g}; a shift of {self.finds:.1%} would be found with "
-            f"probability {DETECTION_POWER}. The same cycles find {found} of {len(PLANTED_FAULTS)} planted faults"
+            f"probability {DETECTION_POWER}. The same cycles find {detected} of {len(PLANTED_FAULTS)} planted faults"
         )
         for name in self.missed:
             passed += f"; not: {name}"
@@ -94,7 +111,15 @@ class Conformance:
 
 @dataclass(frozen=True)
 class ConformanceTrial:
-    """How trees are drafted, and how often. error: of each pair of tables."""
+    """How trees are drafted, and how often.
+
+    Attributes:
+        widths: children of each node, by level.
+        draws: how siblings are drawn.
+        runs: cycles on each pair of tables.
+        error: probability that an exact verifier fails one pair of tables.
+        generator: of tables, drafts and tokens after the verdict.
+    """
 
     widths: Sequence[int]
     draws: Drawn
@@ -104,7 +129,7 @@ class ConformanceTrial:
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        """The tokens and levels of the tables, where siblings that differ find enough tokens."""
+        """(tokens, levels) of the tables. Siblings that must differ need a vocabulary of at least their number."""
         fitting = []
         for vocab, depth in TRIAL_SIZES:
             if depth > len(self.widths):
@@ -122,19 +147,28 @@ def check(
     runs: int = 4000,
     error: float = 0.001,
 ) -> Conformance:
-    """Whether a verifier's texts have the target's distribution. An exact one fails with probability `error`.
+    """Test whether a verifier's texts have the target's distribution. An exact verifier fails with probability `error`.
 
-    Drafts of five nodes for `widths` (2, 1), whose root carries no token:
+    A draft of five nodes for `widths` (2, 1), whose root carries no token:
 
         0 ─┬─ 1 ─── 3        tokens     -1  1  0  1  1
            └─ 2 ─── 4        parents    -1  0  0  1  2
 
-    verifier: called with p and q [N, V] float64 probabilities, the target's and the draft's after each
-    node, and tokens and parents [N] int64. Children of node i were drawn from q[i]; no child
-    was drawn from the q of a leaf. Returns the accepted tokens and one more. Its random numbers are its own.
-    widths: children of each node, by level. draws: how siblings are drawn. array: makes what the
-    verifier takes of numpy's arrays, such as `numpy.asarray`.
-    Raises ValueError for an answer that no path could give.
+    Args:
+        verifier: called with p and q [N, V] float64 probabilities, the target's and the draft's after each
+            node, and tokens and parents [N] int64. Children of node i were drawn from q[i]; no child
+            was drawn from the q of a leaf. Returns the accepted tokens and one more. It draws its random numbers
+            from a generator of its own.
+        widths: children of each node, by level.
+        draws: how siblings are drawn. Choose what the verifier is made for.
+        array: converts numpy's arrays to what the verifier takes, such as `numpy.asarray`.
+        runs: cycles on each pair of tables. More cycles detect a smaller shift of probability.
+        error: probability that an exact verifier fails.
+
+    Returns: the counterexample if there is one, and the shift of probability that the cycles detect.
+
+    Raises:
+        ValueError: the verifier returned tokens that no path could give.
     """
 
     # 1. The verifier, on tables of growing size. The tests share the error.
@@ -146,21 +180,21 @@ def check(
     trial = ConformanceTrial(widths, draws, runs, error, np.random.default_rng(0))
     tests = len(trial.sizes) * NUM_TABLES
     trial = replace(trial, error=error / tests)
-    wrong = find_counterexample(judge, trial)
+    counterexample = find_counterexample(judge, trial)
 
-    # 2. Planted faults, which show what so many cycles find.
+    # 2. Planted faults, which show what this number of cycles detects.
     trial = replace(trial, draws="independent")
     missed = []
-    if not wrong:
+    if not counterexample:
         for fault in PLANTED_FAULTS:
             if not find_counterexample(build_recursive_rejection(trial.generator, fault), trial):
                 missed.append(fault)
     finds = find_detectable_shift(runs, trial.error, trial.sizes[-1])
-    return Conformance(wrong, tests, runs, error, finds, missed)
+    return Conformance(counterexample, tests, runs, error, finds, missed)
 
 
 def find_counterexample(judge: Judge, trial: ConformanceTrial) -> Counterexample | None:
-    """The first pair of tables on which the texts of the trial's cycles are wrong."""
+    """Return the first pair of tables on which the cycles' texts have a wrong distribution; None: all pairs pass."""
     for vocab, depth in trial.sizes:
         for p, q in build_table_pairs(vocab, depth, trial.generator):
             should = list_text_probabilities(p, vocab, depth + 1)
@@ -175,7 +209,7 @@ def find_counterexample(judge: Judge, trial: ConformanceTrial) -> Counterexample
 
 
 def list_text_probabilities(p: Table, vocab: int, length: int) -> dict[Text, float]:
-    """The probability of each text of that length: the product of its tokens', each after those before it.
+    """Return {text: probability} for all texts of `length` tokens: the product over its tokens, each given its prefix.
 
     With p = (.6, .4) after every text, the texts of two tokens have:
 
@@ -190,7 +224,7 @@ def list_text_probabilities(p: Table, vocab: int, length: int) -> dict[Text, flo
 def build_table_pairs(
     vocab: int, depth: int, generator: np.random.Generator
 ) -> Iterator[tuple[Table, Table]]:
-    """Pairs p, q: random ones, equal ones, a sharper q, and p without the token that q likes most."""
+    """Yield pairs (p, q): random pairs, an equal pair, a sharper q, and a p without the most likely token of q."""
     texts: list[Text] = []
     for length in range(depth + 1):
         texts += product(range(vocab), repeat=length)
@@ -208,7 +242,12 @@ def build_table_pairs(
 
 @dataclass(frozen=True)
 class TrialTree:
-    """A drafted tree of N nodes: the text that ends at each node, without the prompt, and its parent."""
+    """A drafted tree of N nodes.
+
+    Attributes:
+        texts: the drafted tokens from the root to each node; () at the root.
+        parents: [N] each node's parent; -1 at the root.
+    """
 
     texts: list[Text]
     parents: list[int]
@@ -220,7 +259,7 @@ class TrialTree:
 
 
 def draft_trial_tree(q: Table, depth: int, trial: ConformanceTrial) -> TrialTree:
-    """A tree of up to `depth` levels, whose children are drawn from q.
+    """Draft a tree of up to `depth` levels, with children drawn from q.
 
     Widths (2, 1), draws 1 0 at the root, then 0 and 0:
 
@@ -242,14 +281,24 @@ def draft_trial_tree(q: Table, depth: int, trial: ConformanceTrial) -> TrialTree
 
 
 def run_cycle(judge: Judge, p: Table, q: Table, depth: int, trial: ConformanceTrial) -> Text:
-    """The text of a drafted and judged tree, and of p behind it. Raises ValueError as `check`."""
+    """Run one cycle and return its `depth` + 1 tokens.
+
+    Args:
+        judge: the verifier.
+        p, q: tables of target and draft.
+        depth: the largest number of levels of the tree.
+        trial: how the tree is drafted.
+
+    Raises:
+        ValueError: as `check`.
+    """
     # 1. Draft a tree, and judge it.
     tree = draft_trial_tree(q, depth, trial)
     target = np.stack([p[text] for text in tree.texts])
     draft = np.stack([q[text] for text in tree.texts])
     answer = judge(target, draft, np.array(tree.tokens), np.array(tree.parents))
 
-    # 2. An answer is some tokens of the vocabulary.
+    # 2. Check the answer: 1 to depth + 1 tokens of the vocabulary.
     output = tuple(int(token) for token in answer)
     vocab = target.shape[1]
     is_text = all(0 <= token < vocab for token in output)
@@ -258,7 +307,7 @@ def run_cycle(judge: Judge, p: Table, q: Table, depth: int, trial: ConformanceTr
             f"the verifier gives {output}: 1 to {depth + 1} tokens below {vocab} were due"
         )
 
-    # 3. Draw the rest from p.
+    # 3. Draw the remaining tokens from p.
     while len(output) <= depth:
         output += (sample_index(p[output], trial.generator),)
     return output
@@ -267,17 +316,26 @@ def run_cycle(judge: Judge, p: Table, q: Table, depth: int, trial: ConformanceTr
 def draw_children(
     q: np.ndarray, width: int, draws: Drawn, generator: np.random.Generator
 ) -> list[int]:
-    """Tokens of one node's children."""
+    """Draw the tokens of one node's children.
+
+    Args:
+        q: [V] the draft's distribution at the node.
+        width: number of children; "greedy" and "without replacement" give at most V.
+        draws: how siblings are drawn.
+        generator: numpy's.
+    """
     if draws == "independent":
         return [sample_index(q, generator) for _ in range(width)]
     if draws == "greedy":
         return (-q).argsort(kind="stable")[:width].tolist()
-    race = generator.exponential(size=len(q)) / q  # the first of a race: without replacement
+    race = (
+        generator.exponential(size=len(q)) / q
+    )  # arrival times; the first to arrive are draws without replacement
     return race.argsort()[:width].tolist()
 
 
 def sample_index(weights: np.ndarray, generator: np.random.Generator) -> int:
-    """A token in proportion to the weights [V]."""
+    """Draw a token in proportion to the weights [V]."""
     sums = weights.cumsum()
     return int(
         sums.searchsorted(generator.random() * sums[-1], side="right").clip(max=len(sums) - 1)
@@ -287,10 +345,10 @@ def sample_index(weights: np.ndarray, generator: np.random.Generator) -> int:
 def compute_chi2_p_value(
     counts: Mapping[Text, int], should: Mapping[Text, float], runs: int
 ) -> float:
-    """p-value of counts: χ², rare texts counted together; 0 for a text that cannot be."""
+    """Return the p-value of a χ² test with rare texts counted together; 0 if a text of probability 0 was counted."""
     if any(counts[text] for text, share in should.items() if not share):
         return 0.0
-    pairs: list[tuple[int, float]] = []  # counts, and those to be expected
+    pairs: list[tuple[int, float]] = []  # counts, and expected counts
     rare_count = 0
     rare_due = 0.0
     for text, share in should.items():
@@ -309,7 +367,15 @@ def compute_chi2_p_value(
 
 
 def find_detectable_shift(runs: int, error: float, size: tuple[int, int]) -> float:
-    """The total variation that is found with probability `DETECTION_POWER`: Σ δ²/p is at least (Σ |δ|)²."""
+    """Return the total variation that is detected with probability `DETECTION_POWER`.
+
+    It bounds the χ² statistic from below: Σ δ²/p is at least (Σ |δ|)².
+
+    Args:
+        runs: cycles on each pair of tables.
+        error: of one χ² test.
+        size: (tokens, levels) of the tables.
+    """
     vocab, depth = size
     degrees = vocab ** (depth + 1) - 1
     critical = chi2.isf(error, degrees)
@@ -320,31 +386,33 @@ def find_detectable_shift(runs: int, error: float, size: tuple[int, int]) -> flo
 
 
 def build_recursive_rejection(generator: np.random.Generator, fault: str = "") -> Judge:
-    """Recursive rejection sampling of independent draws (SpecInfer, 2305.09781, algorithm 2).
+    """Return a verifier of independent draws by recursive rejection sampling (SpecInfer, 2305.09781, algorithm 2).
 
-    fault: one of `PLANTED_FAULTS`, planted; none by default.
+    fault: one of `PLANTED_FAULTS`, to be planted; "" for the exact verifier.
     """
 
-    def is_accepted(left: np.ndarray, q: np.ndarray, token: int, uniform: float) -> bool:
-        if fault == SURE_ACCEPTANCE and left[token] == left.max():
+    def is_accepted(residual_probs: np.ndarray, q: np.ndarray, token: int, uniform: float) -> bool:
+        if fault == SURE_ACCEPTANCE and residual_probs[token] == residual_probs.max():
             return True
-        return bool(uniform * q[token] < left[token])
+        return bool(uniform * q[token] < residual_probs[token])
 
-    def subtract_draft(left: np.ndarray, p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    def subtract_draft(residual_probs: np.ndarray, p: np.ndarray, q: np.ndarray) -> np.ndarray:
         if fault == ANSWER_BY_P:
             return p
-        residual = np.maximum(left - q, 0)
+        residual = np.maximum(residual_probs - q, 0)
         mass = residual.sum()
         if fault == UNSCALED_RESIDUAL or not mass:
             return residual
         return residual / mass
 
-    def weigh_last(left: np.ndarray) -> np.ndarray:
+    def weigh_last(residual_probs: np.ndarray) -> np.ndarray:
         if fault == SQUARED_LAST:
-            return left**2
+            return residual_probs**2
         if fault == UNSCALED_RESIDUAL:  # the mass that is missing goes to the last token
-            return np.append(left[:-1], max(left[-1], 1 - left[:-1].sum()))
-        return left
+            return np.append(
+                residual_probs[:-1], max(residual_probs[-1], 1 - residual_probs[:-1].sum())
+            )
+        return residual_probs
 
     def judge(p: np.ndarray, q: np.ndarray, tokens: np.ndarray, parents: np.ndarray) -> list[int]:
         # Down the tree, and at each node one child after the other.
@@ -352,20 +420,20 @@ def build_recursive_rejection(generator: np.random.Generator, fault: str = "") -
         output: list[int] = []
         uniform = generator.random()
         while True:
-            left = p[node]
+            residual_probs = p[node]
             accepted = None
             for child in np.flatnonzero(parents == node):
                 if fault != SHARED_UNIFORM:
                     uniform = generator.random()
-                if is_accepted(left, q[node], tokens[child], uniform):
+                if is_accepted(residual_probs, q[node], tokens[child], uniform):
                     accepted = int(child)
                     break
-                left = subtract_draft(left, p[node], q[node])
+                residual_probs = subtract_draft(residual_probs, p[node], q[node])
             if accepted is None:
                 break
             output.append(int(tokens[accepted]))
             node = accepted
-        output.append(sample_index(weigh_last(left), generator))
+        output.append(sample_index(weigh_last(residual_probs), generator))
         return output
 
     return judge

@@ -36,11 +36,14 @@ class Coupling:
     """The coupling of M cells in ascending order of f, at B nodes, in float64.
 
     A cell is a token, or several tokens of nearly equal f.
-    draws: [B, 1] K, at least 1.
-    edges: [B, M + 1] the ends of the cells' intervals.
-    f: [B, M] p/q. switch: [B, M] c.
-    over, under: [B, M + 1] cumulated masses, 0 at the boundary of H*.
-    density: [B, M] x/q.
+
+    Attributes:
+        draws: [B, 1] K, at least 1.
+        edges: [B, M + 1] the ends of the cells' intervals.
+        f: [B, M] p/q.
+        switch: [B, M] c, the position at which g crosses f.
+        over, under: [B, M + 1] cumulated masses, 0 at the boundary of H*.
+        density: [B, M] x/q.
     """
 
     draws: Tensor
@@ -53,10 +56,11 @@ class Coupling:
 
 
 def couple(p: Tensor, q: Tensor, draws: Tensor) -> Coupling:
-    """The coupling of p and q.
+    """Compute the coupling of p and q (Jourdain and Margheriti 2020).
 
-    p, q: [B, M] masses of the cells in ascending order of p/q; q sums to 1, p to at most 1.
-    draws: [B, 1] the number of independent draws, at least 1.
+    Args:
+        p, q: [B, M] masses of the cells in ascending order of p/q; q sums to 1, p to at most 1.
+        draws: [B, 1] number of independent draws, at least 1.
     """
     # 1. The cells' intervals, and the boundary of H*.
     draws = draws.to(q.dtype)
@@ -90,42 +94,49 @@ def couple(p: Tensor, q: Tensor, draws: Tensor) -> Coupling:
 
 
 def _accumulate(masses: Tensor) -> Tensor:
-    """[..., M + 1] the sums of the first 0 to M masses [..., M]."""
+    """Return [..., M + 1] the sums of the first 0 to M masses [..., M]."""
     return pad(masses.cumsum(-1), (1, 0))
 
 
-def score_draws(of: Coupling, cells: Tensor, place: Tensor, coin: Tensor) -> Tensor:
-    """[B, K] the scores of K draws, positions in [0, 1].
+def score_draws(
+    coupling: Coupling, cells: Tensor, position_in_cell: Tensor, coin: Tensor
+) -> Tensor:
+    """Return [B, K] the scores of K draws, positions in [0, 1].
 
-    cells: [B, K] int64, the cell of each draw.
-    place, coin: [B, K] uniform in [0, 1): the place in the cell, and the coin of the exchange.
+    Args:
+        coupling: of the B nodes.
+        cells: [B, K] int64, the cell of each draw.
+        position_in_cell: [B, K] uniform in [0, 1).
+        coin: [B, K] uniform in [0, 1), decides whether the score is exchanged.
     """
     # 1. The positions.
-    k = of.draws
-    a = of.edges[:, :-1].gather(1, cells)
-    b = of.edges[:, 1:].gather(1, cells)
-    c = of.switch.gather(1, cells)
-    f = of.f.gather(1, cells)
-    s = a + place * (b - a)
+    k = coupling.draws
+    a = coupling.edges[:, :-1].gather(1, cells)
+    b = coupling.edges[:, 1:].gather(1, cells)
+    c = coupling.switch.gather(1, cells)
+    f = coupling.f.gather(1, cells)
+    s = a + position_in_cell * (b - a)
 
-    # 2. The cumulated over or under mass up to each, and the position t that it is matched with.
+    # 2. The cumulated over or under mass up to each position s, and the position t matched with it.
     is_over = s < c
     edge = torch.where(is_over, a, c)
     mass = f * (s - edge) - (s**k - edge**k)  # over mass on [a, s], or -(under mass on [c, s])
-    over = of.over.gather(1, cells) + mass
-    under = of.under.gather(1, cells) - mass
-    matched = torch.where(is_over, over <= of.under[:, -1:], under >= of.over[:, :1])
-    t = _find_partner(of, is_over, torch.where(is_over, over, under))
+    over = coupling.over.gather(1, cells) + mass
+    under = coupling.under.gather(1, cells) - mass
+    matched = torch.where(is_over, over <= coupling.under[:, -1:], under >= coupling.over[:, :1])
+    t = _find_partner(coupling, is_over, torch.where(is_over, over, under))
 
     # 3. Exchange s for t with the probability that makes E[g(score)] = f.
-    here = k * s ** (k - 1)
-    there = k * t ** (k - 1)
-    probability = (f - here).abs() / (there - here).abs().clamp(min=MIN_COUPLED_MASS)
+    density_at_s = k * s ** (k - 1)
+    density_at_t = k * t ** (k - 1)
+    probability = (f - density_at_s).abs() / (density_at_t - density_at_s).abs().clamp(
+        min=MIN_COUPLED_MASS
+    )
     return torch.where(matched & (coin < probability), t, s)
 
 
-def _find_partner(of: Coupling, is_over: Tensor, mass: Tensor) -> Tensor:
-    """[B, K] the position t at which the cumulated mass of the other kind equals `mass` [B, K].
+def _find_partner(coupling: Coupling, is_over: Tensor, mass: Tensor) -> Tensor:
+    """Return [B, K] the position t at which the cumulated mass of the other kind equals `mass` [B, K].
 
     is_over: [B, K] bool, whether `mass` is over mass; t then lies in under mass.
 
@@ -134,29 +145,33 @@ def _find_partner(of: Coupling, is_over: Tensor, mass: Tensor) -> Tensor:
     at c.
     """
     # 1. The cell of t, and the side of c.
-    k = of.draws
-    most = of.f.shape[1]
-    over = torch.searchsorted(of.over, mass, right=True).clamp_(1, most).sub_(1)
-    under = torch.searchsorted(of.under, mass, right=True).clamp_(1, most).sub_(1)
+    k = coupling.draws
+    num_cells = coupling.f.shape[1]
+    over = torch.searchsorted(coupling.over, mass, right=True).clamp_(1, num_cells).sub_(1)
+    under = torch.searchsorted(coupling.under, mass, right=True).clamp_(1, num_cells).sub_(1)
     cell = torch.where(is_over, under, over)
-    c = of.switch.gather(1, cell)
-    f = of.f.gather(1, cell)
-    left = of.edges[:, :-1].gather(1, cell)
-    right = of.edges[:, 1:].gather(1, cell)
-    low = torch.where(is_over, c, left)
-    high = torch.where(is_over, right, c)
+    c = coupling.switch.gather(1, cell)
+    f = coupling.f.gather(1, cell)
+    cell_start = coupling.edges[:, :-1].gather(1, cell)
+    cell_end = coupling.edges[:, 1:].gather(1, cell)
+    low = torch.where(is_over, c, cell_start)
+    high = torch.where(is_over, cell_end, c)
 
     # 2. The mass r between c and t.
-    under_rest = mass - of.under.gather(1, cell)
-    over_rest = of.over[:, 1:].gather(1, cell) - mass
-    rest = torch.where(is_over, under_rest, over_rest).clamp_(min=0)
+    under_rest = mass - coupling.under.gather(1, cell)
+    over_rest = coupling.over[:, 1:].gather(1, cell) - mass
+    mass_from_crossing = torch.where(is_over, under_rest, over_rest).clamp_(min=0)
 
     # 3. The root.
-    least = c * (c ** (k - 1) - f)
-    step = (2 * rest / (k * (k - 1) * c ** (k - 2)).clamp_(min=MIN_COUPLED_MASS)).sqrt()
+    phi_at_crossing = c * (c ** (k - 1) - f)
+    step = (
+        2 * mass_from_crossing / (k * (k - 1) * c ** (k - 2)).clamp_(min=MIN_COUPLED_MASS)
+    ).sqrt()
     t = (c + torch.where(is_over, step, -step)).clamp(low, high)
-    rest += least
+    mass_from_crossing += phi_at_crossing
     for _ in range(NEWTON_STEPS):
         power = t ** (k - 1)
-        t = (t - (t * (power - f) - rest) / (k * power - f + MIN_COUPLED_MASS)).clamp(low, high)
+        t = (t - (t * (power - f) - mass_from_crossing) / (k * power - f + MIN_COUPLED_MASS)).clamp(
+            low, high
+        )
     return t

@@ -1,6 +1,6 @@
-"""The parts that schemes share: draws from a distribution, acceptance, residuals.
+"""Functions that several schemes use: drawing from a distribution, acceptance, residuals.
 
-A distribution is a tensor [B, V] of masses. It need not sum to 1: a plan divides it by its own sum.
+A distribution is a tensor [B, V] of masses, which need not sum to 1: a plan normalises it.
 """
 
 from collections.abc import Iterable
@@ -15,12 +15,12 @@ from treespec.verify.scheme import Scheme
 
 
 def keep_first(tokens: Tensor, number: Tensor) -> Tensor:
-    """The draws [B, K] with -1 beyond the first `number` [B, 1]."""
+    """Return the draws [B, K] with -1 beyond the first `number` [B, 1]."""
     return tokens.masked_fill(torch.arange(tokens.shape[1], device=tokens.device) >= number, -1)
 
 
 def draw_iid_children(q: Tensor, width: int, generator: torch.Generator) -> Tensor:
-    """[B, width] independent draws from q [B, V]; tokens may repeat. A row of NaN or no mass gives -1."""
+    """Draw [B, width] independent tokens from q [B, V]; tokens may repeat. A row of NaN or without mass gives -1."""
     tokens = sample_each(q, width, generator)
     return tokens.masked_fill_(tokens >= q.shape[-1], -1)
 
@@ -36,128 +36,141 @@ class Independent(Scheme):
 
 
 def select_most_likely(scores: Tensor, k: int) -> Tensor:
-    """[B, k] the tokens of the k largest scores [B, V], largest first; -1 beyond V tokens."""
+    """Return [B, k] the tokens of the k largest scores [B, V], largest first; -1 beyond V tokens."""
     best = select_topk(scores, min(k, scores.shape[-1]))[1]
     return pad(best, (0, k - best.shape[-1]), value=-1)
 
 
 def select_top_tokens(q: Tensor, number: Tensor, width: int) -> Tensor:
-    """[B, width] the `number` [B, 1] most likely tokens of q, -1 beyond and where q is 0."""
+    """Return [B, width] the `number` [B, 1] most likely tokens of q; -1 beyond them, and for tokens with q 0."""
     best = keep_first(select_most_likely(q, width), number)
     return best.masked_fill(q.gather(1, best.clamp(min=0)) == 0, -1)
 
 
 def drop_repeats(tokens: Tensor) -> Tensor:
-    """The draws [B, K] in their order without repeats; -1 fills the row."""
+    """Return the draws [B, K] in their order without repeats; -1 fills the row."""
     repeat = (tokens[:, :, None] == tokens[:, None]).tril(-1).any(-1) | (tokens < 0)
     return tokens.masked_fill(repeat, -1).gather(1, repeat.int().argsort(dim=-1, stable=True))
 
 
 def mask_out(masses: Tensor, tokens: Tensor) -> Tensor:
-    """The masses [B, V] with none on the tokens [B, K]; -1 stands for no token."""
+    """Return the masses [B, V] with 0 on the tokens [B, K]; -1 stands for no token."""
     return masses.scatter_reduce(1, tokens.clamp(min=0), (tokens < 0).to(masses.dtype), "prod")
 
 
 def sum_mass_on(masses: Tensor, tokens: Tensor) -> Tensor:
-    """[B] the mass on the distinct tokens [B, K] of masses [B, V]."""
+    """Sum the masses [B, V] on the distinct tokens [B, K]. Returns [B]."""
     return (masses - mask_out(masses, tokens)).sum(-1)
 
 
 def overlap(p: Tensor, q: Tensor) -> Tensor:
-    """[B] the sum of min(p, q): the acceptance rate of a single draft."""
+    """Return [B] the sum of min(p, q): the acceptance rate of a single draft."""
     return torch.minimum(p, q).sum(-1)
 
 
 def clamp_positive(x: Tensor) -> Tensor:
-    """x as a divisor: no number is below the smallest with a finite reciprocal."""
+    """Return x as a divisor: at least the smallest number with a finite reciprocal."""
     return x.clamp(min=torch.finfo(x.dtype).tiny)
 
 
 def divide_probabilities(p: Tensor, q: Tensor) -> Tensor:
-    """min(1, p/q), with 0/0 = 0."""
+    """Return min(1, p/q), with 0/0 = 0."""
     return (p / clamp_positive(q)).clamp(max=1)
 
 
 def scale(q: Tensor, present: Tensor) -> Tensor:
-    """[B, 1] a factor: q times it sums to 1 where `present` [B, 1], and to 0 elsewhere."""
+    """Return [B, 1] the factor that normalises q [B, V]; 0 for rows that are not `present` [B, 1]."""
     return present / clamp_positive(q.sum(-1, keepdim=True))
 
 
 def subtract(p: Tensor, q: Tensor, weight: Tensor) -> Tensor:
-    """[B, V] (p - weight q)+. weight: [B, 1]."""
+    """Return [B, V] (p - weight q)+. weight: [B, 1]."""
     return torch.addcmul(p, q, weight, value=-1).clamp_(min=0)
 
 
-def normalize_residual(rest: Tensor, p: Tensor, total: Tensor | float = 1.0) -> Tensor:
-    """[B, V] rest, scaled to sum to `total` [B, 1]. Overwrites rest.
+def normalize_residual(residual: Tensor, p: Tensor, total: Tensor | float = 1.0) -> Tensor:
+    """Scale the residual [B, V] to sum to `total` [B, 1]. Overwrites it.
 
-    Where rest has no mass, p takes its place; only rounding leads there. A subnormal mass counts as
+    A row without mass becomes p; only rounding causes that. A subnormal mass counts as
     none, because its reciprocal is infinite.
     """
-    mass = rest.sum(-1, keepdim=True)
+    mass = residual.sum(-1, keepdim=True)
     empty = (mass < torch.finfo(p.dtype).tiny).to(p.dtype)
-    return rest.addcmul_(p, empty).mul_(total / (mass + empty))
+    return residual.addcmul_(p, empty).mul_(total / (mass + empty))
 
 
-def plan_from_acceptance(p: Tensor, rest: Tensor, tokens: Tensor, accepted: Tensor) -> Tensor:
-    """[B, V] the plan of draws that are accepted with known probabilities.
+def plan_from_acceptance(p: Tensor, residual: Tensor, tokens: Tensor, accepted: Tensor) -> Tensor:
+    """Return [B, V] the plan of draws that are accepted with known probabilities.
 
-    tokens: [B, K] the draws. accepted: [B, K] Pr(each is output). rest: [B, V] the residual, from
-    which the output comes with the remaining probability; it is overwritten.
+    Args:
+        p: [B, V] the target's distribution.
+        residual: [B, V] sampled for the output with the remaining probability. It is overwritten.
+        tokens: [B, K] the draws.
+        accepted: [B, K] Pr(each draw is output).
     """
     refused = (1 - accepted.sum(-1, keepdim=True)).clamp(min=0)
-    return normalize_residual(rest, p, refused).scatter_add_(1, tokens.clamp(min=0), accepted)
+    return normalize_residual(residual, p, refused).scatter_add_(1, tokens.clamp(min=0), accepted)
 
 
 def accept_one_draft(p: Tensor, q: Tensor, tokens: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, K] Pr(each token is accepted), and the mass (p - q)+ left of p, for one draw y of distribution q.
+    """Accept one draw y of distribution q with min(1, p/q).
 
-    y is accepted with min(1, p/q). Without a draw all of p is left.
-    tokens: [B, K]; y is one of them. chosen: [B, K] Pr(y is that token).
+    Args:
+        p, q: [B, V].
+        tokens: [B, K]; y is one of them.
+        chosen: [B, K] Pr(y is that token).
+
+    Returns: [B, K] Pr(each token is accepted), and the residual (p - q)+ [B, V]; p for a row without a draw.
     """
-    at = tokens.clamp(min=0)
+    token_index = tokens.clamp(min=0)
     weight = scale(q, chosen.any(-1, keepdim=True))
-    accepted = divide_probabilities(p.gather(1, at), q.gather(1, at) * weight) * chosen
+    accepted = (
+        divide_probabilities(p.gather(1, token_index), q.gather(1, token_index) * weight) * chosen
+    )
     return accepted, subtract(p, q, weight)
 
 
 def plan_single_draft(p: Tensor, q: Tensor, tokens: Tensor, chosen: Tensor | None = None) -> Tensor:
-    """[B, V] the plan for one draw: where `accept_one_draft` refuses it, the output is from norm (p - q)+.
+    """Return [B, V] the plan for one draw: if `accept_one_draft` refuses it, the output comes from norm (p - q)+.
 
-    chosen: as for `accept_one_draft`. Default: 1, for K = 1.
+    Args:
+        p, q, tokens: as for `accept_one_draft`.
+        chosen: as for `accept_one_draft`. Default: 1, for K = 1.
     """
     if chosen is None:
         chosen = tokens >= 0
-    accepted, left = accept_one_draft(p, q, tokens, chosen)
-    return plan_from_acceptance(p, left, tokens, accepted)
+    accepted, residual = accept_one_draft(p, q, tokens, chosen)
+    return plan_from_acceptance(p, residual, tokens, accepted)
 
 
 def plan_recursive_rejection(p: Tensor, qs: Iterable[Tensor], tokens: Tensor) -> Tensor:
-    """[B, V] the plan that verifies draws in turn, each against the residual of the ones before.
+    """Return [B, V] the plan that verifies draws in turn, each against the residual of the earlier draws.
 
     qs: K distributions [B, V], each that of a draw given the draws before it. tokens: [B, K].
     """
-    accepted, left = reject_recursively(p, qs, tokens)
-    return plan_from_acceptance(p, left, tokens, accepted)
+    accepted, residual = reject_recursively(p, qs, tokens)
+    return plan_from_acceptance(p, residual, tokens, accepted)
 
 
 def reject_recursively(p: Tensor, qs: Iterable[Tensor], tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, K] Pr(each draw is accepted) by recursive rejection, and the last residual [B, V].
+    """Return [B, K] Pr(each draw is accepted) by recursive rejection, and the last residual [B, V].
 
-    The residual is not normalised.
+    The residual is not normalised. Arguments as for `plan_recursive_rejection`.
     """
-    # the residual, not normalised, and its mass
-    left = p
-    mass = torch.ones_like(p[:, :1])
-    reach = mass  # Pr(all draws so far are refused)
+    residual = p
+    residual_mass = torch.ones_like(p[:, :1])
+    all_refused = residual_mass  # [B, 1] Pr(all draws so far are refused)
     accepted = []
     for token, q in zip(tokens.split(1, dim=1), qs, strict=True):
         present = token >= 0
-        at = token.clamp(min=0)
-        weight = scale(q, present) * mass
-        accept = divide_probabilities(left.gather(1, at), q.gather(1, at) * weight) * present
-        accepted.append(reach * accept)
-        reach = reach * (1 - accept)
-        left = subtract(left, q, weight)
-        mass = left.sum(-1, keepdim=True)
-    return torch.cat(accepted, dim=1), left
+        token_index = token.clamp(min=0)
+        weight = scale(q, present) * residual_mass
+        accept = (
+            divide_probabilities(residual.gather(1, token_index), q.gather(1, token_index) * weight)
+            * present
+        )
+        accepted.append(all_refused * accept)
+        all_refused = all_refused * (1 - accept)
+        residual = subtract(residual, q, weight)
+        residual_mass = residual.sum(-1, keepdim=True)
+    return torch.cat(accepted, dim=1), residual

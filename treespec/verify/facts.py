@@ -1,6 +1,6 @@
-"""What the pairing rules ask of each verifier, and the options that its name may hold.
+"""The properties of each verifier that the pairing rules test, and the options that its name may hold.
 
-It loads no torch, so that a bad name is refused at once. A test holds it equal to the schemes.
+This module loads no torch, so that a bad name is refused at once. A test compares it with the schemes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,9 +17,13 @@ SHARE_RANGE = Range(above=0, most=1)
 
 @dataclass(frozen=True)
 class SchemeInfo:
-    """The properties of a `Scheme` by which it is paired.
+    """The properties of a `Scheme` that decide with which drafters it is paired.
 
-    loads: "module:NAME" of its class. options: the range of each.
+    Attributes:
+        name: on the command line.
+        loads: import path "module:NAME" of its class.
+        lossless, deterministic, max_draws: as in `treespec.verify.scheme.Scheme`.
+        options: {option: its range}.
     """
 
     name: str
@@ -31,8 +35,8 @@ class SchemeInfo:
 
 
 SCHEME_INFOS = {
-    facts.name: facts
-    for facts in (
+    info.name: info
+    for info in (
         SchemeInfo("single", "treespec.verify.single:Single", max_draws=1),
         SchemeInfo("rrs", "treespec.verify.rrs:RRS"),
         SchemeInfo("rrs-wo", "treespec.verify.rrs:RRSWithoutReplacement"),
@@ -69,8 +73,12 @@ SCHEME_INFOS = {
 class VerifierInfo:
     """A verifier by its name.
 
-    loads: import path "module:NAME" of a verifier, or of a function that takes the scheme named by `over`.
-    coupled: as `Verifier.coupled`.
+    Attributes:
+        name: on the command line.
+        scheme: makes the draws.
+        loads: import path "module:NAME" of a verifier, or of a function that takes the scheme named by `over`.
+        coupled: as `treespec.verify.walk.Verifier.coupled`.
+        over: the scheme's name with its options, as `parse_scheme` takes it; "": `loads` is the verifier itself.
     """
 
     name: str
@@ -81,8 +89,8 @@ class VerifierInfo:
 
 
 BEYOND_THE_NODE: dict[str, VerifierInfo] = {
-    known.name: known
-    for known in (
+    info.name: info
+    for info in (
         VerifierInfo(
             "auto", SCHEME_INFOS["topk"], "treespec.verify.gumbel:AUTO_VERIFIER", coupled=True
         ),
@@ -106,19 +114,20 @@ VERIFIER_NAMES = (*SCHEME_INFOS, *BEYOND_THE_NODE)
 
 
 class SchemeChoice(NamedTuple):
-    """A scheme that a user has named, and the values of its options."""
+    """The scheme that a user chose, and the values of its options."""
 
     scheme: SchemeInfo
     options: dict[str, float]
 
 
 def parse_verifier(spec: str, allow_lossy: bool = False) -> VerifierInfo:
-    """The verifier that a `--verifier` value names.
+    """Look up the verifier that a `--verifier` value names.
 
-    A scheme's name, such as `rrs-wo`, is the walk over that scheme. Others, as `auto` and `block`, are verifiers of
-    whole trees.
-    Raises InputError for an unknown name, option or value, and for a lossy scheme without
-    `allow_lossy`.
+    A scheme's name, such as `rrs-wo`, stands for the walk over that scheme. Other names, such as `auto` and `block`,
+    are verifiers of whole trees.
+
+    Raises:
+        InputError: an unknown name, option or value, or a lossy scheme without `allow_lossy`.
     """
     kind, _, over = spec.partition(":")
     verifier = BEYOND_THE_NODE.get(kind)
@@ -135,15 +144,18 @@ def parse_verifier(spec: str, allow_lossy: bool = False) -> VerifierInfo:
 
 
 def parse_scheme(spec: str, allow_lossy: bool = False, others: Iterable[str] = ()) -> SchemeChoice:
-    """The scheme that a `--verifier` value names, `rrs-wo` or `is-lp:s=8`, and its options.
+    """Look up the scheme that a `--verifier` value names, `rrs-wo` or `is-lp:s=8`, and parse its options.
 
-    allow_lossy: whether a scheme may change the target's distribution.
-    others: further names to offer in the error about an unknown name.
-    Raises InputError for an unknown name, option or value, and for a lossy scheme without
-    `allow_lossy`.
+    Args:
+        spec: the value.
+        allow_lossy: whether a scheme may change the target's distribution.
+        others: further names to offer in the error about an unknown name.
+
+    Raises:
+        InputError: an unknown name, option or value, or a lossy scheme without `allow_lossy`.
     """
     # 1. The scheme.
-    name, _, rest = spec.partition(":")
+    name, _, option_text = spec.partition(":")
     if name not in SCHEME_INFOS:
         names = [*SCHEME_INFOS, *others]
         raise InputError(
@@ -158,8 +170,8 @@ def parse_scheme(spec: str, allow_lossy: bool = False, others: Iterable[str] = (
 
     # 2. Its options.
     values: dict[str, float] = {}
-    for part in filter(None, rest.split(",")):
-        option, _, text = part.partition("=")
+    for assignment in filter(None, option_text.split(",")):
+        option, _, text = assignment.partition("=")
         if option not in scheme.options:
             choice = "it has no options"
             if scheme.options:
@@ -175,9 +187,9 @@ def parse_scheme(spec: str, allow_lossy: bool = False, others: Iterable[str] = (
 
 
 def check_scheme_options(name: str, values: Mapping[str, object]) -> None:
-    """Raises InputError for the first option of a scheme outside its range. None fits any.
+    """Raise InputError for the first option of a scheme outside its range. None is in any range.
 
-    A scheme that the table does not have checks its own.
+    A scheme that is not in `SCHEME_INFOS` checks its options itself.
     """
     if name not in SCHEME_INFOS:
         return

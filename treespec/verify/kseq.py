@@ -18,13 +18,13 @@ from treespec.verify.distributions import (
 
 
 def share_mass(p: Tensor, q: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, V] min(p/ρ, q), and its sum β [B, 1] in float64. rho: [B, 1] ρ."""
+    """Return [B, V] min(p/ρ, q), and its sum β [B, 1] in float64. rho: [B, 1] ρ."""
     both = torch.minimum(p / rho.to(p.dtype), q)
     return both, both.sum(-1, keepdim=True).double()
 
 
 def find_smallest_rho(p: Tensor, q: Tensor, number: Tensor) -> Tensor:
-    """[B, 1] float64: the ρ in [1, K] that solves 1 - (1 - β)^K = ρβ, rounded up.
+    """Return [B, 1] float64 the ρ in [1, K] that solves 1 - (1 - β)^K = ρβ, rounded up.
 
     number: [B, 1] K. β depends on ρ (`share_mass`). The left side falls with ρ and the right side
     grows, so bisection finds the solution. Any larger ρ is lossless too and accepts less.
@@ -45,9 +45,17 @@ def find_smallest_rho(p: Tensor, q: Tensor, number: Tensor) -> Tensor:
 class KSeq(Independent):
     """Independent draws, each accepted in its turn with min(1, p/(ρq)).
 
-    β is the probability to accept a draw. So 1 - (1 - β)^K is the acceptance rate, and where all
-    draws are refused the output comes from norm (p - min(q, p/ρ) (1 - (1 - β)^K)/β). The rate is at
-    least 1 - 1/e of the optimum for such draws. For one draw ρ is 1, and this is `single`.
+    β is the probability to accept a draw, so 1 - (1 - β)^K is the acceptance rate. If all draws are refused,
+    the output comes from norm (p - min(q, p/ρ) (1 - (1 - β)^K)/β). The rate is at least 1 - 1/e of the optimum for
+    independent draws. For one draw ρ is 1, and this is `single`. Five tokens, of which 2 and then 3 are drawn:
+
+        q                   .1   .2   .3   .2   .2
+        p                   .4   .3   .2   .1   0       ρ = 1.5
+        min(p/ρ, q)         .1   .2   2/15 1/15 0       β = .5
+        min(1, p/(ρq))      1    1    4/9  1/3  0       draw 2 is accepted with 4/9, then draw 3 with 1/3
+        residual            1    0    0    0    0
+        plan                10/27 0   4/9  5/27 0
+        acceptance rate     1 - (1 - .5)^2 = .75
     """
 
     name = "kseq"
@@ -60,16 +68,23 @@ class KSeq(Independent):
         rho = find_smallest_rho(p, q, number)
         both, beta = share_mass(p, q, rho)
 
-        # 2. Each draw is reached where all draws before it are refused.
-        at = draws.tokens.clamp(min=0)
-        each = divide_probabilities(p.gather(1, at), q.gather(1, at) * rho.to(p.dtype)) * present
-        refused = (1 - each).cumprod(-1)  # Pr(this draw and all before it are refused)
-        reached = refused.roll(1, -1).index_fill(1, at.new_zeros(1), 1)
-        accepted = each * reached
+        # 2. Each draw is reached if all draws before it are refused.
+        token_index = draws.tokens.clamp(min=0)
+        accept = (
+            divide_probabilities(
+                p.gather(1, token_index), q.gather(1, token_index) * rho.to(p.dtype)
+            )
+            * present
+        )
+        refused = (1 - accept).cumprod(-1)  # Pr(this draw and all before it are refused)
+        reached = refused.roll(1, -1).index_fill(1, token_index.new_zeros(1), 1)
+        accepted = accept * reached
 
-        # 3. The residual is p less what the draws accept on average.
-        paid = (1 - (1 - beta) ** number) / clamp_positive(beta)
-        return plan_from_acceptance(p, subtract(p, both, paid.to(p.dtype)), draws.tokens, accepted)
+        # 3. The residual is p minus the mass that the draws accept on average.
+        accepted_factor = (1 - (1 - beta) ** number) / clamp_positive(beta)
+        return plan_from_acceptance(
+            p, subtract(p, both, accepted_factor.to(p.dtype)), draws.tokens, accepted
+        )
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
         number = torch.full_like(q[:, :1], k, dtype=torch.int64)

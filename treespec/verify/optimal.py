@@ -1,4 +1,4 @@
-"""A scheme that reaches the optimal acceptance rate α* of its draws, for any number of them.
+"""A scheme that reaches the optimal acceptance rate α* of its draws, for any number of draws.
 
 A node takes a few of the most likely tokens for sure and makes independent draws from the rest of q. Each
 draw gets a score, and the largest score selects one draw. The distribution of the selected draw is known
@@ -45,8 +45,10 @@ LIKELY_TOKENS = (
 class Allotment(NamedTuple):
     """How a node's draws are made, decided from q before any draw.
 
-    certain: [B, width] int64 the sure tokens, -1 beyond. number: [B, 1] independent draws.
-    rest: [B, V] q without the sure tokens, not normalised; the draws come from it.
+    Attributes:
+        certain: [B, width] int64 the sure tokens, -1 beyond.
+        number: [B, 1] number of independent draws.
+        rest: [B, V] q without the sure tokens, not normalised; the draws come from it.
     """
 
     certain: Tensor
@@ -57,7 +59,10 @@ class Allotment(NamedTuple):
 class SelectedDraw(NamedTuple):
     """The draw that is verified, as a single draft of its own distribution.
 
-    distribution: [B, V]. tokens: [B, K] all draws. chosen: [B, K] 1 in the selected draw's column.
+    Attributes:
+        distribution: [B, V] of the selected draw.
+        tokens: [B, K] all draws.
+        chosen: [B, K] 1 in the selected draw's column.
     """
 
     distribution: Tensor
@@ -68,21 +73,24 @@ class SelectedDraw(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Optimal(Scheme):
-    """Sure tokens, then independent draws, of which a score selects one.
+    """Sure tokens, then independent draws; a score selects one of the independent draws.
 
     The acceptance rate is α* of these draws if `exact`, else at most 0.1 percentage points less on
     a model's distributions. Both count draws that have no node in a tree.
 
-    threshold: the most likely token is taken for sure while its share of the rest of q is larger than
-    this and another draw is to come. At 1 all draws are independent.
-    extra: 1: make draws until k distinct tokens are expected, because a repeat takes no
-    node. 0: make k draws.
-    exact: 1: sort all tokens by p/q. 0: sort them into cells of nearly equal p/q, which is faster
-    and as lossless.
+    Draws are ordered: k distinct or absent draws first (only these get nodes), then repeats and further draws.
+    All of them are verified.
 
-    The first k of a node's draws are distinct or absent. Repeats and further draws follow them, and
-    are verified like them.
-    Raises InputError for an option out of its range.
+    Args:
+        threshold: the most likely token is taken for sure while its share of the rest of q is larger than
+            this and another draw is to come. At 1 all draws are independent.
+        extra: 1: make draws until k distinct tokens are expected, because a repeat takes no
+            node. 0: make k draws.
+        exact: 1: sort all tokens by p/q. 0: sort them into cells of nearly equal p/q, which is faster
+            and also lossless.
+
+    Raises:
+        InputError: an option out of its range.
     """
 
     name = "optimal"
@@ -94,23 +102,23 @@ class Optimal(Scheme):
     exact: int = 0
 
     def make(self, q: Tensor, width: int, number: Tensor, generator: torch.Generator) -> Draws:
-        # The sure tokens, then draws from the rest of q, whose number is fixed before drawing.
+        # The sure tokens, then draws from the rest of q. Their number is fixed before drawing.
         allotment = self.split_certain_and_random(q, number, width)
         drawn = draw_iid_children(allotment.rest, self.count_max_iid_draws(width), generator)
         return self.arrange_draws(allotment.certain, keep_first(drawn, allotment.number), generator)
 
-    def arrange_draws(self, tops: Tensor, drawn: Tensor, generator: torch.Generator) -> Draws:
-        """The draws of nodes from sure tokens [B, K] and independent draws [B, M], which get scores."""
-        tokens = torch.cat([tops, drawn], dim=1)
+    def arrange_draws(self, certain: Tensor, drawn: Tensor, generator: torch.Generator) -> Draws:
+        """Join sure tokens [B, K] and independent draws [B, M] into `Draws`, with uniform numbers for the scores."""
+        tokens = torch.cat([certain, drawn], dim=1)
         b, k = tokens.shape
-        scores_by = sample_uniform((b, k, 2), generator, tokens.device)
-        is_sure = torch.arange(k, device=tokens.device) < tops.shape[1]
+        uniforms = sample_uniform((b, k, 2), generator, tokens.device)
+        is_sure = torch.arange(k, device=tokens.device) < certain.shape[1]
         sure = is_sure.expand_as(tokens)
 
         # Distinct tokens first, then absent ones, then repeats.
         repeats = (tokens[:, :, None] == tokens[:, None]).tril(-1).any(-1)
         order = (2 * repeats).masked_fill(tokens < 0, 1).argsort(dim=-1, stable=True)
-        return Draws(tokens, sure, scores_by).select_columns(order)
+        return Draws(tokens, sure, uniforms).select_columns(order)
 
     @property
     def drawing(self) -> str:
@@ -124,7 +132,7 @@ class Optimal(Scheme):
         return f"tops and tail, threshold={self.threshold:g}, extra={self.extra}"
 
     def count_max_iid_draws(self, k: int) -> int:
-        """The largest number of independent draws at a node of k draws."""
+        """Return the largest number of independent draws at a node of k draws."""
         if self.extra and k > 1:
             return MAX_DRAW_FACTOR * k
         return k
@@ -132,7 +140,7 @@ class Optimal(Scheme):
     def split_certain_and_random(self, q: Tensor, number: Tensor, width: int) -> Allotment:
         """Choose the sure tokens and the number of draws, from q alone before any draw is made.
 
-        number: [B, 1] distinct tokens to expect, at most `width`. Three of five tokens, at the default
+        number: [B, 1] distinct tokens to expect, at most `width`. Three draws of five tokens, at the default
         threshold of 0.35 and without `extra`:
 
             q                 .5   .3   .1   .06  .04
@@ -149,24 +157,30 @@ class Optimal(Scheme):
         best = select_most_likely(q, width + LIKELY_TOKENS)
         share = q.gather(1, best.clamp(min=0)).double() * (best >= 0)
         total = q.sum(-1, keepdim=True, dtype=torch.float64)
-        left = (total - share.cumsum(-1) + share).clamp_(min=0)
-        another = torch.arange(best.shape[1], device=q.device) < number - 1
-        sure = ((share > self.threshold * left) & another & (self.threshold < 1)).cumprod(-1).bool()
-        tops = best.masked_fill(~sure, -1)[:, :width]
+        remaining = (total - share.cumsum(-1) + share).clamp_(min=0)
+        not_last = torch.arange(best.shape[1], device=q.device) < number - 1
+        sure = (
+            ((share > self.threshold * remaining) & not_last & (self.threshold < 1))
+            .cumprod(-1)
+            .bool()
+        )
+        certain = best.masked_fill(~sure, -1)[:, :width]
 
         # 2. The rest of q, and the distinct draws to expect from it.
-        rest = mask_out(q, tops)
+        rest = mask_out(q, certain)
         mass = rest.sum(-1, keepdim=True, dtype=torch.float64)
         number = (number - sure.sum(-1, keepdim=True)) * (mass > 0)
         if not self.extra:
-            return Allotment(tops, number, rest)
+            return Allotment(certain, number, rest)
 
-        # 3. The number of draws at which that many distinct tokens are expected.
+        # 3. The smallest number of draws at which `number` distinct tokens are expected.
         likely = (share.masked_fill(sure, 0) * scale(mass, number > 0))[..., None]
-        times = torch.arange(1, self.count_max_iid_draws(width) + 1, device=q.device)
-        distinct = (1 - (1 - likely) ** times).sum(1) + (1 - likely.sum(1)) * times  # [B, most]
+        num_draws = torch.arange(1, self.count_max_iid_draws(width) + 1, device=q.device)
+        distinct = (1 - (1 - likely) ** num_draws).sum(1) + (
+            1 - likely.sum(1)
+        ) * num_draws  # [B, most]
         needed = torch.maximum(number, (distinct < number).sum(-1, keepdim=True))
-        return Allotment(tops, needed * (number > 0), rest)
+        return Allotment(certain, needed * (number > 0), rest)
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
         draw = self.select_draw(p, q, draws)
@@ -184,21 +198,21 @@ class Optimal(Scheme):
         if self._has_one_draw(drawn, number):
             return SelectedDraw(q, draws.tokens, drawn.to(p.dtype))
 
-        # 2. The one with the largest score.
+        # 2. The draw with the largest score.
         cell, coupling = self.couple(p, q, number)
         cell_of_draw = cell.gather(1, draws.tokens.clamp(min=0))
         place, coin = draws.uniforms.unbind(-1)
         score = score_draws(coupling, cell_of_draw, place, coin)
-        best = score.masked_fill(~drawn, -1).argmax(-1, keepdim=True)
-        chosen = torch.zeros_like(score, dtype=p.dtype).scatter_(1, best, 1.0) * drawn
+        best_column = score.masked_fill(~drawn, -1).argmax(-1, keepdim=True)
+        chosen = torch.zeros_like(score, dtype=p.dtype).scatter_(1, best_column, 1.0) * drawn
         return SelectedDraw(
             build_selected_distribution(q, number, cell, coupling), draws.tokens, chosen
         )
 
     def _has_one_draw(self, drawn: Tensor, number: Tensor) -> bool:
-        """Whether no node has several independent draws. An accelerator's host does not wait to see that.
+        """Whether no node has several independent draws. On an accelerator the answer may be False: it avoids a sync.
 
-        drawn: [B, K] bool, the independent ones. number: [B, 1] of them.
+        drawn: [B, K] bool, which draws are independent. number: [B, 1] their number.
         """
         if drawn.shape[1] == 1:
             return True
@@ -216,7 +230,7 @@ class Optimal(Scheme):
         )
 
     def couple(self, p: Tensor, q: Tensor, number: Tensor) -> tuple[Tensor, Coupling]:
-        """[B, V] int64 the cell of each token, and the coupling for `number` [B, 1] draws from q.
+        """Return [B, V] int64 the cell of each token, and the coupling for `number` [B, 1] draws from q.
 
         Five tokens, a cell for each by its rank (`exact`), or cells of nearly equal p/q:
 
@@ -252,12 +266,19 @@ class Optimal(Scheme):
 
 
 def sum_cells(masses: Tensor, cell: Tensor, cells: int) -> Tensor:
-    """[B, cells] the mass in each cell. masses: [B, V] of tokens. cell: [B, V] int64 of each token."""
+    """Return [B, cells] the mass in each cell. masses: [B, V] of tokens. cell: [B, V] int64 of each token."""
     return masses.new_zeros(len(masses), cells).scatter_add_(1, cell, masses)
 
 
 def build_selected_distribution(
     q: Tensor, number: Tensor, cell: Tensor, coupling: Coupling
 ) -> Tensor:
-    """[B, V] the distribution x of the selected draw, 0 for a node without draws."""
+    """Return [B, V] the distribution x of the selected draw, 0 for a node without draws.
+
+    Args:
+        q: [B, V] the distribution of each independent draw.
+        number: [B, 1] independent draws.
+        cell: [B, V] int64 of each token.
+        coupling: of the cells.
+    """
     return q * (coupling.density * (number > 0)).to(q.dtype).gather(1, cell)

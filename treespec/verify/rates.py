@@ -1,4 +1,4 @@
-"""Acceptance rates: the optimum α* of draws made in a known way, and the rate of any scheme.
+"""Acceptance rates: the optimum α* for a known kind of draws, and the rate of any scheme.
 
 A plan is a flow: draws send mass to their own tokens, and token x takes at most p(x). The smallest
 cut bounds the flow, so the best plan accepts
@@ -30,9 +30,9 @@ QUADRATURE_TAIL = 1e-12  # probability beyond each end of the quadrature
 
 
 def sort_prefixes(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """p and q [B, W] in float64, with tokens in descending q/p; q is normalised.
+    """Return p and q [B, W] in float64, with tokens in descending q/p; q is normalised.
 
-    W: the largest number of tokens that a row of q supports. Other tokens never lower the cut.
+    W is the largest number of tokens that a row of q supports. Other tokens never lower the cut.
     """
     p = p.double()
     q = q.double()
@@ -43,18 +43,22 @@ def sort_prefixes(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def find_smallest_cut(p: Tensor, inside: Tensor) -> Tensor:
-    """[B] the minimum over prefixes H of p(H) + 1 - Q(H).
+    """Return [B] the minimum over prefixes H of p(H) + 1 - Q(H).
 
-    p: [B, W]. inside: [B, W] Q(H) of each prefix but the empty one, whose Q is 0.
+    p: [B, W]. inside: [B, W] Q(H) of each prefix but the empty prefix, which has Q 0.
     """
     return pad(p.cumsum(-1) - inside, (1, 0)).amin(-1) + 1
 
 
 def compute_optimal_iid(p: Tensor, q: Tensor, k: int | Tensor) -> Tensor:
-    """[B] α* of k independent draws from q: Q(H) = q(H)^k.
+    """Return [B] α* of k independent draws from q: Q(H) = q(H)^k.
 
-    p: [B, V], each row with a sum of at most 1. q: [B, V]. k: an int, or [B] int64.
-    Computed in float64, returned in p's dtype; 0 for a row without draws or without mass in q.
+    Args:
+        p: [B, V], each row with a sum of at most 1.
+        q: [B, V].
+        k: an int, or [B] int64.
+
+    Returns: computed in float64, in p's dtype; 0 for a row without draws or without mass in q.
     """
     masses, drawn = sort_prefixes(p, q)
     number = torch.as_tensor(k, device=q.device).expand(len(q))
@@ -63,20 +67,22 @@ def compute_optimal_iid(p: Tensor, q: Tensor, k: int | Tensor) -> Tensor:
 
 
 def compute_optimal_without_replacement(p: Tensor, q: Tensor, k: int) -> Tensor:
-    """[B] α* of k draws in turn, each from q without the earlier ones. p, q: [B, V].
+    """Return [B] α* of k draws in turn, each from q without the earlier draws. p, q: [B, V].
 
     Exact to 1e-9. This is not conditional Poisson sampling, whose generating function overstates
     α*.
     """
     masses, drawn = sort_prefixes(p, q)
     enough = (drawn > 0).sum(-1) > k
-    everything = (masses * (drawn > 0)).sum(-1)  # fewer tokens: all are drawn
+    supported_mass = (masses * (drawn > 0)).sum(
+        -1
+    )  # α* if q supports at most k tokens, which are then all drawn
     inside = integrate_prefixes(drawn, k, enough)
-    return torch.where(enough, find_smallest_cut(masses, inside), everything).to(p.dtype)
+    return torch.where(enough, find_smallest_cut(masses, inside), supported_mass).to(p.dtype)
 
 
 def integrate_prefixes(q: Tensor, k: int, enough: Tensor) -> Tensor:
-    """[B, W] Q(H) of each prefix H of q [B, W], for k draws without replacement, by integration.
+    """Compute [B, W] Q(H) of each prefix H of q [B, W], for k draws without replacement, by integration.
 
     enough: [B] bool, whether a row supports more than k tokens; other rows are not used.
 
@@ -92,10 +98,12 @@ def integrate_prefixes(q: Tensor, k: int, enough: Tensor) -> Tensor:
     """
     # 1. The interval of log t, and steps of 1 / (3 + k / 4), whose error is about
     #    |Γ(k + 2πi/step)| / Γ(k).
-    left = mask_out(q, q.topk(min(k - 1, q.shape[-1])).indices).sum(-1, keepdim=True)
+    tail_mass = mask_out(q, q.topk(min(k - 1, q.shape[-1])).indices).sum(-1, keepdim=True)
     start = math.log(gammaincinv(k, QUADRATURE_TAIL))
     span = (
-        math.log(gammainccinv(k, QUADRATURE_TAIL)) - start - left.where(enough[:, None], 1.0).log()
+        math.log(gammainccinv(k, QUADRATURE_TAIL))
+        - start
+        - tail_mass.where(enough[:, None], 1.0).log()
     )
     points = math.ceil(span.max().item() * (3 + k / 4))
     step = span / points
@@ -124,7 +132,7 @@ def integrate_prefixes(q: Tensor, k: int, enough: Tensor) -> Tensor:
 def compute_optimal_tops_and_tail(
     p: Tensor, q: Tensor, k: int, scheme: Optimal | None = None
 ) -> Tensor:
-    """[B] α* of the draws of `optimal`: sure tokens, and draws until k distinct are expected, or k draws.
+    """Return [B] α* of the draws of `optimal`: sure tokens, and draws until k distinct are expected, or k draws.
 
     Args:
         p, q: [B, V].
@@ -150,7 +158,7 @@ OPTIMA_BY_DRAWING: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
 
 
 def find_optimum(scheme: Scheme, p: Tensor, q: Tensor, k: int) -> Tensor | None:
-    """[B] α* of the k draws that a scheme makes; None where it is not known. p, q: [B, V]."""
+    """Return [B] α* of the k draws that a scheme makes; None if it is not known. p, q: [B, V]."""
     if scheme.drawing is None:
         return None
     kind, _, _ = scheme.drawing.partition(",")
@@ -164,15 +172,22 @@ def find_optimum(scheme: Scheme, p: Tensor, q: Tensor, k: int) -> Tensor | None:
 def measure_rate(
     scheme: Scheme, p: Tensor, q: Tensor, k: int, generator: torch.Generator, samples: int = 64
 ) -> Tensor:
-    """[2, B] Pr(output is one of k draws) and its standard error.
+    """Return [2, B] Pr(output is one of k draws) and its standard error.
 
-    It is exact where the scheme states it, with error 0, else a mean over samples: the plan's mass on
-    sampled draws; no output is sampled.
+    If the scheme states the exact rate, that is the result, with error 0. Else it is a mean over samples of draws:
+    the plan's mass on them. No output is sampled.
 
-    p, q: [B, V]. samples: samples of draws at each row, at least 2. Raises InputError as
-    `treespec.verify.scheme.check_width`.
+    Args:
+        scheme: makes the draws, and plans.
+        p, q: [B, V].
+        k: draws at each row.
+        generator: of the samples.
+        samples: samples of draws at each row, at least 2.
+
+    Raises:
+        InputError: as `treespec.verify.scheme.check_width`.
     """
-    # 1. The exact rate, where it is known.
+    # 1. The exact rate, if it is known.
     check_width(scheme, k)
     exact = scheme.acceptance_rate(p, q, k)
     if exact is not None:
@@ -189,5 +204,5 @@ def measure_rate(
 
 
 def sum_plan_on_draws(scheme: Scheme, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
-    """[B] the plan's mass on the draws."""
+    """Return [B] the plan's mass on the draws."""
     return sum_mass_on(scheme.plan(p, q, draws), draws.tokens)

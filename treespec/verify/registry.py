@@ -9,18 +9,18 @@ from treespec.verify.walk import Verifier
 
 
 def load_scheme(spec: str, allow_lossy: bool = False) -> Scheme:
-    """The scheme that a `--verifier` value names. Raises InputError as `parse_scheme`."""
+    """Build the scheme that a `--verifier` value names. Raises InputError as `parse_scheme`."""
     choice = parse_scheme(spec, allow_lossy)
     return resolve_name(choice.scheme.loads)(**choice.options)
 
 
 def load_verifier(spec: str, allow_lossy: bool = False) -> Verifier:
-    """The verifier that a `--verifier` value names. Raises InputError as `parse_verifier`."""
-    known = parse_verifier(spec, allow_lossy)
-    loaded = resolve_name(known.loads)  # a verifier, or its class
-    if not known.over:
+    """Load the verifier that a `--verifier` value names. Raises InputError as `parse_verifier`."""
+    info = parse_verifier(spec, allow_lossy)
+    loaded = resolve_name(info.loads)  # a verifier, or a factory that takes the scheme
+    if not info.over:
         return loaded
-    return loaded(load_scheme(known.over, allow_lossy))
+    return loaded(load_scheme(info.over, allow_lossy))
 
 
 SCHEMES = {name: load_scheme(name, allow_lossy=True) for name in facts.SCHEME_INFOS}

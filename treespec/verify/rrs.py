@@ -37,8 +37,8 @@ class RRS(Independent):
     """Independent draws, verified one after another as in single-draft speculative sampling.
 
     The first draw is verified against p. Each refused draw of distribution q replaces p by its residual
-    norm (p - q)+, against which the next draw is verified. Where all are refused, the output comes
-    from the last residual. Five tokens, of which 2 and then 1 are drawn:
+    norm (p - q)+, against which the next draw is verified. If all are refused, the output comes
+    from the last residual. Five tokens; 2 and then 1 are drawn:
 
         q                   .1   .2   .3   .2   .2
         p                   .4   .3   .2   .1   0       draw 2 is accepted with 2/3
@@ -61,7 +61,7 @@ class RRS(Independent):
 
 
 def sample_without_replacement(q: Tensor, width: int, generator: torch.Generator) -> Tensor:
-    """[B, width] distinct draws, each from q [B, V] without the earlier ones; -1 where q has no more.
+    """Draw [B, width] distinct tokens, each from q [B, V] without the earlier draws; -1 if q has no more.
 
     Each token arrives after an exponential time of rate q, so the next to arrive is drawn by q.
     """
@@ -71,7 +71,7 @@ def sample_without_replacement(q: Tensor, width: int, generator: torch.Generator
 
 
 def iterate_remaining_q(q: Tensor, tokens: Tensor) -> Iterator[Tensor]:
-    """The distributions of K draws [B, K]: q [B, V] without the earlier draws, not normalised.
+    """Yield the distribution of each of K draws [B, K]: q [B, V] without the earlier draws, not normalised.
 
     Draws 2 and 1 of five tokens:
 
@@ -86,12 +86,12 @@ def iterate_remaining_q(q: Tensor, tokens: Tensor) -> Iterator[Tensor]:
 @final
 @dataclass(frozen=True)
 class RRSWithoutReplacement(Scheme):
-    """Distinct draws, each from q without the earlier ones, verified one after another.
+    """Distinct draws, each from q without the earlier draws, verified one after another.
 
     As in `rrs`, each refused draw replaces p by its residual; the distribution of a draw is q without the
-    earlier draws. Independent draws without their repeats are distributed as such draws. So on a CPU
-    `draw` makes more independent draws than it needs, and a `sample_without_replacement` only where these hold too few
-    distinct tokens. On other devices the host does not wait to see that: all draws are a race.
+    earlier draws. Independent draws without their repeats have the same distribution. So on a CPU
+    `make` draws more independent tokens than it needs, and calls `sample_without_replacement` only for rows with too
+    few distinct tokens. On other devices that test would cost a sync, so all rows use `sample_without_replacement`.
     """
 
     name = "rrs-wo"
@@ -104,17 +104,21 @@ class RRSWithoutReplacement(Scheme):
         if width == 1:
             return Draws(keep_first(draw_iid_children(q, 1, generator), number))
         tokens = drop_repeats(draw_iid_children(q, OVERSAMPLE_FACTOR * width, generator))[:, :width]
-        few = ((tokens < 0) & (torch.arange(width) < number)).any(-1)
-        if few.any():
-            more = sample_without_replacement(mask_out(q[few], tokens[few]), width, generator)
-            tokens[few] = drop_repeats(torch.cat([tokens[few], more], dim=1))[:, :width]
+        lacks_draws = ((tokens < 0) & (torch.arange(width) < number)).any(-1)
+        if lacks_draws.any():
+            raced = sample_without_replacement(
+                mask_out(q[lacks_draws], tokens[lacks_draws]), width, generator
+            )
+            tokens[lacks_draws] = drop_repeats(torch.cat([tokens[lacks_draws], raced], dim=1))[
+                :, :width
+            ]
         return Draws(keep_first(tokens, number))
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
         return plan_recursive_rejection(p, iterate_remaining_q(q, draws.tokens), draws.tokens)
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor | None:
-        """For one draw its overlap with p; None for more, where only enumeration is known."""
+        """Return [B] the overlap of q with p for one draw; None for more, because only enumeration gives that rate."""
         if k > 1:
             return None
         return overlap(p, q)

@@ -1,4 +1,4 @@
-"""The seam between drafting and verification: how draws are made, and the plan that answers them.
+"""The interface between drafting and verification: how draws are made, and the plan of the output token.
 
 p is the target's distribution and q the draft's, [B, V] probabilities at B nodes.
 """
@@ -50,24 +50,30 @@ class Scheme(Protocol):
     def drawing(self) -> str | None:
         """How the draws are made, which decides their α* (`treespec.verify.rates.find_optimum`).
 
-        A kind, such as "with replacement", and its options behind a comma. None: α* is not known.
+        A kind, such as "with replacement", then a comma and its options. None: α* is not known.
         """
         return None
 
     random_draws: ClassVar[RandomDraws | None] = None
-    """Which of a node's draws are random, next to tokens that are certain, for `treespec certify`.
+    """Which of a node's draws are random, for `treespec certify`; the other draws are certain.
 
-    "independent": all, from one distribution. "without replacement": all, each without the earlier ones.
-    "the last": the last one, without the others. "the first": the first one. None: no draw.
+    "independent": all, from one distribution. "without replacement": all, each without the earlier draws.
+    "the last": the last draw, without the others. "the first": the first draw. None: no draw.
     """
 
     default_tree: ClassVar[StaticTree] = build_eagle_tree()
     """The tree for a draft model without measured acceptance rates."""
 
     def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
-        """k draws at each of B nodes. q: [B, V]. k: an int, or [B] int64.
+        """Make k draws at each of B nodes.
 
-        Where k lies on the host, the device does not wait. Raises InputError as `check_width`.
+        Args:
+            q: [B, V] the draft's distribution.
+            k: an int, or [B] int64. A k on the host costs no sync.
+            generator: on the device of q.
+
+        Raises:
+            InputError: as `check_width`.
         """
         if isinstance(k, int):
             width = k
@@ -79,20 +85,27 @@ class Scheme(Protocol):
         return self.make(q, width, number, generator)
 
     def make(self, q: Tensor, width: int, number: Tensor, generator: torch.Generator) -> Draws:
-        """`draw` for `number` [B, 1] draws at each node, at most `width`."""
+        """Make `number` [B, 1] draws at each node, at most `width`; `draw` calls it.
+
+        Args:
+            q: [B, V] the draft's distribution.
+            width: columns of the draws.
+            number: [B, 1] draws at each node; further columns are -1.
+            generator: on the device of q.
+        """
         ...
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
-        """[B, V] probabilities of the output token given the draws."""
+        """Return [B, V] probabilities of the output token given the draws. p, q: [B, V]."""
         ...
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor | None:
-        """[B] the exact Pr(output is one of k draws); None where no closed form is known."""
+        """Return [B] the exact Pr(output is one of k draws); None if no closed form is known. p, q: [B, V]."""
         ...
 
 
 def check_width(scheme: Scheme, width: int) -> None:
-    """Raises InputError for more than `max_draws` draws a node. width: draws at the widest node."""
+    """Raise InputError for more than `max_draws` draws a node. width: draws at the widest node."""
     if scheme.max_draws and width > scheme.max_draws:
         raise InputError(
             f"verifier {scheme.name} answers at most {scheme.max_draws} draws a node, not {width}; "

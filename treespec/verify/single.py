@@ -1,6 +1,6 @@
-"""One sampled draw: the only one, or after the most likely tokens.
+"""One sampled draw: as the only draw, or after the most likely tokens.
 
-The only one is verified by single-draft speculative sampling (Leviathan et al. 2023; Chen et al. 2023). After the
+An only draw is verified by single-draft speculative sampling (Leviathan et al. 2023; Chen et al. 2023). After the
 most likely tokens it is greedy multi-draft sampling (Hu et al. 2025, Towards Optimal Multi-Draft Speculative
 Decoding).
 """
@@ -28,12 +28,12 @@ from treespec.verify.scheme import RandomDraws, Scheme
 
 
 def find_last_draw(tokens: Tensor) -> Tensor:
-    """[B, 1] the column of the sampled draw among the draws [B, K]: the last one present."""
+    """Return [B, 1] the column of the sampled draw among the draws [B, K]: the last draw present."""
     return ((tokens >= 0).sum(-1, keepdim=True) - 1).clamp(min=0)
 
 
 def compute_greedy_acceptance(p: Tensor, q: Tensor, best: Tensor) -> Tensor:
-    """[B] the acceptance rate, p(best) + the overlap of p and q'. It is optimal for these draws.
+    """Return [B] the acceptance rate, p(best) + the overlap of p and q'. It is optimal for these draws.
 
     best: [B, K - 1] the most likely tokens. q' is q without them, normalised.
     """
@@ -47,8 +47,15 @@ class Greedy(Scheme):
 
     The last draw is verified as a single draft of distribution q'. The residual norm (p - q')+ includes the
     most likely tokens, so each of them is accepted with its own probability. For one draw this is
-    `single`. Where q supports fewer than k tokens, all of them are draws. The plan then treats the
-    last of them as the sampled one, which is exact: q' is one-hot and the plan is p itself.
+    `single`. If q supports fewer than k tokens, the last counts as sampled; q' is then one-hot, so the rule
+    stays exact. Five tokens; 2 is the most likely, and 4 is drawn from q':
+
+        q                   .1   .2   .3   .2   .2
+        q'                  1/7  2/7  0    2/7  2/7
+        p                   .4   .3   .2   .1   0       draw 4 is accepted with min(1, 0 / (2/7)) = 0
+        (p - q')+           9/35 1/70 1/5  0    0
+        plan                6/11 1/33 14/33 0   0
+        acceptance rate     .2 + (1/7 + 2/7 + .1 + 0) = 51/70
     """
 
     name = "greedy"
@@ -76,7 +83,7 @@ class Greedy(Scheme):
 class Single(Greedy):
     """One draw x ~ q, accepted with probability min(1, p(x)/q(x)).
 
-    Where it is refused, the output comes from the residual norm (p - q)+. The acceptance rate is
+    If it is refused, the output comes from the residual norm (p - q)+. The acceptance rate is
     the sum over x of min(p(x), q(x)), which is optimal for one draw. Five tokens, and the plan if token 2
     is drawn:
 

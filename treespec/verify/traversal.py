@@ -1,13 +1,13 @@
 """Block verification of trees: leaves are judged first (Sun et al. 2024, for chains; 2505.12398).
 
-A node is judged after all nodes below it. Node numbers, and the order of judgement where the
+A node is judged after all nodes below it. Node numbers, and the order of judgement if the
 verifier refuses every node but the root:
 
     0 ─┬─ 1 ─── 3         3, 1, 4, 2, then 0, which is never refused
        └─ 2 ─── 4
 
-The verdict is the path to the first accepted node. A refused child gives its mass back: its parent
-continues with the residual of p, from which its next child gets a new chance.
+The verdict is the path to the first accepted node. When a child is refused, its parent continues with the residual
+of p, against which the next child is judged.
 """
 
 from collections import defaultdict
@@ -36,10 +36,12 @@ from treespec.verify.walk import (
 
 
 class RefusalStep(NamedTuple):
-    """One draw at each of n nodes, whose earlier draws are refused; the last step is the nodes themselves.
+    """One draw at each of n nodes, after their earlier draws are refused; the last step is the nodes themselves.
 
-    draw_weight: [n, 1] w of the draws. residual: [n, V] what the draws before them leave of w p.
-    node_weight: [n, 1] w of the nodes so far.
+    Attributes:
+        draw_weight: [n, 1] w of the draws.
+        residual: [n, V] w p without the mass of the refused draws.
+        node_weight: [n, 1] w of the nodes so far.
     """
 
     draw_weight: Tensor
@@ -53,15 +55,18 @@ Refused: TypeAlias = Iterator[RefusalStep]
 @final
 @dataclass(frozen=True)
 class Traversal:
-    """Looks at whole subtrees. Where every draw has a node it keeps at least as much as the walk over its scheme.
+    """Verifies whole subtrees. If every draw has a node it keeps at least as much as the walk over its scheme.
 
-    The weight w of a node is the probability to accept it where all nodes below it are refused.
+    The weight w of a node is the probability to accept it if all nodes below it are refused.
     Trees of the most likely tokens are walked over `topk`.
-    A draw without a node is a leaf; no token follows it. On a CPU the draws are judged one after
-    another. On other devices the host waits for the shape of the tree and for the verdict.
+    Draws without a node count as leaves; no token follows them. On a CPU the draws are judged one after
+    another. On other devices there are two syncs: for the shape of the tree and for the verdict.
 
-    refusals: refuses the draws of n nodes in turn, a column at a time, the sure ones last. Given p, q [n, V], the
-    draws, and w of the nodes [n, 1] at first, it yields a `RefusalStep` for each column, and one more for the nodes.
+    Attributes:
+        name: on the command line.
+        scheme: makes the tree's draws.
+        refusals: refuses the draws of n nodes in turn, a column at a time, the sure ones last. Given p, q [n, V], the
+            draws, and w of the nodes [n, 1] at first, it yields a `RefusalStep` for each column, and one for the nodes.
     """
 
     name: str
@@ -86,26 +91,33 @@ class Traversal:
     def judge(
         self, tree: TokenTree, drafts: Drafts, p: Probabilities, generator: torch.Generator
     ) -> Verdict:
-        """The verdict, by a coin for each draw until one is accepted."""
+        """Judge the draws one by one, with a random number for each, until one is accepted.
+
+        Args:
+            tree: its nodes.
+            drafts: its draws, sure ones last.
+            p: [N, V] probabilities at the nodes; only visited rows are read.
+            generator: of the random numbers.
+        """
         row_of = {node: row for row, node in enumerate(drafts.nodes.tolist())}
         child_of = index_children(tree)
 
         def verdict(node: int | None, weight: Tensor) -> Verdict | None:
-            """The verdict at or below a draw; None where the draw and all nodes below it are refused.
+            """Judge a draw and all nodes below it. Returns None if all are refused.
 
-            node: the draw's node, None if it has none. weight: [1, 1], w of the draw.
+            node: the draw's node, None for a draw without a node. weight: [1, 1], w of the draw.
             """
             # 1. A draw without a node is a leaf.
             if node is None:
                 return Verdict([], []) if sample_events(weight, generator) else None
 
-            # 2. The children come first. Where all are refused they change the node's p and w.
+            # 2. The children come first. If all are refused, the node's p and w change.
             target = p[node : node + 1]
             residual = target
             row = row_of.get(node)
             if row is not None:
                 draws = select_row_draws(row, drafts.draws)
-                tokens = draws.tokens[0].tolist() + [-1]  # the last step is the node's own
+                tokens = draws.tokens[0].tolist() + [-1]  # the last step is the node itself
                 steps = self.refusals(target, drafts.q[row : row + 1], draws, weight)
                 for token, step in zip(tokens, steps, strict=True):
                     residual = step.residual
@@ -130,60 +142,64 @@ class Traversal:
     def judge_at_once(
         self, tree: TokenTree, drafts: Drafts, p: Tensor, generator: torch.Generator
     ) -> Judging:
-        """The verdict, by w of all draws. A draw has a place among them as in `list_weight_slots`.
+        """Coroutine: compute w of all draws, then sample the verdict. Draws have slots as in `list_weight_slots`.
 
-        p: [N, V] probabilities.
+        Args:
+            tree: its nodes.
+            drafts: its draws, sure ones last.
+            p: [N, V] probabilities at the nodes.
+            generator: samples the verdict and the next token.
         """
         # 1. On the host: the order of judgement, and the rows of inner nodes by depth.
-        place = list_weight_slots(tree, drafts)
+        slots = list_weight_slots(tree, drafts)
         draws = drafts.draws.tokens
         n = len(p)
-        of_nodes = drafts.nodes[:, None].expand_as(draws)
-        table = (yield torch.stack([of_nodes, draws, place], -1)).tolist()
+        draw_nodes = drafts.nodes[:, None].expand_as(draws)
+        table = (yield torch.stack([draw_nodes, draws, slots], -1)).tolist()
         shape = order_judgement(table)
         order = shape.order
 
-        # 2. On the device: w of all places, from the root down, and the residuals [N, V].
+        # 2. On the device: w of all slots, from the root down, and the residuals [N, V].
         weights = p.new_zeros(n + draws.numel())
         residuals = p.clone()
         weights[0] = 1
-        for inner in shape.rows_by_depth.values():
-            rows = to_device(inner, p.device)
+        for inner_rows in shape.rows_by_depth.values():
+            rows = to_device(inner_rows, p.device)
             nodes = drafts.nodes[rows]
             level = drafts.draws.select_rows(rows)
             steps = list(self.refusals(p[nodes], drafts.q[rows], level, weights[nodes, None]))
-            last = steps.pop()
-            weights[nodes] = last.draw_weight.squeeze(1)
-            residuals[nodes] = last.residual
-            of_draws = torch.cat([step.draw_weight for step in steps], 1)
-            weights.scatter_reduce_(0, place[rows].flatten(), of_draws.flatten(), "amax")
+            node_step = steps.pop()
+            weights[nodes] = node_step.draw_weight.squeeze(1)
+            residuals[nodes] = node_step.residual
+            draw_weights = torch.cat([step.draw_weight for step in steps], 1)
+            weights.scatter_reduce_(0, slots[rows].flatten(), draw_weights.flatten(), "amax")
 
-        # 3. The first that is accepted; the root is in the end. Its residual has the next token. NaN
-        #    logits: fall back to the root, where decode reports them.
+        # 3. The first accepted slot; the root is the last one, and is always accepted. The next token is sampled
+        #    from its residual. NaN logits: fall back to the root; decode reports them.
         weights[0] = 1
-        places = to_device(order, p.device)
-        reached = torch.cat([weights[:1], 1 - weights[places[:-1]]]).cumprod(0)
-        end = sample((weights[places] * reached)[None], generator).clamp(max=len(order) - 1)
-        at = places[end].clamp(max=n - 1)
+        slot_order = to_device(order, p.device)
+        reached = torch.cat([weights[:1], 1 - weights[slot_order[:-1]]]).cumprod(0)
+        end = sample((weights[slot_order] * reached)[None], generator).clamp(max=len(order) - 1)
+        at = slot_order[end].clamp(max=n - 1)
         after = sample(normalize_residual(residuals[at], p[at]), generator)
 
         # 4. The path down to it. No token follows a draw without a node.
         position, token = (yield torch.cat([end, after])).tolist()
         node = order[position]
-        text = [token]
+        output = [token]
         if node >= n:
             node, token = shape.above[node]
-            text = [token]
+            output = [token]
         path: list[int] = []
         while node:
             path.insert(0, node)
             node, token = shape.above[node]
-            text.insert(0, token)
-        return Verdict(path, text)
+            output.insert(0, token)
+        return Verdict(path, output)
 
 
 def prepend_node(child: int | None, token: int, below: Verdict) -> Verdict:
-    """The verdict of an accepted draw and what is accepted below it. child: its node; None: it has none."""
+    """Put an accepted draw before the verdict below it. child: the draw's node; None: a draw without a node."""
     path = []
     if child is not None:
         path = [child] + below.path
@@ -192,10 +208,12 @@ def prepend_node(child: int | None, token: int, below: Verdict) -> Verdict:
 
 @dataclass(frozen=True)
 class JudgementOrder:
-    """How `Traversal` goes through a tree. Places of draws are numbered as in `list_weight_slots`.
+    """How `Traversal` goes through a tree. Draws have slots as in `list_weight_slots`.
 
-    order: the places, children before their parents, the root last. above: of each place but the root's
-    its parent node and its token. rows_by_depth: the rows of inner nodes at each depth, the root's first.
+    Attributes:
+        order: the slots, children before their parents, the root last.
+        above: {slot: (parent node, token)}, without the root.
+        rows_by_depth: {depth: rows of inner nodes}, the root's first.
     """
 
     order: list[int]
@@ -204,9 +222,9 @@ class JudgementOrder:
 
 
 def order_judgement(table: Sequence[Sequence[Sequence[int]]]) -> JudgementOrder:
-    """The order in which the draws of a tree are judged.
+    """Find the order in which the draws of a tree are judged.
 
-    table: [I, K, 3] by inner node and draw: the node, the draw's token, the draw's place. In the drawing of
+    table: [I, K, 3] by inner node and draw: the node, the draw's token, the draw's slot. In the drawing of
     `list_weight_slots` the order is 3 8 1 4 2 0.
     """
     row_of = {draws[0][0]: row for row, draws in enumerate(table)}
@@ -214,22 +232,22 @@ def order_judgement(table: Sequence[Sequence[Sequence[int]]]) -> JudgementOrder:
     order: list[int] = []
     rows_by_depth: defaultdict[int, list[int]] = defaultdict(list)
 
-    def descend(place: int, depth: int) -> None:
-        row = row_of.get(place)
+    def descend(slot: int, depth: int) -> None:
+        row = row_of.get(slot)
         if row is not None:
             rows_by_depth[depth].append(row)
             for _, token, child in table[row]:
                 if token >= 0 and child not in above:
-                    above[child] = (place, token)
+                    above[child] = (slot, token)
                     descend(child, depth + 1)
-        order.append(place)
+        order.append(slot)
 
     descend(0, 0)
     return JudgementOrder(order, above, rows_by_depth)
 
 
 def sort_certain_last(drafts: Drafts) -> Drafts:
-    """The columns of each row with those of sure draws at the end."""
+    """Move the columns of sure draws to the end of each row."""
     sure = drafts.draws.sure
     if sure is None:
         return drafts
@@ -237,7 +255,7 @@ def sort_certain_last(drafts: Drafts) -> Drafts:
 
 
 def refuse_in_order(p: Tensor, q: Tensor, draws: Draws, weight: Tensor) -> Refused:
-    """Refusals of draws without replacement (2505.12398). On a chain this is block verification.
+    """Refuse draws without replacement in turn (2505.12398). On a chain this is block verification.
 
         root      w = 1
         child     w_c = min(1, w p/q)           p, q: the parent's distributions at the child's token
@@ -245,48 +263,66 @@ def refuse_in_order(p: Tensor, q: Tensor, draws: Draws, weight: Tensor) -> Refus
                   w <- S / (S + 1 - w)          S: the mass of (w p - q)+
                   q <- q without the child's token, normalised
 
-    At depth 1 it is `rrs-wo`.
-    """
-    # 1. The mass that the earlier draws leave of q, which normalises it, and q at each draw. It is a
-    #    sum, since 1 less their mass has few digits.
-    at = draws.tokens.clamp(min=0)
-    is_drawn = draws.tokens >= 0
-    at_q = q.gather(1, at) * is_drawn
-    left = mask_out(q, draws.tokens).sum(-1, keepdim=True) + at_q.flip(1).cumsum(1).flip(1)
-    left = clamp_positive(left).masked_fill(~is_drawn, torch.inf)  # [n, K]; by inf, q is 0
-    at_q = clamp_positive(at_q / left).masked_fill(~is_drawn, torch.inf)
+    In a tree of depth 1 this is `rrs-wo`.
 
-    # 2. rest is w p. An absent draw has w 0 and leaves it as it is. Quotients, for rounding leaves
-    #    nothing of p where it has one token and q the same.
-    rest = p * weight
-    columns = zip(at.split(1, dim=1), at_q.split(1, dim=1), left.split(1, dim=1), strict=True)
-    for place, odds, mass in columns:
-        draw_weight = (rest.gather(1, place) / odds).clamp(max=1)
-        yield RefusalStep(draw_weight, rest, weight)
-        rest = rest.addcdiv_(q, mass, value=-1).clamp_(min=0)
-        kept = rest.sum(-1, keepdim=True)
-        whole = clamp_positive(kept + (1 - weight))
-        rest = rest.div_(whole)
-        weight = kept / whole
-    yield RefusalStep(weight, rest, weight)
+    Args:
+        p, q: [n, V] probabilities of the target and of the draft.
+        draws: of the nodes.
+        weight: [n, 1] w of the nodes.
+
+    Yields: a `RefusalStep` for each column of draws, and one for the nodes.
+    """
+    # 1. The mass of q without the earlier draws, which normalises it, and q at each draw. The mass is a
+    #    sum of small numbers: 1 minus the mass of the draws would lose digits.
+    token_index = draws.tokens.clamp(min=0)
+    is_drawn = draws.tokens >= 0
+    draw_probs = q.gather(1, token_index) * is_drawn
+    remaining_mass = mask_out(q, draws.tokens).sum(-1, keepdim=True) + draw_probs.flip(1).cumsum(
+        1
+    ).flip(1)
+    remaining_mass = clamp_positive(remaining_mass).masked_fill(
+        ~is_drawn, torch.inf
+    )  # [n, K]; by inf, q is 0
+    draw_probs = clamp_positive(draw_probs / remaining_mass).masked_fill(~is_drawn, torch.inf)
+
+    # 2. The residual starts as w p. An absent draw has w 0 and does not change it. We divide by the total
+    #    because rounding can leave no mass if p and q are the same one-hot row.
+    residual = p * weight
+    columns = zip(
+        token_index.split(1, dim=1),
+        draw_probs.split(1, dim=1),
+        remaining_mass.split(1, dim=1),
+        strict=True,
+    )
+    for index, draw_prob, mass in columns:
+        draw_weight = (residual.gather(1, index) / draw_prob).clamp(max=1)
+        yield RefusalStep(draw_weight, residual, weight)
+        residual = residual.addcdiv_(q, mass, value=-1).clamp_(min=0)
+        residual_mass = residual.sum(-1, keepdim=True)
+        total = clamp_positive(residual_mass + (1 - weight))
+        residual = residual.div_(total)
+        weight = residual_mass / total
+    yield RefusalStep(weight, residual, weight)
 
 
 def list_weight_slots(tree: TokenTree, drafts: Drafts) -> Tensor:
-    """[I, K] int64: the place of each draw's weight, its node's number or a place of its own.
+    """Return [I, K] int64 the slot of each draw's weight: its node's number, or N + its index if it has no node.
 
-    Five nodes, of which 0, 1 and 2 have two draws each; draw 1 of node 2 repeats the token of
-    draw 0, and draw 1 of node 1 has no node. Places from N = 5 on are numbered as the draws are:
+    Five nodes; 0, 1 and 2 have two draws each. Draw 1 of node 2 repeats the token of
+    draw 0, and draw 1 of node 1 has no node. Slots from N = 5 on are numbered by draw:
 
-        0 ─┬─ a: 1 ─┬─ c: 3        draws     places
+        0 ─┬─ a: 1 ─┬─ c: 3        draws     slots
            │        └─ d           a b       1 2
            └─ b: 2 ─┬─ e: 4        c d       3 8
                     └─ e           e e       4 4
     """
     tokens = drafts.draws.tokens
     is_child = tree.parents == drafts.nodes[:, None, None]
-    same = is_child & (tree.tokens == tokens[..., None])  # [I, K, N]
-    beyond = torch.arange(tokens.numel(), device=tokens.device).view_as(tokens) + len(tree.tokens)
-    return torch.where(same.any(-1), same.int().argmax(-1), beyond)
+    is_node = is_child & (tree.tokens == tokens[..., None])  # [I, K, N]
+    own_slots = torch.arange(tokens.numel(), device=tokens.device).view_as(tokens) + len(
+        tree.tokens
+    )
+    return torch.where(is_node.any(-1), is_node.int().argmax(-1), own_slots)
 
 
 TRAVERSAL_VERIFIER = Traversal("traversal", RRSWithoutReplacement(), refuse_in_order)

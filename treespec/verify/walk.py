@@ -1,4 +1,4 @@
-"""The seam of verifiers, and the walk: sample the plan at a node, descend while it is a child."""
+"""The protocol of verifiers, and the walk: sample the plan at a node, descend while a child has that token."""
 
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -20,13 +20,14 @@ Probabilities: TypeAlias = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a cycle commits.
+    """The nodes and tokens that a cycle commits.
 
-    path: the accepted nodes from the root down, without the root.
-    tokens: their tokens, then one more token from the target's distribution.
-    drafted: the tree's nodes at depth 1, 2, …, where `judge_all` counted them.
-    forbidden_at: the place in `tokens` of the first at which the sequence's processors allow no token,
-    where `judge_all` met one.
+    Attributes:
+        path: the accepted nodes from the root down, without the root.
+        tokens: their tokens, then one more token from the target's distribution.
+        drafted: number of the tree's nodes at depth 1, 2, …; [] before `judge_all` counts them.
+        forbidden_at: index in `tokens` of the first position at which the logits processors allow no token; None:
+            there is none, or `judge_all` has not looked.
     """
 
     path: list[int]
@@ -35,18 +36,19 @@ class Verdict:
     forbidden_at: int | None = field(default=None, compare=False)
 
 
-# A coroutine: it yields a device tensor, is sent that tensor's copy on the host, and returns the verdict. So
-# the sequences of a batch share one copy.
+# A coroutine: it yields a device tensor, receives its copy on the host, and returns the verdict. So the sequences of
+# a batch share one sync.
 Judging: TypeAlias = Generator[Tensor, Tensor, Any]
 
 
 class Verifier(Protocol):
     """Judges a drafted tree: which path is accepted, and which token follows it.
 
-    name: the verifier's name on the command line (`--verifier`).
-    scheme: the scheme that makes the tree's draws.
-    coupled: whether the output at a position is a function of the target and the seed alone (`gumbel`), so that
-    each cycle's tree may be chosen by its cost.
+    Attributes:
+        name: the verifier's name on the command line (`--verifier`).
+        scheme: the scheme that makes the tree's draws.
+        coupled: whether the output at a position is a function of only the target and the seed (`gumbel`), so that
+            each cycle's tree may be chosen by its cost.
     """
 
     @property
@@ -57,26 +59,31 @@ class Verifier(Protocol):
     def coupled(self) -> bool: ...
 
     def __call__(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Verdict:
-        """On a CPU. p: [N, V] probabilities."""
+        """Judge a tree on a CPU. p: [N, V] probabilities of the target."""
         ...
 
     def verify_on_device(
         self, tree: TokenTree, p: Probabilities, generator: torch.Generator
     ) -> Judging:
-        """On other devices, where the host must not wait often; it reads those of all sequences together."""
+        """Judge a tree on another device. A coroutine, so that all sequences of a batch share their syncs."""
         ...
 
 
 @final
 @dataclass(frozen=True)
 class Walk:
-    """Samples the scheme's plan at the root and moves to the child with that token, until none is.
+    """Samples the scheme's plan at the root and moves to the child with that token, until no child has it.
 
     At a leaf the plan is p. The walk is lossless for every lossless scheme: each output token has
-    the target's distribution given the text before it. Where a scheme's draws are a function of the text,
+    the target's distribution given the text before it. If a scheme's draws are a function of the text,
     the children of a node are its draws.
-    On a CPU the walk computes the plans of the nodes on its path, one after another. On other
-    devices it samples the plans of all nodes at once, so that the host waits once.
+    On a CPU the walk computes only the plans of the nodes on its path, one after another. On other
+    devices it samples the plans of all nodes at once, which costs one sync. `walk_chosen_path` draws a walk.
+
+    Attributes:
+        scheme: plans the output token at each node.
+        known_as: the verifier's name; "": the scheme's name.
+        coupled: as `Verifier.coupled`.
     """
 
     scheme: Scheme
@@ -120,16 +127,16 @@ class Walk:
         return walk_chosen_path(index_children(tree), choice)
 
     def plan_all_nodes(self, tree: TokenTree, p: Probabilities) -> Tensor:
-        """[N, V] the plan at every node: probabilities of the output token."""
+        """Return [N, V] the plan at every node: probabilities of the output token."""
         plans = self.plan_without_draws(tree, p, slice(None))
         drafts = tree.drafts
         if not drafts:
             return plans
-        of_draws = self.scheme.plan(p[drafts.nodes], drafts.q, drafts.draws)
-        return plans.index_copy(0, drafts.nodes, of_draws)
+        draw_plans = self.scheme.plan(p[drafts.nodes], drafts.q, drafts.draws)
+        return plans.index_copy(0, drafts.nodes, draw_plans)
 
     def plan_without_draws(self, tree: TokenTree, p: Probabilities, nodes: slice) -> Tensor:
-        """[n, V] the plans at nodes without draws, whose children are a function of the text."""
+        """Return [n, V] the plans at nodes whose children were chosen deterministically (top-k, retrieval)."""
         target = p[nodes]
         if self.scheme.lossless:
             return target
@@ -137,14 +144,14 @@ class Walk:
 
 
 def select_row_draws(row: int, draws: Draws) -> Draws:
-    """The draws of one row, without the columns that only other rows fill."""
+    """Select the draws of one row, without the columns that only other rows fill."""
     tokens = draws.tokens[row : row + 1]
     width = 1 + max((i for i, token in enumerate(tokens[0].tolist()) if token >= 0), default=0)
     return draws.apply_to_fields(lambda field: field[row : row + 1, :width])
 
 
 def build_child_table(tree: TokenTree) -> Tensor:
-    """[N, N] int64: row i holds the tokens of i's children, each in its own node's column.
+    """Return [N, N] int64: row i holds the tokens of i's children, each in the column of the child.
 
     The example tree, whose nodes 0 to 4 carry the tokens r a b c d; a dot is -1:
 
@@ -159,12 +166,12 @@ def build_child_table(tree: TokenTree) -> Tensor:
 
 
 def index_children(tree: TokenTree) -> dict[tuple[int, int], int]:
-    """{(node, token): the node's first child with that token}, on the host."""
+    """Return {(node, token): the node's first child with that token}. It reads the tree on the host."""
     return index_links(torch.stack([tree.parents, tree.tokens]).mT.tolist())
 
 
 def index_links(links: Iterable[Sequence[int]]) -> dict[tuple[int, int], int]:
-    """`index_children` from the parent and the token of each node."""
+    """As `index_children`, from the (parent, token) of each node."""
     child_of: dict[tuple[int, int], int] = {}
     for node, link in enumerate(links):
         parent = link[0]
@@ -174,7 +181,7 @@ def index_links(links: Iterable[Sequence[int]]) -> dict[tuple[int, int], int]:
 
 
 def follow(tree: TokenTree, choice: Tensor) -> Judging:
-    """The path from the root along the tokens chosen at the nodes.
+    """Coroutine: follow the tokens chosen at the nodes, from the root down.
 
     choice: [N] int64, an output token for each node; at temperature 0 the target's most likely one.
     """
@@ -183,35 +190,35 @@ def follow(tree: TokenTree, choice: Tensor) -> Judging:
 
 
 def count_by_depth(tree: TokenTree) -> Judging:
-    """The number of nodes at depth 1, 2, …"""
+    """Coroutine: count the nodes at depth 1, 2, …"""
     depths = (yield tree.depth).tolist()
     return [depths.count(depth) for depth in range(1, max(depths) + 1)]
 
 
 def run_all(judgings: Sequence[Judging]) -> list[Any]:
-    """Run coroutines in lockstep, with one copy to the host a round. An error is returned in its place."""
-    found: dict[int, Any] = {}
-    answers: dict[int, Any] = dict.fromkeys(range(len(judgings)))
-    while answers:
-        asked: dict[int, Tensor] = {}
-        for row, answer in answers.items():
+    """Run coroutines in lockstep, with one copy to the host a round. Exceptions are returned in place."""
+    results: dict[int, Any] = {}
+    host_copies: dict[int, Any] = dict.fromkeys(range(len(judgings)))
+    while host_copies:
+        tensors: dict[int, Tensor] = {}
+        for row, host_copy in host_copies.items():
             try:
-                asked[row] = judgings[row].send(answer)
+                tensors[row] = judgings[row].send(host_copy)
             except StopIteration as end:
-                found[row] = end.value
-            except Exception as error:  # of this one; the others go on
-                found[row] = error
-        answers = dict(zip(asked, to_host([*asked.values()]), strict=True))
-    return [found[row] for row in range(len(judgings))]
+                results[row] = end.value
+            except Exception as error:  # the other sequences go on
+                results[row] = error
+        host_copies = dict(zip(tensors, to_host([*tensors.values()]), strict=True))
+    return [results[row] for row in range(len(judgings))]
 
 
 def run_all_or_raise(judgings: Sequence[Judging]) -> list[Any]:
-    """As `run_all`. Raises the first error."""
-    found = run_all(judgings)
-    for error in found:
-        if isinstance(error, Exception):
-            raise error
-    return found
+    """As `run_all`, but raise the first error."""
+    results = run_all(judgings)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
 
 
 def walk_chosen_path(child_of: dict[tuple[int, int], int], choice: Callable[[int], int]) -> Verdict:
@@ -241,33 +248,45 @@ def judge_all(
     distributions: Sequence[Sampler],
     generators: Sequence[torch.Generator],
 ) -> list[Verdict | Exception]:
-    """A verdict for each sequence's tree, or the error at it. logits: by sequence [N, V], the target's."""
-    # 1. An accelerator finds the settled outputs of all sequences at once.
+    """Verify the trees of all sequences. Returns a verdict or an exception for each sequence.
+
+    Args:
+        verifier: judges the trees.
+        trees: one for each sequence.
+        logits: by sequence [N, V], the target's at the tree's nodes.
+        distributions: by sequence, the sampler that turns logits into probabilities.
+        generators: by sequence.
+    """
+    # 1. On an accelerator, outputs that only logits and noise decide are computed for all sequences at once.
     rows = zip(logits, distributions, trees, strict=True)
     targets = [TargetDistributions(*row) for row in rows]
-    chosen = dict[int, Tensor]()
-    counts = list[Any]()
+    outputs = dict[int, Tensor]()
+    nodes_by_depth = list[Any]()
     counting = [*map(count_by_depth, trees)]
     if targets[0].device.type != "cpu":
-        settled = [at for at, sampler in enumerate(distributions) if sampler.settled]
-        if any(distributions[at].noise and len(logits[at]) > 1 for at in settled):
-            counts = run_all(counting)
+        settled = [index for index, sampler in enumerate(distributions) if sampler.settled]
+        if any(distributions[index].noise and len(logits[index]) > 1 for index in settled):
+            nodes_by_depth = run_all(counting)
             counting = []
-        depths = {at: 1 + len(counts[at]) if counts else 1 for at in settled}
-        chosen = compute_greedy_outputs(trees, targets, depths)
+        depths = {
+            index: 1 + len(nodes_by_depth[index]) if nodes_by_depth else 1 for index in settled
+        }
+        outputs = compute_greedy_outputs(trees, targets, depths)
 
-    # 2. All are judged together. Each reads the rows that its verifier visits.
-    parts = zip(trees, targets, generators, map(chosen.get, range(len(trees))), strict=True)
+    # 2. Verify all sequences; a CPU verifier computes only the rows that it visits.
+    parts = zip(trees, targets, generators, map(outputs.get, range(len(trees))), strict=True)
     answers = run_all([*(verify_one(verifier, *part) for part in parts), *counting])
     judgements = answers[: len(trees)]
-    counts += answers[len(trees) :]  # of each tree its nodes by depth
+    nodes_by_depth += answers[len(trees) :]  # by tree
 
-    # 3. What they say, and where every token is forbidden.
+    # 3. Add the counts, and the first position at which every token is forbidden.
     verdicts = list[Verdict | Exception]()
-    for p, verdict, drafted in zip(targets, judgements, counts, strict=True):
+    for p, verdict, drafted in zip(targets, judgements, nodes_by_depth, strict=True):
         if not isinstance(verdict, Exception):
             path = [0, *verdict.path]
-            forbidden_at = next((at for at, node in enumerate(path) if node in p.forbidden), None)
+            forbidden_at = next(
+                (index for index, node in enumerate(path) if node in p.forbidden), None
+            )
             verdict = replace(verdict, drafted=drafted, forbidden_at=forbidden_at)
         verdicts.append(verdict)
     return verdicts
@@ -280,9 +299,14 @@ def verify_one(
     generator: torch.Generator,
     choice: Tensor | None = None,
 ) -> Judging:
-    """A sequence's verdict, by the verifier; at temperature 0 and with noise by the outputs of the nodes.
+    """Coroutine: verify one sequence. At temperature 0 and with noise the nodes' outputs decide, not the verifier.
 
-    choice: [N] int64, these outputs, where they are known.
+    Args:
+        verifier: judges the tree.
+        tree: of the sequence.
+        p: the target's distributions at its nodes.
+        generator: of the sequence.
+        choice: [N] int64 the nodes' outputs, if they are known already.
     """
     if choice is None and p.sampler.greedy and p.sampler.settled:
         choice = choose_greedy(p.raw)
@@ -299,7 +323,13 @@ def verify_one(
 
 
 class OutputGroup(NamedTuple):
-    """Sequences whose outputs are found together. depths: of their trees, the root's too, where noise decides."""
+    """Sequences whose outputs are computed together.
+
+    Attributes:
+        params: their sampling parameters.
+        nodes: of each tree.
+        depths: 1 + the depth of the deepest node if noise decides, else 1.
+    """
 
     params: Any
     nodes: int
@@ -309,25 +339,27 @@ class OutputGroup(NamedTuple):
 def compute_greedy_outputs(
     trees: Sequence[TokenTree], targets: Sequence[TargetDistributions], depths: Mapping[int, int]
 ) -> dict[int, Tensor]:
-    """{sequence: [N] int64 the output at each node}, of settled sequences, alike ones together.
+    """Return {sequence: [N] int64 the output at each node}; sequences with equal settings are batched.
 
-    depths: by sequence, of its tree: 1 + the deepest node's depth, where noise decides.
+    Args:
+        trees, targets: by sequence.
+        depths: {sequence: number of its tree's levels if noise decides, else 1}. Other sequences are left out.
     """
     groups: defaultdict[OutputGroup, list[int]] = defaultdict(list)
-    for row, count in depths.items():
-        groups[OutputGroup(targets[row].sampler.params, len(targets[row]), count)].append(row)
-    chosen: dict[int, Tensor] = {}
+    for row, num_depths in depths.items():
+        groups[OutputGroup(targets[row].sampler.params, len(targets[row]), num_depths)].append(row)
+    outputs: dict[int, Tensor] = {}
     for group, rows in groups.items():
         scores = torch.stack([targets[row].raw for row in rows])  # [B, N, V]
-        by_depth: list[Tensor] = []  # of each sequence the noise [V] at each depth
+        noise_levels: list[Tensor] = []  # [V] by sequence, then by depth
         for row in rows:
             noise = targets[row].sampler.noise
             if noise:
-                by_depth += [noise.get_level(depth) for depth in range(group.depths)]
-        if by_depth:
-            stacked = torch.stack(by_depth)
+                noise_levels += [noise.get_level(depth) for depth in range(group.depths)]
+        if noise_levels:
+            stacked = torch.stack(noise_levels)
             first = group.depths * build_range(len(rows), stacked.device)[:, None]
-            places = first + torch.stack([trees[row].depth for row in rows])  # [B, N]
-            scores = targets[rows[0]].sampler.add_noise(scores, stacked[places])
-        chosen.update(zip(rows, choose_greedy(scores), strict=True))
-    return chosen
+            noise_rows = first + torch.stack([trees[row].depth for row in rows])  # [B, N]
+            scores = targets[rows[0]].sampler.add_noise(scores, stacked[noise_rows])
+        outputs.update(zip(rows, choose_greedy(scores), strict=True))
+    return outputs

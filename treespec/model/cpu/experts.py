@@ -1,7 +1,7 @@
 """Experts, routers and activations on a CPU: a row has the same bits in every forward.
 
-torch's products of experts depend on how many rows an expert has. Its activations have one form for
-whole blocks of 64 numbers and another for the rest of each thread's part.
+torch's rounding of an expert's product depends on its number of rows. torch's activations compute
+whole blocks of 64 numbers by one code path, and the remainder of each thread's part by another.
 """
 
 import inspect
@@ -14,34 +14,40 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 ACTIVATION_BLOCK = 64  # numbers that torch's activations take at once, in any dtype
-PACKED = "multiplies_by_kernels"  # attribute of modules that keep matrices beside packed ones
+PACKED = (
+    "multiplies_by_kernels"  # attribute of modules that hold plain matrices next to packed ones
+)
 THREAD_GRAIN = 32768  # numbers from which torch uses a further thread
 
 
-def run_experts(own: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-    """[N, H] the forward of experts, of transformers' interface, whose products are packed layers.
+def run_experts(experts: Any, hidden: Tensor, expert_of_row: Tensor, shares: Tensor) -> Tensor:
+    """Forward of a mixture's experts (transformers' interface) by packed layers. Returns [N, H].
 
-    hidden: [N, H]. chosen: [N, K] experts of each token. shares: [N, K].
+    Args:
+        experts: the module; `pack_experts` has set its `products`.
+        hidden: [N, H].
+        expert_of_row: [N, K] experts of each token.
+        shares: [N, K] their weights.
     """
-    # 1. Rows in the order of their experts, [N K, H], and both products.
-    n, k = chosen.shape
-    chosen, order = chosen.flatten().sort(stable=True)
-    first, last = own.products
-    counts = chosen.bincount(minlength=len(last)).tolist()
-    if own.has_gate:
-        gate = own._apply_gate
+    # 1. Rows sorted by expert, [N K, H], and both products.
+    n, k = expert_of_row.shape
+    expert_of_row, order = expert_of_row.flatten().sort(stable=True)
+    first, last = experts.products
+    counts = expert_of_row.bincount(minlength=len(last)).tolist()
+    if experts.has_gate:
+        gate = experts._apply_gate
     else:
-        gate = own.act_fn
+        gate = experts.act_fn
     inner = gate(multiply_by_expert(first, hidden[order // k], counts))
     rows = multiply_by_expert(last, inner, counts)
 
-    # 2. The sum of each token's experts, in the order of its choice.
+    # 2. The sum of each token's experts, in the order of the router.
     rows = rows[order.argsort()].view(n, k, -1).float()
     return (rows * shares[..., None]).sum(1).to(hidden.dtype)
 
 
 def multiply_by_expert(experts: nn.ModuleList, rows: Tensor, counts: list[int]) -> Tensor:
-    """[S, out] from rows [S, in]: the first counts[0] go to expert 0, the next counts[1] to expert 1, …
+    """Multiply rows [S, in]: the first counts[0] by expert 0, the next counts[1] by expert 1, … Returns [S, out].
 
     Five rows and counts 2 0 3:
 
@@ -57,7 +63,7 @@ def multiply_by_expert(experts: nn.ModuleList, rows: Tensor, counts: list[int]) 
 
 @final
 class PackedProduct(TorchFunctionMode):
-    """Inside, products with a router's weight are those of a packed layer; sigmoids take blocks."""
+    """Inside, a packed layer computes products with a router's weight, and sigmoids take whole blocks."""
 
     def __init__(self, linear: nn.Module) -> None:
         super().__init__()
@@ -74,20 +80,22 @@ class PackedProduct(TorchFunctionMode):
 
 
 def pack_router(router: Any, linear: nn.Module) -> None:
-    """Let a module that multiplies by its own weight use a packed layer of it, if a trial agrees.
+    """Make a router multiply by a packed layer instead of its weight, if a trial gives the same outputs.
 
-    In the trial further arguments, such as a bias on the choice of experts, are zero for each.
+    In the trial further arguments, such as a bias on the choice of experts, are zeros.
+
+    router: a module that multiplies by its weight. linear: the packed weight.
     """
     product = PackedProduct(linear)
-    own = router.forward
+    plain_forward = router.forward
 
     def packed(*args: Any) -> Any:
         with product:
-            return own(*args)
+            return plain_forward(*args)
 
     experts, width = router.weight.shape
     x = torch.linspace(-1, 1, 4 * width).view(4, -1).to(router.weight.dtype)
-    others = list(inspect.signature(own).parameters.values())[1:]
+    others = list(inspect.signature(plain_forward).parameters.values())[1:]
     needed = [other for other in others if other.default is other.empty]
     zeros = [x.new_zeros(experts)] * len(needed)
 
@@ -95,25 +103,32 @@ def pack_router(router: Any, linear: nn.Module) -> None:
         return packed(rows, *zeros)
 
     def run_own(rows: Tensor) -> Any:
-        return own(rows, *zeros)
+        return plain_forward(rows, *zeros)
 
     if matches_outputs(run_packed, run_own, x, 0.05):
         router.forward = packed
         setattr(router, PACKED, True)
 
 
-def matches_outputs(code: Any, own: Any, x: Tensor, error: float) -> bool:
-    """Whether code computes what a model's own computes from x; False where either raises."""
+def matches_outputs(code: Any, plain: Any, x: Tensor, tolerance: float) -> bool:
+    """Whether two functions agree on x within a tolerance; False if either raises.
+
+    Args:
+        code: the replacement.
+        plain: the model's function.
+        x: input of both.
+        tolerance: absolute and relative.
+    """
     try:
         output = tree_leaves(code(x))[0]
-        expected = tree_leaves(own(x))[0]
-        return torch.allclose(output, expected, error, error)
+        expected = tree_leaves(plain(x))[0]
+        return torch.allclose(output, expected, tolerance, tolerance)
     except Exception:  # a model's own code may raise anything
         return False
 
 
 def pad_to_blocks(activation: Any, x: Tensor) -> Tensor:
-    """[...] an activation of x [...] that takes all numbers in whole blocks: each has the same form."""
+    """Apply an activation to x [...], padded to whole blocks, so that one code path computes all numbers."""
     numbers = x.numel()
     size = round_up_to_blocks(numbers, torch.get_num_threads())
     if size == numbers and not x.shape[-1] % ACTIVATION_BLOCK:
@@ -123,7 +138,7 @@ def pad_to_blocks(activation: Any, x: Tensor) -> Tensor:
 
 
 def round_up_to_blocks(numbers: int, threads: int) -> int:
-    """The next larger number of numbers that torch gives to its threads in whole blocks.
+    """Return the smallest size, at least `numbers`, that torch divides among its threads in whole blocks.
 
     14 rows of 4,864 numbers, 68,096, go to three threads: 22,699 each, no whole number of blocks.
     They are padded to 68,352, which is 356 blocks for each thread.

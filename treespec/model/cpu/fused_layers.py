@@ -1,6 +1,6 @@
-"""Decoder layers as one call each on a CPU, where a trial shows that this has a layer's own output.
+"""Runs a Llama layer on a CPU as one C call, if a trial input gives the same output.
 
-A forward over one token of a small model spends half of its time between the products: 50 small
+A forward over one token of a small model spends half of its time between the matrix products: 50 small
 operations a layer, and Python. `layer.c` computes a layer of Llama's family in one parallel region.
 """
 
@@ -33,28 +33,34 @@ class Block:
     """Weights and sizes of a packed decoder layer, as `layer.c` takes them."""
 
     def __init__(self, layer: Any, norms: list[str], sign: float) -> None:
-        """sign: of the first half's sines. Raises errors of many kinds for a layer of other parts."""
+        """Read the weights of a layer. Raises errors of many kinds for a layer with other modules.
+
+        Args:
+            layer: a packed decoder layer.
+            norms: names of its norms; "none" for a missing one.
+            sign: of the first half's sines in the rotary embedding.
+        """
         modules = dict(layer.named_modules())
         products = [modules[name] for name in PROJECTION_NAMES]
-        small = [product.bias for product in products]
-        small += [getattr(modules.get(name), "weight", None) for name in norms]
-        (self.dtype,) = {x.dtype for x in small if x is not None}
+        small_tensors = [product.bias for product in products]
+        small_tensors += [getattr(modules.get(name), "weight", None) for name in norms]
+        (self.dtype,) = {x.dtype for x in small_tensors if x is not None}
         (form,) = {product.form for product in products}
         q, k, v, output, gate, _, down = products
         width = q.in_features
         self.hidden = gate.in_features
         inner = gate.out_features
-        wide = output.in_features
-        narrow = v.out_features
+        query_width = output.in_features
+        value_width = v.out_features
         d = layer.self_attn.head_dim
         if (q.out_features, k.out_features, down.in_features) != (
-            wide,
-            narrow,
+            query_width,
+            value_width,
             inner,
-        ) or narrow < d:
+        ) or value_width < d:
             raise ValueError  # gated queries, values of another width
-        self.kv = narrow // d, d  # heads and their width
-        self.sizes = width, self.hidden, wide // d, *self.kv, inner
+        self.kv = value_width // d, d  # heads and their width
+        self.sizes = width, self.hidden, query_width // d, *self.kv, inner
         scale = getattr(layer.self_attn, "scaling", d**-0.5)
         self.modes = (
             scale,
@@ -63,8 +69,8 @@ class Block:
             form,
             kernels.BFLOAT16_FLAGS[self.dtype],
         )
-        parts = [*(product.packed for product in products), *small]
-        # They keep the memory at `pointers`, whatever becomes of the layer's parameters.
+        parts = [*(product.packed for product in products), *small_tensors]
+        # Keeps the memory at `pointers` alive when the layer's parameters are replaced.
         self.tensors = [None if part is None else part.detach() for part in parts]
         self.pointers = [0 if part is None else part.data_ptr() for part in self.tensors]
 
@@ -72,11 +78,15 @@ class Block:
 def run(
     blocks: Sequence[Block], x: Tensor, residual: Tensor, mask: Tensor, angles: Any, stores: Sequence[TreeLayer]
 ) -> Tensor:  # fmt: skip
-    """[B, N, H] the output of layers in a row, in the dtype of their weights.
+    """Run consecutive layers. Returns [B, N, H], in the dtype of their weights.
 
-    x: [B, N, in]. residual: [B, N, H], which the first attention's output is added to. mask: [B or 1, 1, N, T]
-    additive, of the last columns. angles: cos and sin, [B or 1, N or 1, R]. stores: N columns of each layer's
-    are written.
+    Args:
+        blocks: the layers.
+        x: [B, N, in] input of the first layer.
+        residual: [B, N, H], to which the first attention's output is added.
+        mask: [B or 1, 1, N, T] additive, of the last columns.
+        angles: cos and sin, [B or 1, N or 1, R].
+        stores: by layer, its cache, where N columns are written.
     """
     (cos, sin) = angles
     (b, n, _) = x.shape
@@ -95,14 +105,14 @@ def run(
             states = x.new_empty(b, block.kv[0], 0, block.kv[1])
             store.lazy_initialization(states, states)
 
-        # 2. What the layer reads and writes. A layer after the first replaces its input, when all have read it.
+        # 2. Pointers and sizes of the layer. A layer after the first overwrites its input in place.
         pointers = [*block.pointers, *shared, *(part.data_ptr() for part in store.storage)]
         shared[:2] = out.data_ptr(), out.data_ptr()
-        free = (
+        free_columns = (
             columns - store.first - mask.shape[-1]
         )  # every node sees the columns before the mask's
-        shown = columns, store.capacity, store.first, free
-        lengths = *block.sizes, cos.shape[-1], *shown, *by_row, mask.stride(2)
+        columns_and_strides = columns, store.capacity, store.first, free_columns
+        lengths = *block.sizes, cos.shape[-1], *columns_and_strides, *by_row, mask.stride(2)
         calls += LAYER_STRUCT.pack(*pointers, out.data_ptr(), b, n, *lengths, *block.modes, threads)
     kernels.load_kernels().layers(bytes(calls), len(blocks))
     return out
@@ -110,7 +120,7 @@ def run(
 
 @final
 class Stack:
-    """A model's fused layers. A layer's call computes all up to the next that somebody watches.
+    """A model's fused layers. A call of a layer runs all following layers up to the next one with a hook.
 
     a hook before layer 2:   layer     0       1               2             3
                              computes  0 to 1  passes x on     2 to 3        passes x on
@@ -124,38 +134,40 @@ class Stack:
         )  # an output, and the layer that is to read it
 
     def add(self, i: int, layer: Any, block: Block) -> None:
-        """Layer i gets a fused forward. What it does not take runs the layer's own."""
-        own = layer.forward
+        """Give layer i a fused forward, which falls back to the plain forward for other caches or dtypes."""
+        plain_forward = layer.forward
         self.layers.setdefault(i, (layer, block, (layer.self_attn, layer.mlp)))
         if self.layers[i][0] is not layer:
             return  # of another decoder in the model
 
-        def forward(hidden_states: Tensor, **given: Any) -> Any:
-            done, after = self.ahead
-            if done is not hidden_states or i >= after:
-                cache: Any = given.get("past_key_values")
-                takes = type(cache) is TreeCache and hidden_states.dtype == block.dtype
-                takes = takes and layer.self_attn.config._attn_implementation == ATTENTION_NAME
-                if not takes or not self.is_fusable(i):
-                    return own(hidden_states, **given)
-                after = self.find_run_end(i, cache.tree_layers)
-                blocks = [self.layers[j][1] for j in range(i, after)]
-                mask = given["attention_mask"]
-                angles = given["position_embeddings"]
-                stores = cache.tree_layers[i:after]
-                done = run(blocks, hidden_states, hidden_states, mask, angles, stores)
-            self.ahead = (done, after) if i + 1 < after else (None, 0)
-            return done
+        def forward(hidden_states: Tensor, **arguments: Any) -> Any:
+            output, next_layer = self.ahead
+            if output is not hidden_states or i >= next_layer:
+                cache: Any = arguments.get("past_key_values")
+                is_supported = type(cache) is TreeCache and hidden_states.dtype == block.dtype
+                is_supported = (
+                    is_supported and layer.self_attn.config._attn_implementation == ATTENTION_NAME
+                )
+                if not is_supported or not self.is_fusable(i):
+                    return plain_forward(hidden_states, **arguments)
+                next_layer = self.find_run_end(i, cache.tree_layers)
+                blocks = [self.layers[j][1] for j in range(i, next_layer)]
+                mask = arguments["attention_mask"]
+                angles = arguments["position_embeddings"]
+                stores = cache.tree_layers[i:next_layer]
+                output = run(blocks, hidden_states, hidden_states, mask, angles, stores)
+            self.ahead = (output, next_layer) if i + 1 < next_layer else (None, 0)
+            return output
 
         layer.forward = forward
 
     def is_fusable(self, i: int) -> bool:
-        """Whether layer i is fused, and no part of it is skipped."""
+        """Whether layer i is fused, and still has the attention and MLP that were fused."""
         layer, _, parts = self.layers.get(i, (None, None, None))
         return layer is not None and parts == (layer.self_attn, layer.mlp)
 
     def find_run_end(self, i: int, stores: Sequence[TreeLayer]) -> int:
-        """The first layer after i that has another mask or forward, or whose input somebody watches."""
+        """Return the first layer after i with another window, without a fused forward, or behind a hook."""
         j = i + 1
         while self.is_fusable(j) and stores[j].window == stores[i].window:
             if self.layers[j - 1][0]._forward_hooks or self.layers[j][0]._forward_pre_hooks:
@@ -166,53 +178,55 @@ class Stack:
 
 @torch.no_grad()
 def fuse(model: nn.Module) -> None:
-    """Give decoder layers of packed models and heads a fused forward; others keep their own."""
+    """Give decoder layers of packed models and heads a fused forward; other modules keep theirs."""
     stack = Stack()
     for layer in model.modules():
-        for way in (partial(fuse_layer, stack=stack), fuse_head):
-            with suppress(Exception):  # other parts; and a model's own code may raise anything
-                way(layer)
+        for fuse_module in (partial(fuse_layer, stack=stack), fuse_head):
+            with suppress(Exception):  # other modules; and a model's code may raise anything
+                fuse_module(layer)
 
 
 def fuse_layer(layer: Any, stack: Stack) -> None:
-    """A model's decoder layer, if a trial agrees: on two texts of five nodes, in bfloat16 to the bit."""
-    # 1. Random inputs, far off.
+    """Fuse a model's decoder layer, if a trial agrees: on two texts of five nodes, in bfloat16 to the bit."""
+    # 1. Random inputs, at positions where some models scale their queries.
     block = Block(layer, NORM_NAMES, -1.0)
     number = layer.self_attn.layer_idx
     random = torch.Generator().manual_seed(0)
     x = torch.randn(2, 5, block.hidden, generator=random).to(block.dtype)
     angles = torch.randn(2, 2, 5, block.kv[1] // 2, generator=random).repeat(1, 1, 1, 2).to(x)
-    seen = torch.eye(5) + torch.rand(5, 5, generator=random)
-    mask = to_additive_mask(seen > 0.5, x.dtype)[None, None]
-    places = torch.arange(5)[None] + FAR_POSITION
+    visible = torch.eye(5) + torch.rand(5, 5, generator=random)
+    mask = to_additive_mask(visible > 0.5, x.dtype)[None, None]
+    positions = torch.arange(5)[None] + FAR_POSITION
 
-    # 2. Outputs, keys and values of both.
+    # 2. Compare outputs, keys and values of both.
     cache = TreeCache(number + 1, 5)
     store = TreeLayer(5)
-    given = {"position_ids": places, "position_embeddings": angles, "past_key_values": cache}
-    expected = layer(x, attention_mask=mask, **given), *cache.tree_layers[number].storage
-    found = run([block], x, x, mask, angles, [store]), *store.storage
-    error = 0.0 if x.dtype == torch.bfloat16 else 1e-5
-    if all(torch.allclose(*pair, error, error) for pair in zip(expected, found, strict=True)):
+    arguments = {"position_ids": positions, "position_embeddings": angles, "past_key_values": cache}
+    expected = layer(x, attention_mask=mask, **arguments), *cache.tree_layers[number].storage
+    outputs = run([block], x, x, mask, angles, [store]), *store.storage
+    tolerance = 0.0 if x.dtype == torch.bfloat16 else 1e-5
+    if all(
+        torch.allclose(*pair, tolerance, tolerance) for pair in zip(expected, outputs, strict=True)
+    ):
         stack.add(number, layer, block)
 
 
 def fuse_head(layer: Any) -> None:
-    """A draft head's layer, whose attention may round otherwise."""
+    """Fuse a draft head's layer. There is no trial: drafts may round differently."""
     block = Block(layer, ["none", *NORM_NAMES[1:]], 1.0)
-    own = layer.forward
-    inputs = layer.split_inputs
-    windowed = layer.self_attn.apply_window
+    plain_forward = layer.forward
+    split_inputs = layer.split_inputs
+    apply_window = layer.self_attn.apply_window
 
     def forward(x: Tensor, attend: Any) -> Tensor:
-        given = attend.keywords
-        mask = given.get("mask")
-        store = given.get("cache")
-        if mask is None or store is None or "context" in given:
-            return own(x, attend)
-        angles = [part.flatten(0, -3) for part in given["angles"]]
-        taken, residual = inputs(x)
-        mask = to_additive_mask(windowed(mask), x.dtype)
-        return run([block], taken, residual, mask, angles, [store])
+        arguments = attend.keywords
+        mask = arguments.get("mask")
+        store = arguments.get("cache")
+        if mask is None or store is None or "context" in arguments:
+            return plain_forward(x, attend)
+        angles = [part.flatten(0, -3) for part in arguments["angles"]]
+        attention_input, residual = split_inputs(x)
+        mask = to_additive_mask(apply_window(mask), x.dtype)
+        return run([block], attention_input, residual, mask, angles, [store])
 
     layer.forward = forward

@@ -1,10 +1,10 @@
-"""Weights in the order in which a CPU multiplies them, in 16 bits where those hold the values.
+"""Weights in the order in which a CPU multiplies them, in 16 bits if those hold the values exactly.
 
 weight                              layer             kept as
 with a C compiler, values of
     bfloat16 or half precision      `PackedLinear`    16 bits
     single precision                `PackedLinear`    32 bits
-any other                           its own           as it is
+any other                           unchanged         unchanged
 
 Each expert of a mixture is a `PackedLinear` too, and a router keeps its plain weight next to a packed one.
 """
@@ -33,24 +33,24 @@ JOINED_PROJECTIONS = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
 )  # they read the same input
-OWN_USE = ("dt_proj",)  # Mamba multiplies by this layer's weight itself
+OWN_USE = ("dt_proj",)  # Mamba reads this layer's weight without calling the layer
 
 
 @final
 class PackedLinear(nn.Module):
-    """`nn.Linear` for inference on a CPU by our kernels. It holds the packed weight alone.
+    """`nn.Linear` for inference on a CPU by our kernels. It holds only the packed weight.
 
     A row of the output has the same bits for any number of rows.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, form: int) -> None:
-        """weight: [out, in]. form: of the packed weight (`kernels.form_of`)."""
+        """weight: [out, in]. form: of the packed weight (`treespec.kernels.ops.choose_form`)."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.packed = nn.Parameter(kernels.pack_weight(weight, form), requires_grad=False)
         self.bias = bias
         self.form = form
-        # [out, in], without values: what asks for a shape, dtype or device reads it here.
+        # [out, in], without values: other code reads shape, dtype and device here.
         self.weight = torch.empty((), dtype=weight.dtype).expand(weight.shape)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class PackedLinear(nn.Module):
 
 @final
 class PackedNorm(nn.Module):
-    """A root mean square norm as one operation, where that gives what the model's own gives."""
+    """A root mean square norm as one operation; `pack_norm` has compared it with the model's norm."""
 
     def __init__(self, weight: nn.Parameter, eps: float) -> None:
         super().__init__()
@@ -76,18 +76,18 @@ class PackedNorm(nn.Module):
 
 
 def pack_norm(norm: Any) -> nn.Module:
-    """A norm of the model as one operation, or itself: found by trial, on numbers of many sizes."""
+    """Return a norm as one operation if a trial on numbers of many sizes agrees, else the norm itself."""
     weight = norm.weight
-    own = [value for value in vars(norm).values() if type(value) is float]
+    constants = [value for value in vars(norm).values() if type(value) is float]
     takes_one = len(inspect.signature(norm.forward).parameters) == 1  # some take a gate too
     if (
         weight.dtype not in kernels.BFLOAT16_FLAGS
         or weight.dim() != 1
-        or len(own) != 1
+        or len(constants) != 1
         or not takes_one
     ):
         return norm
-    packed = PackedNorm(weight, own[0])
+    packed = PackedNorm(weight, constants[0])
     random = torch.Generator().manual_seed(0)
     x = torch.randn(16, len(weight), generator=random) * torch.logspace(-3, 3, 16)[:, None]
     rounding = max(2 * torch.finfo(weight.dtype).eps, 1e-6)
@@ -96,18 +96,18 @@ def pack_norm(norm: Any) -> nn.Module:
 
 @torch.no_grad()
 def pack(model: nn.Module) -> None:
-    """Replace the linear layers, experts and norms of a model that can be packed; others stay.
+    """Replace the linear layers, experts and norms of a model that can be packed.
 
-    One layer at a time: its plain weight is freed before the next is packed, but for one that an
-    embedding shares. A layer in two places is packed once. In a model without a weight on the CPU norms
-    change, and linear layers that read the same input become one product.
+    Layers are packed one at a time: the plain weight is freed before the next is packed, unless an
+    embedding shares it. A layer under two names is packed once. In a model without weights on the CPU only norms
+    are replaced, and linear layers that read the same input become one product.
     """
     on_cpu = any(weight.is_cpu for weight in model.parameters())
     places: defaultdict[nn.Module, list[str]] = defaultdict(list)
     for name, module in model.named_modules(remove_duplicate=False):
         if name and not name.endswith(OWN_USE):
             places[module].append(name)
-    del module  # the last one would stay
+    del module  # else its weight would stay in memory
     while places:
         layer, names = places.popitem()
         packed = pack_layer(layer, on_cpu)
@@ -119,43 +119,45 @@ def pack(model: nn.Module) -> None:
 
 
 def join(layers: Sequence[Any]) -> None:
-    """Compute plain linear layers that read the same input as one product, when the first reads it."""
-    plain = (type(x) is nn.Linear and is_plain_weight(x.weight) and has_own_code(x) for x in layers)
-    if not all(plain) or len({(x.in_features, x.weight.device) for x in layers}) > 1:
+    """Merge linear layers that share an input (q/k/v, gate/up) into one matmul, computed when the first is called."""
+    are_plain = (
+        type(x) is nn.Linear and is_plain_weight(x.weight) and has_own_code(x) for x in layers
+    )
+    if not all(are_plain) or len({(x.in_features, x.weight.device) for x in layers}) > 1:
         return
     sizes = [layer.out_features for layer in layers]
     weight = torch.cat([layer.weight for layer in layers])
-    known: dict[
+    pending: dict[
         int, tuple[Tensor, Tensor]
     ] = {}  # of each layer: the input, and its part of the product
 
     def part(number: int, bias: Tensor | None, x: Tensor) -> Tensor:
-        if number not in known or known[number][0] is not x:
-            known.update(
+        if number not in pending or pending[number][0] is not x:
+            pending.update(
                 enumerate((x, y) for y in nn.functional.linear(x, weight).split(sizes, -1))
             )
-        out = known.pop(number)[1]
+        out = pending.pop(number)[1]
         return out if bias is None else out + bias
 
-    for i, (layer, own) in enumerate(zip(layers, weight.split(sizes), strict=True)):
-        layer.weight = nn.Parameter(own, requires_grad=False)
+    for i, (layer, weight_part) in enumerate(zip(layers, weight.split(sizes), strict=True)):
+        layer.weight = nn.Parameter(weight_part, requires_grad=False)
         layer.forward = partial(part, i, layer.bias)
 
 
 def has_own_code(layer: Any) -> bool:
-    """Whether a layer computes by its class alone. accelerate and others hang more on it."""
+    """Whether a layer runs only the code of its class: accelerate and others add hooks."""
     hooks = layer._forward_pre_hooks or layer._forward_hooks or hasattr(layer, "_hf_hook")
     return not hooks and "forward" not in vars(layer)
 
 
 @torch.no_grad()
 def pack_layer(layer: Any, on_cpu: bool = True) -> nn.Module:
-    """A packed layer with the values of a plain one, or the layer itself.
+    """Return a packed layer with the values of a plain one, or the layer itself if it cannot be packed.
 
-    A class of its own, a forward or hooks may do more than to multiply: compressed-tensors rounds
-    inputs there, accelerate moves the weight, torchao puts tensors of its own into plain modules.
+    Subclasses, replaced forwards and hooks may do more than multiply: compressed-tensors rounds
+    inputs there, accelerate moves the weight, torchao puts its tensor classes into plain modules.
     """
-    # 1. What stays, and norms.
+    # 1. Layers that stay, and norms.
     if not has_own_code(layer) or (on_cpu and not kernels.load_kernels()):
         return layer
     weight = layer._parameters.get("weight")
@@ -164,7 +166,7 @@ def pack_layer(layer: Any, on_cpu: bool = True) -> nn.Module:
     if not on_cpu:
         return layer
 
-    # 2. What has no weight, and experts.
+    # 2. Activations, and experts.
     if type(layer).__module__ == "transformers.activations":
         layer.forward = partial(pad_to_blocks, layer.forward)
     is_experts = vars(layer).get("has_post_expert_norm") is False  # of transformers' interface
@@ -182,23 +184,25 @@ def pack_layer(layer: Any, on_cpu: bool = True) -> nn.Module:
         packed = PackedLinear(weight, layer._parameters.get("bias"), form)
         if type(layer) in (nn.Linear, Conv1D):
             return packed
-        if not isinstance(layer, nn.Linear):  # those may be used without their forward
+        if not isinstance(
+            layer, nn.Linear
+        ):  # a subclass's weight may be read without a call of its forward
             pack_router(layer, packed)
     return layer
 
 
-def pack_experts(own: Any) -> None:
+def pack_experts(experts: Any) -> None:
     """Pack the products of experts, and free their plain weights."""
-    own.products = nn.ModuleList()
-    for name in ("gate_up_proj" if own.has_gate else "up_proj", "down_proj"):
-        weights = getattr(own, name)
-        biases = getattr(own, f"{name}_bias", [None] * len(weights))
-        weights = weights.mT if own.is_transposed else weights
+    experts.products = nn.ModuleList()
+    for name in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj"):
+        weights = getattr(experts, name)
+        biases = getattr(experts, f"{name}_bias", [None] * len(weights))
+        weights = weights.mT if experts.is_transposed else weights
         forms: Any = map(kernels.choose_form, weights)
-        own.products.append(nn.ModuleList(map(PackedLinear, weights, biases, forms)))
-        delattr(own, name)
-    own.forward = partial(run_experts, own)
-    setattr(own, PACKED, True)
+        experts.products.append(nn.ModuleList(map(PackedLinear, weights, biases, forms)))
+        delattr(experts, name)
+    experts.forward = partial(run_experts, experts)
+    setattr(experts, PACKED, True)
 
 
 def has_bfloat16_instructions() -> bool:

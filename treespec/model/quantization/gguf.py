@@ -1,4 +1,4 @@
-"""What transformers reads from a GGUF file: a config, a tokenizer, or weights, which it unpacks."""
+"""Loading from a GGUF file by transformers: a config, a tokenizer, or weights, which it unpacks."""
 
 import logging
 from collections.abc import Iterator
@@ -18,7 +18,14 @@ log = logging.getLogger(__name__)
 
 
 def load_own_or_gguf(loader: Any, path: str, file: Path | None, placement: Placement) -> Any:
-    """Load a config or tokenizer from a model's own files, else from its GGUF file."""
+    """Load a config or tokenizer from a model's files, else from its GGUF file.
+
+    Args:
+        loader: transformers' auto class.
+        path: directory or hub id of the model.
+        file: its GGUF file, None if there is none.
+        placement: how the model is loaded.
+    """
     options = resolve_model(path, placement)
     with quiet():
         try:
@@ -38,19 +45,19 @@ def switch_gguf_bar() -> Iterator[None]:
         yield
         return
     module: Any = unpacking
-    own = getattr(module, "tqdm", bars.tqdm)
+    original_bar = getattr(module, "tqdm", bars.tqdm)
     module.tqdm = bars.tqdm
     try:
         yield
     finally:
-        module.tqdm = own
+        module.tqdm = original_bar
 
 
 def warn_of_rotary_factors(file: Path, config: PreTrainedConfig) -> None:
-    """Warn where a file scales its rotary positions and the config does not.
+    """Log a warning if a GGUF file scales its rotary positions and the config does not.
 
-    transformers makes no such factors from a GGUF file (Llama 3.1 and later have them), so a config
-    that comes from the file alone describes another model.
+    transformers does not read these factors from a GGUF file (Llama 3.1 and later have them), so a config
+    that comes only from the file describes another model.
     """
     try:
         from transformers.integrations.gguf.reader import read_gguf_metadata

@@ -1,6 +1,6 @@
 """Linear layers and embeddings whose weight may be no plain matrix.
 
-Quantised layers hold blocks, packed bits or tensors of a class of their own.
+Quantised layers hold blocks, packed bits or tensors of a quantiser's class.
 """
 
 from typing import Any, TypeGuard
@@ -13,8 +13,10 @@ from treespec.errors import InputError
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a layer's weight is a matrix of floats that others may read, index and share."""
-    return is_plain_weight(vars(module)["_parameters"].get("weight"))  # an adapter has another's
+    """Whether a layer's weight is a matrix of floats that other code may read, index and share."""
+    return is_plain_weight(
+        vars(module)["_parameters"].get("weight")
+    )  # an adapter's `weight` is its base layer's
 
 
 def is_plain_weight(weight: object) -> TypeGuard[nn.Parameter]:
@@ -25,7 +27,7 @@ def is_plain_weight(weight: object) -> TypeGuard[nn.Parameter]:
 
 
 def get_linear_sizes(linear: Any) -> tuple[int, int]:
-    """(out, in) of a linear layer."""
+    """Return (out, in) of a linear layer."""
     weight: Any = getattr(linear, "weight", None)
     if is_plain_weight(weight) or not hasattr(linear, "out_features"):
         out_features, in_features = weight.shape
@@ -37,15 +39,18 @@ def get_linear_sizes(linear: Any) -> tuple[int, int]:
 def copy_output_embedding_rows(
     model: PreTrainedModel, tokens: Tensor, device: torch.device
 ) -> nn.Linear:
-    """A copy of the output embedding's rows for the tokens [N], a linear layer H -> N of floats.
+    """Copy the output embedding's rows for the tokens [N] to a linear layer H -> N of floats.
 
-    device: of the hidden states. Raises InputError for an output embedding that is offloaded,
-    quantised by another library than torchao, packed or no linear layer.
+    device: of the hidden states.
+
+    Raises:
+        InputError: the output embedding is offloaded, quantised by a library other than torchao, packed, or no linear
+            layer.
     """
-    whole: Any = model.get_output_embeddings()
+    output_embedding: Any = model.get_output_embeddings()
     weights: dict[str, nn.Parameter] = {}
-    if isinstance(whole, nn.Linear):
-        weights = dict(whole.named_parameters())
+    if isinstance(output_embedding, nn.Linear):
+        weights = dict(output_embedding.named_parameters())
     is_readable = all(weight.element_size() > 1 for weight in weights.values())
     is_offloaded = any(weight.is_meta for weight in weights.values())
     if "weight" not in weights or is_offloaded or not is_readable:
@@ -53,17 +58,17 @@ def copy_output_embedding_rows(
             f"{type(model).__name__} takes no draft vocabulary: its output embedding is offloaded, "
             "quantised or no linear layer; load the plain model by its path, with room on a device"
         )
-    rows = nn.Linear(whole.in_features, len(tokens), "bias" in weights, device="meta")
+    rows = nn.Linear(output_embedding.in_features, len(tokens), "bias" in weights, device="meta")
     for name, weight in weights.items():
-        own = weight[tokens.to(weight.device)]
+        selected = weight[tokens.to(weight.device)]
         if not is_plain_weight(weight):
-            own = own.dequantize().to(weight.dtype)
-        setattr(rows, name, nn.Parameter(own.to(device), requires_grad=False))
+            selected = selected.dequantize().to(weight.dtype)
+        setattr(rows, name, nn.Parameter(selected.to(device), requires_grad=False))
     return rows
 
 
 def get_embedding_width(embedding: Any) -> int:
-    """The width of an embedding's rows; an adapter around one does not say it."""
+    """Return the width of an embedding's rows; an adapter around an embedding has no `embedding_dim`."""
     width: int | None = getattr(embedding, "embedding_dim", None)
     if width:
         return width
@@ -71,7 +76,7 @@ def get_embedding_width(embedding: Any) -> int:
 
 
 def get_embedding_table(embedding: Any) -> nn.Parameter:
-    """[V, E] the rows of an embedding as it holds them, before any scale that the module applies."""
+    """Return [V, E] the rows of an embedding, before any scale that the module applies."""
     if is_plain(embedding):
         weight: nn.Parameter = embedding.weight
         return weight

@@ -11,12 +11,12 @@ from treespec.model.placement import Placement, find_device_of
 
 log = logging.getLogger(__name__)
 
-# the last part of a tensor's name -> the format that it tells
+# {last part of a tensor's name: the format that uses it}
 FOREIGN_FORMATS = {"weight_scale_2": "NVFP4 of ModelOpt", "biases": "MLX"}
 
 
 def build_foreign_format_error(form: str) -> InputError:
-    """The error of a checkpoint in a format that transformers does not load."""
+    """Return the error for a checkpoint in a format that transformers does not load."""
     return InputError(
         f"its weights are in the format {form}, which transformers does not load: take the model "
         "that they were made from, or a GGUF file of it"
@@ -24,7 +24,7 @@ def build_foreign_format_error(form: str) -> InputError:
 
 
 def read_quantization_fields(config: PreTrainedConfig) -> dict[str, Any]:
-    """What a checkpoint's config says of its quantisation; {} for plain weights."""
+    """Return the quantisation fields of a checkpoint's config; {} for plain weights."""
     for part in (config, config.get_text_config()):
         fields: Any = getattr(part, "quantization_config", None)
         if isinstance(fields, dict) and fields:
@@ -35,12 +35,12 @@ def read_quantization_fields(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def build_quantizer_options(placement: Placement, config: PreTrainedConfig) -> dict[str, Any]:
-    """The options of `from_pretrained` that quantise the weights; {} to load them as they are.
+    """Return the options of `from_pretrained` that quantise the weights; {} to load them as they are.
 
-    Raises InputError where a package is missing, and for a checkpoint that
-    is quantised already.
+    Raises:
+        InputError: a package is missing, or the checkpoint is quantised already.
     """
-    # 1. What the checkpoint brings.
+    # 1. Quantisation of the checkpoint.
     fields = read_quantization_fields(config)
     method = get_quantization_method(fields)
     if method == "MLX":
@@ -50,7 +50,7 @@ def build_quantizer_options(placement: Placement, config: PreTrainedConfig) -> d
             f"its weights are quantised by {method} already: leave out --load-in {placement.load_in}"
         )
 
-    # 2. What the option asks for: weights alone are quantised, but for 8bit.
+    # 2. Quantisation by `--load-in`. Only weights are quantised, except by 8bit.
     placement.check_package()
     if placement.quantizer == "8bit" or fields.get("load_in_8bit"):
         warn_of_8bit()
@@ -60,7 +60,7 @@ def build_quantizer_options(placement: Placement, config: PreTrainedConfig) -> d
 
 
 def get_quantization_method(fields: dict[str, Any]) -> str:
-    """The method that a checkpoint is quantised by, from its `read_quantization_fields`; "" for plain weights."""
+    """Return the quantisation method in the fields of `read_quantization_fields`; "" for plain weights."""
     if not fields:
         return ""
     method = fields.get("quant_method")
@@ -72,9 +72,12 @@ def get_quantization_method(fields: dict[str, Any]) -> str:
 
 
 def build_quantizer(form: str, dtype: Any, config: PreTrainedConfig) -> Any:
-    """transformers' config of a quantizer.
+    """Build transformers' config of a quantizer.
 
-    form: a name of `LOAD_IN`. dtype: as `Placement.dtype`, which 4bit computes in.
+    Args:
+        form: a name of `LOAD_IN`.
+        dtype: as `Placement.dtype`; 4bit computes in it.
+        config: of the model, for the dtype "auto".
     """
     if form == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True)
@@ -93,7 +96,7 @@ def build_quantizer(form: str, dtype: Any, config: PreTrainedConfig) -> Any:
 
 
 def warn_of_8bit() -> None:
-    """Warn that LLM.int8 is not exact, and silence bitsandbytes' own line for each layer and forward."""
+    """Log that LLM.int8 is not exact, and silence bitsandbytes' warning for each layer and forward."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     log.warning(
         "8bit computes in float16 and chooses outlier columns from all rows of a forward, so that drafts "

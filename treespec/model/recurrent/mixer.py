@@ -1,7 +1,7 @@
-"""Layers that carry a state from token to token, here called mixers: one over rows of tokens.
+"""Layers that carry a state from token to token, here called mixers, over rows of tokens.
 
-The model's own code computes it, with the states of each row handed to it. What that code can do is
-found by trial (`probe_mixer`): nothing in a model says it.
+The model's code computes them; we pass it the states of each row. A trial (`probe_mixer`) finds out whether that code
+takes several tokens after a state: nothing in a model says it.
 """
 
 import inspect
@@ -21,24 +21,26 @@ from treespec.model.recurrent.rows import input_once
 TRIAL_FORWARD_TOKENS = 6  # tokens of the forward in which mixers are found
 TRIAL_TOKENS = 3  # tokens of a trial
 TRIAL_TOLERANCE = (
-    0.02  # of the spread of outputs: some models clamp steps in one of the two ways only
+    0.02  # of the outputs' standard deviation: some models clamp step sizes in only one code path
 )
 MAX_EFFECT_SHARE = (
-    0.25  # of a state's effect on the outputs; code that does not read the state misses all
+    0.25  # of a state's effect on the outputs; code that ignores the state misses all of it
 )
 DELTA_RULE_CHUNK = 64  # tokens: the usual chunk of a delta rule
-MAX_ROW_TOKENS = 32  # tokens of a row whose states are all kept: a tree's rows are shorter
+MAX_ROW_TOKENS = (
+    32  # rows up to this length keep the state after each token: a tree's rows are shorter
+)
 STATE_KINDS = ("conv", "recurrent")
 Arguments = dict[str, Any]
-# States [R, ...] after each step: after the last, and after all where the code took them one by one.
+# {step: states [R, ...] after it}: of the last step, or of all steps if the code took tokens one by one.
 Trail = dict[int, State]
 
 
 @final
 class StateLayer(TreeLayer, LinearAttentionLayer):
-    """Keys and values of a `TreeLayer`, if the model's layer has any, and states of one call.
+    """Keys and values of a `TreeLayer`, if the model's layer has any, and the recurrent states of one call.
 
-    The states of the sequences lie in `TreeCache.states`; here they are only while the model's own
+    `TreeCache.states` stores the states of the sequences; this layer holds them only while the model's
     code reads and writes them.
     """
 
@@ -47,14 +49,14 @@ class StateLayer(TreeLayer, LinearAttentionLayer):
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """transformers gives keys and values by place, states by name."""
+        """Allocate. transformers passes keys and values by position, and states by name."""
         if args:
             TreeLayer.lazy_initialization(self, *args, **kwargs)
         else:
             LinearAttentionLayer.lazy_initialization(self, *args, **kwargs)
 
     def load_states(self, numbers: Iterable[int], states: State) -> None:
-        """Hold these states, and no others, of these numbers."""
+        """Set the states of these numbers; kinds that `states` lacks are cleared."""
         for number in numbers:
             conv = states.get(("conv", number))
             recurrent = states.get(("recurrent", number))
@@ -70,11 +72,14 @@ class StateLayer(TreeLayer, LinearAttentionLayer):
                 self.conv_kernel_size[number] = conv.shape[-1]
 
     def take_back(self, numbers: Iterable[int]) -> State:
-        """The states that the model left, which go."""
+        """Return the states that the model has written, and clear them."""
         states: State = {}
-        for kind, held in (("conv", self.conv_states), ("recurrent", self.recurrent_states)):
+        for kind, layer_states in (
+            ("conv", self.conv_states),
+            ("recurrent", self.recurrent_states),
+        ):
             for number in numbers:
-                state = held[number]
+                state = layer_states[number]
                 if state is not None:
                     states[kind, number] = state
         self.load_states(numbers, {})
@@ -86,11 +91,14 @@ class StateLayer(TreeLayer, LinearAttentionLayer):
 class RecurrentLayer:
     """A module that carries a state.
 
-    code: its forward. layer: of the cache, where the code finds its states, under these `numbers`.
-    continues: whether its code takes several tokens after an earlier state. Mamba's reads one in
-    forwards of one token only.
-    chunks: whether it takes the argument `chunk_size`. It pads rows to whole chunks, and those of a
-    tree are short.
+    Attributes:
+        module: of the model.
+        code: its forward.
+        layer: index of the cache layer that holds its states.
+        numbers: of its states in that layer.
+        continues: whether its code takes several tokens after an earlier state. Mamba's reads a state only in
+            forwards of one token.
+        chunks: whether it takes the argument `chunk_size`. It pads rows to whole chunks, and a tree's rows are short.
     """
 
     module: nn.Module
@@ -103,27 +111,32 @@ class RecurrentLayer:
     def run(
         self, cache: TreeCache, constant: Arguments, steps: dict[str, Tensor], state: State
     ) -> tuple[Any, Trail]:
-        """The mixer over R rows of L tokens: its outputs [R, L, ...] as its code returns them, and states.
+        """Run the mixer over R rows of L tokens.
 
-        constant: arguments that do not differ by token. steps: arguments [R, L, ...] that do; the
-        first is the layer's input. state: of each row, which the code may change; {} at the start.
+        Args:
+            cache: whose layer passes the states to the code.
+            constant: arguments that do not differ by token.
+            steps: arguments [R, L, ...] that differ by token; the first is the layer's input.
+            state: by row, before the first token; the code may change it. {} at the start of a text.
+
+        Returns: the outputs [R, L, ...] as the code returns them, and the states after steps.
         """
         # 1. All tokens at once.
         inputs = next(iter(steps.values()))
         rows, length = inputs.shape[:2]
         if self.continues or length == 1 or not state:
-            returned, after = self._call(cache, constant | steps, state, inputs)
-            return returned, {length - 1: after}
+            returned, new_state = self._call(cache, constant | steps, state, inputs)
+            return returned, {length - 1: new_state}
 
-        # 2. One by one; linear layers over the input take all at once all the same.
+        # 2. Tokens one by one, but linear layers over the input compute all tokens at the first.
         tokens: list[Any] = []
         trail: Trail = {}
-        with input_once(self.module, inputs) as begun:
+        with input_once(self.module, inputs) as first_inputs:
             for i in range(length):
                 step = {name: values[:, i : i + 1] for name, values in steps.items()}
-                begun.append(next(iter(step.values())))
+                first_inputs.append(next(iter(step.values())))
                 copies = {key: part.clone() for key, part in state.items()}
-                returned, state = self._call(cache, constant | step, copies, begun[-1])
+                returned, state = self._call(cache, constant | step, copies, first_inputs[-1])
                 tokens.append(returned)
                 trail[i] = state
                 if length > MAX_ROW_TOKENS:
@@ -139,31 +152,33 @@ class RecurrentLayer:
     def _call(
         self, cache: TreeCache, arguments: Arguments, state: State, inputs: Tensor
     ) -> tuple[Any, State]:
-        """The returned value of the code, and the states that it leaves; short rows go in short chunks."""
+        """Call the code, with short chunks for short rows. Returns its value, and the states after it."""
         layer = cache.tree_layers[self.layer]
-        own = vars(self.module)
+        attributes = vars(self.module)
         length = inputs.shape[1]
         assert isinstance(layer, StateLayer)
-        # A power of two, at least 16 where a GPU wants it.
+        # A power of two, at least 16 on a GPU, whose kernels need it.
         smallest = 2 if inputs.is_cpu else 16
         chunk = max(smallest, 1 << (length - 1).bit_length())
         if self.chunks and 1 < length < DELTA_RULE_CHUNK:
             arguments = arguments | {"chunk_size": chunk}
-        before = own.get("chunk_size")  # Mamba-2 holds its own
-        if before:
-            own["chunk_size"] = min(before, chunk)
+        module_chunk = attributes.get(
+            "chunk_size"
+        )  # Mamba-2 has an attribute instead of an argument
+        if module_chunk:
+            attributes["chunk_size"] = min(module_chunk, chunk)
         layer.load_states(self.numbers, state)
         try:
             returned = self.code(**arguments)
         finally:
-            if before:
-                own["chunk_size"] = before
-            after = layer.take_back(self.numbers)
-        return returned, after
+            if module_chunk:
+                attributes["chunk_size"] = module_chunk
+            new_state = layer.take_back(self.numbers)
+        return returned, new_state
 
 
 def bind_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
-    """The arguments of a call of a module's forward, by name."""
+    """Return the arguments of a call of a module's forward, by name."""
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     return dict(zip(names, args, strict=False)) | kwargs
 
@@ -178,9 +193,9 @@ def is_by_token(value: object, sequences: int, tokens: int) -> bool:
 def split_arguments(
     arguments: Arguments, sequences: int, tokens: int
 ) -> tuple[Arguments, dict[str, Tensor]]:
-    """Arguments that are the same for all tokens, and those that are [sequences, tokens, ...].
+    """Split arguments into those that are the same for all tokens, and those of shape [sequences, tokens, ...].
 
-    The first argument is the layer's input. Masks are left out: paths need none.
+    The first argument is the layer's input. Masks become None: paths need none.
     """
     constant: Arguments = {}
     steps: dict[str, Tensor] = {}
@@ -196,11 +211,14 @@ def split_arguments(
 
 @torch.no_grad()
 def probe_mixer(mixer: RecurrentLayer, cache: TreeCache, arguments: Arguments) -> RecurrentLayer:
-    """The mixer with what its code can do: three tokens of one sequence, at once and one by one.
+    """Find out whether a mixer's code takes three tokens at once as one by one. Returns it with the flags set.
 
-    arguments: of a call with TRIAL tokens of one sequence.
+    Args:
+        mixer: to probe.
+        cache: of the trial.
+        arguments: of a call with `TRIAL_FORWARD_TOKENS` tokens of one sequence.
     """
-    # 1. A made-up state, larger than a real one; the same with one part of it left out.
+    # 1. A random state, larger than a real one; then the same state with one of its parts set to 0.
     constant, steps = split_arguments(arguments, 1, TRIAL_FORWARD_TOKENS)
     generator = torch.Generator().manual_seed(0)
     state = mixer.run(cache, constant, steps, {})[1][TRIAL_FORWARD_TOKENS - 1]
@@ -213,12 +231,12 @@ def probe_mixer(mixer: RecurrentLayer, cache: TreeCache, arguments: Arguments) -
     for key, part in state.items():
         cases.append(state | {key: torch.zeros_like(part)})
 
-    def run_cases(way: RecurrentLayer) -> Tensor:
-        """[cases, X] all outputs of each case."""
+    def run_cases(variant: RecurrentLayer) -> Tensor:
+        """Return [cases, X] all outputs of each case."""
         rows = []
         for case in cases:
             copies = {key: part.clone() for key, part in case.items()}
-            returned, _ = way.run(cache, constant, steps, copies)
+            returned, _ = variant.run(cache, constant, steps, copies)
             outputs = []
             for part in tree_leaves(returned):
                 if is_by_token(part, 1, TRIAL_TOKENS):
@@ -226,13 +244,13 @@ def probe_mixer(mixer: RecurrentLayer, cache: TreeCache, arguments: Arguments) -
             rows.append(torch.cat(outputs))
         return torch.stack(rows)
 
-    # 2. The outputs are the same at once and one by one, and so is the effect of each part.
+    # 2. Outputs at once must equal outputs one by one, and so must the effect of each part of the state.
     expected = run_cases(replace(mixer, continues=False))
     effects = expected[1:] - expected[:1]
 
-    def is_equal(way: RecurrentLayer) -> bool:
+    def is_equal(variant: RecurrentLayer) -> bool:
         try:
-            outputs = run_cases(way)
+            outputs = run_cases(variant)
         except Exception:  # a model's own code may raise anything
             return False
         error = (outputs[0] - expected[0]).abs().mean()

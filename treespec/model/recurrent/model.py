@@ -1,10 +1,10 @@
 """Targets with layers that carry a state from token to token: Mamba, delta nets, short convolutions.
 
 Attention layers of such a model take trees by their masks, as in any model. A recurrent layer takes a
-tree as a batch of its paths (`recurrent.rows`), each after the state of its sequence. The layer's own
-code computes both. A forward leaves the states alone and keeps the layers' inputs at each uncommitted
+tree as a batch of its paths (`treespec.model.recurrent.rows`), each after the state of its sequence. The layer's
+code computes both. A forward does not change the states, and keeps the layers' inputs at each uncommitted
 column. `commit` runs each layer once more over the inputs of the accepted nodes, unless the forward
-has left the state after the last of them. Five drafted nodes, of which the path 0 2 is accepted:
+has kept the state after the last of them. Five drafted nodes; the path 0 2 is accepted:
 
     states after     forward: inputs of      commit([[0, 2]])
     a b c            0 1 2 3 4               layers over 0 2: states after a b c 0 2
@@ -57,10 +57,14 @@ HYBRID_TYPES = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention
 @final
 @dataclass(frozen=True)
 class Forwarded:
-    """Kept from the last forward of a mixer.
+    """What `commit` needs of a mixer's last forward.
 
-    steps: its inputs at the U uncommitted columns, [B, U, ...] by argument. constant: its other
-    arguments. known: outputs of its linear layers.
+    Attributes:
+        rows: of the forward.
+        constant: arguments that do not differ by token.
+        steps: {argument: [B, U, ...] at the U uncommitted columns}.
+        known: outputs of its linear layers.
+        trail: states after steps.
     """
 
     rows: PathRows
@@ -78,10 +82,10 @@ class PathStep(NamedTuple):
 
 
 def find_last_steps(rows: PathRows, nodes: Sequence[Sequence[int]]) -> dict[int, PathStep]:
-    """{sequence: the step of its last accepted node}, of sequences with accepted nodes.
+    """Return {sequence: the step of its last accepted node}, for sequences with accepted nodes.
 
-    The node may be of an earlier forward. Such a step is before the first. Of the drawing of
-    `recurrent_rows`, node 4 is step 2 of row 1:
+    A node of an earlier forward has step -1, before the first. In the drawing of
+    `treespec.model.recurrent.rows`, node 4 is step 2 of row 1:
 
         row 0    0 1 3      nodes [[0, 2, 4]]: {0: (row 1, step 2)}
         row 1    0 2 4
@@ -90,10 +94,10 @@ def find_last_steps(rows: PathRows, nodes: Sequence[Sequence[int]]) -> dict[int,
     depth = rows.columns.shape[1]
     outputs = rows.outputs.tolist()
     steps = {}
-    for sequence, kept in enumerate(nodes):
-        if not kept:
+    for sequence, accepted in enumerate(nodes):
+        if not accepted:
             continue
-        node = kept[-1] - earlier
+        node = accepted[-1] - earlier
         if node >= 0:
             row, step = divmod(outputs[sequence][node], depth)
             steps[sequence] = PathStep(row, step)
@@ -106,20 +110,22 @@ def find_last_steps(rows: PathRows, nodes: Sequence[Sequence[int]]) -> dict[int,
 class Recurrent:
     """The mixers of a target.
 
-    state_counts: pairs of a conv state and a recurrent state in each layer of a cache.
-    indexed: whether the layers that carry no state are of indexed attention.
-    has_attention: whether any layer keeps keys and values.
-    continues: whether all mixers take several tokens after an earlier state.
+    Attributes:
+        state_counts: by cache layer, pairs of a conv state and a recurrent state.
+        indexed: whether the layers without a state are indexed attention.
+        has_attention: whether any layer keeps keys and values.
+        mixers: of the model.
+        continues: whether all mixers take several tokens after an earlier state.
     """
 
     @torch.no_grad()
     def __init__(self, model: PreTrainedModel, decoder: nn.Module, layers: int) -> None:
-        """Raises InputError where no module's state is found."""
-        # 1. The layers of a cache, as transformers' own has them.
+        """Find the mixers of a model by a trial. Raises InputError if no module's state is found."""
+        # 1. The layers of a cache, as in transformers' `DynamicCache`.
         config = model.config.get_text_config()
-        known = DynamicCache(config=config).layers
+        cache_layers = DynamicCache(config=config).layers
         self.indexed = INDEXED_ATTENTION in get_layer_types(config)
-        self.state_counts = [getattr(layer, "number_of_states", 0) for layer in known]
+        self.state_counts = [getattr(layer, "number_of_states", 0) for layer in cache_layers]
         self.state_counts += [0] * (layers - len(self.state_counts))
 
         # 2. The modules, by a trial.
@@ -128,19 +134,23 @@ class Recurrent:
             torch.arange(TRIAL_FORWARD_TOKENS, device=find_device_of(model))[None]
             % config.vocab_size
         )
-        unknown = (
+        refusal = (
             f"{type(model).__name__} cannot be a target: its recurrent layers keep their state in a "
             "place that treespec does not know"
         )
         try:
             mixers = find_mixers(decoder, tokens, cache)
-        except (AttributeError, TypeError, ValueError) as error:  # a cache class of its own
-            raise InputError(f"{unknown} ({get_first_line(error)})") from error
+        except (
+            AttributeError,
+            TypeError,
+            ValueError,
+        ) as error:  # the model needs another cache class
+            raise InputError(f"{refusal} ({get_first_line(error)})") from error
         self.has_attention = any(layer.storage for layer in cache.tree_layers)
         if not mixers and not self.has_attention:
-            raise InputError(unknown)
+            raise InputError(refusal)
 
-        # 3. What each kind of module can do, by a trial of one of them.
+        # 3. Probe one module of each class.
         trials = {type(trial.mixer.module): trial for trial in mixers}
         kinds = {}
         for kind, trial in trials.items():
@@ -148,12 +158,12 @@ class Recurrent:
         self.mixers = []
         for trial in mixers:
             probed = kinds[type(trial.mixer.module)]
-            able = replace(trial.mixer, continues=probed.continues, chunks=probed.chunks)
-            self.mixers.append(able)
+            probed_mixer = replace(trial.mixer, continues=probed.continues, chunks=probed.chunks)
+            self.mixers.append(probed_mixer)
         self.continues = all(mixer.continues for mixer in self.mixers)
 
     def build_layers(self, capacity: int) -> list[TreeLayer]:
-        """The layers of a cache."""
+        """Make the layers of a cache. capacity: columns to allocate."""
         layers: list[TreeLayer] = []
         for count in self.state_counts:
             if count:
@@ -163,7 +173,7 @@ class Recurrent:
         return layers
 
     def build_all_masks(self, masks: Masks) -> Any:
-        """Masks by layer type also under the names that models of mixed layers look up."""
+        """Add the layer types under which models of mixed layers look up their masks."""
         by_type: Any = masks
         if self.indexed:
             by_type = {INDEXED_ATTENTION: masks}
@@ -176,7 +186,10 @@ class Recurrent:
     def running(self, cache: TreeCache, places: Tensor, seen: Tensor) -> Iterator[None]:
         """Inside, a forward of the decoder takes trees after the cache.
 
-        places: [B, T] int64, positions of all columns. seen: [B, N, U] bool, of the uncommitted ones.
+        Args:
+            cache: of the sequences.
+            places: [B, T] int64, positions of all columns.
+            seen: [B, N, U] bool, the uncommitted columns that each node sees.
         """
         rows = build_path_rows(seen, places[:, cache.end :])
         forwards = {}
@@ -188,25 +201,25 @@ class Recurrent:
     def _run_mixer(
         self, number: int, cache: TreeCache, rows: PathRows, *args: Any, **kwargs: Any
     ) -> Any:
-        """A mixer's forward over trees: its inputs are [B, N, ...], and its outputs."""
+        """Run a mixer over trees, with inputs and outputs [B, N, ...]. number: of the mixer."""
         # 1. Its inputs at all uncommitted columns.
         mixer = self.mixers[number]
         b, n = rows.outputs.shape
         constant, steps = split_arguments(bind_arguments(mixer.module, args, kwargs), b, n)
         earlier = rows.width - n
         if earlier:
-            held = cache.forwarded[number].steps
+            earlier_steps = cache.forwarded[number].steps
             for name in steps:
-                steps[name] = torch.cat([held[name][:, :earlier], steps[name]], 1)
+                steps[name] = torch.cat([earlier_steps[name][:, :earlier], steps[name]], 1)
 
-        # 2. Its own code over the paths.
+        # 2. Its code over the paths.
         state = copy_states(cache, number, rows.sequences.tolist())
         by_path = {name: rows.spread(values) for name, values in steps.items()}
-        with once_a_node(mixer.module, rows) as known:
+        with once_a_node(mixer.module, rows) as linear_outputs:
             returned, trail = mixer.run(cache, constant, by_path, state)
 
-        # 3. Keep what `commit` needs; each node's own output.
-        cache.forwarded[number] = Forwarded(rows, constant, steps, known, trail)
+        # 3. Keep what `commit` needs; return each node's output.
+        cache.forwarded[number] = Forwarded(rows, constant, steps, linear_outputs, trail)
         row_count, step_count = rows.columns.shape
 
         def gather(part: Any) -> Any:
@@ -220,7 +233,7 @@ class Recurrent:
     def compute_committed_states(
         self, cache: TreeCache, nodes: Sequence[Sequence[int]]
     ) -> list[States]:
-        """The states of each sequence after its accepted nodes of the last forward."""
+        """Return, by sequence, the states after its accepted nodes of the last forward."""
         last_steps = find_last_steps(cache.forwarded[0].rows, nodes)
         new = cache.states
         for sequence in last_steps:
@@ -237,8 +250,15 @@ class Recurrent:
         nodes: Sequence[Sequence[int]],
         last_steps: dict[int, PathStep],
     ) -> dict[int, State]:
-        """A mixer's state after each sequence's accepted nodes: what the forward left, or by another run."""
-        # 1. The forward left the state after some steps.
+        """Return {sequence: a mixer's state after its accepted nodes}, from the forward's trail or by another run.
+
+        Args:
+            number: of the mixer.
+            cache: of the sequences.
+            nodes: by sequence, its accepted nodes.
+            last_steps: from `find_last_steps`.
+        """
+        # 1. The forward has kept the state after some steps.
         mixer = self.mixers[number]
         forwarded = cache.forwarded[number]
         states: dict[int, State] = {}
@@ -249,7 +269,7 @@ class Recurrent:
             else:
                 by_length[len(nodes[sequence])].append(sequence)
 
-        # 2. The mixer runs again over the accepted nodes, of sequences of equal length together.
+        # 2. The mixer runs again over the accepted nodes; paths of equal length are batched.
         for length, sequences in by_length.items():
             numbers = torch.tensor(sequences)
             columns = torch.tensor([list(nodes[sequence]) for sequence in sequences])
@@ -265,62 +285,67 @@ class Recurrent:
 
 
 def copy_states(cache: TreeCache, number: int, sequences: Sequence[int]) -> State:
-    """Copies of a mixer's states of some sequences, [sequences, ...]; zeros before the first token."""
+    """Copy a mixer's states of some sequences, [sequences, ...]; zeros before the first token."""
     states = cache.states
-    held: list[State] = []
+    states_of_sequences: list[State] = []
     for sequence in sequences:
         if states[sequence]:
-            held.append(states[sequence][number])
+            states_of_sequences.append(states[sequence][number])
         else:
-            held.append({})
+            states_of_sequences.append({})
     joined = {}
-    for key, like in next(filter(None, held), {}).items():
-        zeros = torch.zeros_like(like)
-        joined[key] = torch.cat([state.get(key, zeros) for state in held])
+    for key, example in next(filter(None, states_of_sequences), {}).items():
+        zeros = torch.zeros_like(example)
+        joined[key] = torch.cat([state.get(key, zeros) for state in states_of_sequences])
     return joined
 
 
 def select_state_row(state: State, row: int) -> State:
-    """The states [1, ...] of a row, which do not keep those of the others."""
-    own = {}
+    """Copy the states [1, ...] of a row, so that the memory of other rows can be freed."""
+    selected = {}
     for key, part in state.items():
         if len(part) > 1:
             part = part[row : row + 1].clone()
-        own[key] = part
-    return own
+        selected[key] = part
+    return selected
 
 
 class MixerCall(NamedTuple):
-    """A mixer, and the arguments of its module in a trial forward."""
+    """A mixer, and the arguments of its module in the trial forward."""
 
     mixer: RecurrentLayer
     arguments: Arguments
 
 
 def find_mixers(decoder: nn.Module, tokens: Tensor, cache: TreeCache) -> list[MixerCall]:
-    """The modules of a decoder that carry a state, by a trial forward.
+    """Find the modules of a decoder that carry a state, by a trial forward.
 
-    tokens: [1, T] int64, of the trial. cache: an empty one, which the trial fills.
-    Raises InputError for a module that keeps states in several layers of the cache.
+    Args:
+        decoder: of the model.
+        tokens: [1, T] int64, of the trial.
+        cache: an empty cache, which the trial fills.
+
+    Raises:
+        InputError: a module keeps states in several layers of the cache.
     """
-    at_work: list[nn.Module] = []  # the innermost module last
+    active_modules: list[nn.Module] = []  # the innermost module last
     calls: dict[nn.Module, Arguments] = {}
     touched: defaultdict[nn.Module, set[tuple[int, int]]] = defaultdict(set)
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> None:
-        at_work.append(module)
+        active_modules.append(module)
         calls[module] = bind_arguments(module, args, kwargs)
 
     def end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        at_work.pop()
+        active_modules.pop()
 
     def note(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         arguments = inspect.signature(original).bind(*args, **kwargs).arguments
         place = (arguments["layer_idx"], arguments.get("state_idx", 0))
-        touched[at_work[-1]].add(place)
+        touched[active_modules[-1]].add(place)
         return original(*args, **kwargs)
 
-    # 1. A forward: who is at work when the cache takes a state?
+    # 1. A forward: which module runs when the cache receives a state?
     with ExitStack() as listening:
         for module in decoder.modules():
             listening.enter_context(module.register_forward_pre_hook(begin, with_kwargs=True))
@@ -331,7 +356,7 @@ def find_mixers(decoder: nn.Module, tokens: Tensor, cache: TreeCache) -> list[Mi
             listening.callback(delattr, cache, name)
         run_trial(decoder, tokens, cache)
 
-    # 2. In which layer does each keep its states?
+    # 2. In which cache layer does each module keep its states?
     mixers = []
     for module, places in touched.items():
         layers = sorted({layer for layer, _ in places})
@@ -344,9 +369,9 @@ def find_mixers(decoder: nn.Module, tokens: Tensor, cache: TreeCache) -> list[Mi
 
 
 def run_trial(decoder: nn.Module, tokens: Tensor, cache: TreeCache) -> None:
-    """Forward tokens [1, T] with those arguments that a decoder takes."""
+    """Forward tokens [1, T] with the arguments that a decoder accepts."""
     positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
     options = {"past_key_values": cache, "cache_params": cache, "position_ids": positions}
-    takes = inspect.signature(type(decoder).forward).parameters
-    taken = {name: value for name, value in options.items() if name in takes}
-    decoder(input_ids=tokens, use_cache=True, **taken)
+    parameters = inspect.signature(type(decoder).forward).parameters
+    arguments = {name: value for name, value in options.items() if name in parameters}
+    decoder(input_ids=tokens, use_cache=True, **arguments)

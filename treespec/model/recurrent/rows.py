@@ -1,8 +1,8 @@
 """Trees as a batch of their paths, for layers whose state goes from token to token.
 
 A recurrent layer cannot take a mask: it reads its tokens in order. But a node's state follows from
-its parent's. So a tree goes through such a layer as one batch row a leaf, each the path from the
-root to that leaf. The five-node example of `trees/mask.py`, after a sequence with state s:
+its parent's. So a tree goes through such a layer as one batch row for each leaf: the path from the
+root to that leaf. The five-node example of `treespec.trees.mask`, after a sequence with state s:
 
       0
      / \\        row 0    s | 0 1 3      outputs of nodes 0 1 3: row 0, steps 0 1 2
@@ -10,8 +10,8 @@ root to that leaf. The five-node example of `trees/mask.py`, after a sequence wi
     |   |
     3   4
 
-Each row starts from the state of its sequence. The output of a linear layer depends on the node alone.
-So it computes each node once in a forward, and `commit` reads that back instead of the weights:
+Each row starts from the state of its sequence. The output of a linear layer depends on nothing but the node.
+So the layer computes each node once in a forward, and `commit` reuses these outputs:
 
     rows      0 1 3 | 0 2 4      linear layers over 0 1 2 3 4, spread to 0 1 3 | 0 2 4
     commit    0 2 4              their outputs for 0 2 4
@@ -39,13 +39,14 @@ Outputs = dict[Call, Tensor]  # [B, N, out]
 @final
 @dataclass(frozen=True)
 class PathRows:
-    """The paths of the trees of B sequences, each with U uncommitted columns, of which N are new.
+    """The paths of the trees of B sequences with U uncommitted columns each; the last N are new.
 
-    width: U.
-    sequences: [R] int64, the sequence of each row.
-    columns: [R, L] int64, the uncommitted column of each step; after the end of a path any other.
-    outputs: [B, N] int64, the index of each new node among the R * L steps.
-    whole: whether row b is sequence b with all its columns in order, as in a chain.
+    Attributes:
+        width: U.
+        sequences: [R] int64, the sequence of each row.
+        columns: [R, L] int64, the uncommitted column of each step; padded with any column after the end of a path.
+        outputs: [B, N] int64, the index of each new node among the R * L steps.
+        whole: whether row b is sequence b with all its columns in order, as in a chain.
     """
 
     width: int
@@ -55,31 +56,31 @@ class PathRows:
     whole: bool
 
     def spread(self, nodes: Tensor) -> Tensor:
-        """[R, L, ...] from [B, U, ...]: the entry of each step's node."""
+        """Gather [R, L, ...] from [B, U, ...]: the entry of each step's node."""
         if self.whole:
             return nodes
         return gather_entries(nodes, self.sequences, self.columns)
 
     def gather_node_steps(self, steps: Tensor) -> Tensor:
-        """[B, N, ...] from [R, L, ...]: each new node's own step."""
+        """Gather [B, N, ...] from [R, L, ...]: the step of each new node."""
         if self.whole and self.outputs.shape[1] == steps.shape[1]:
             return steps
         return steps.flatten(0, 1)[self.outputs.to(steps.device)]
 
 
 def gather_entries(values: Tensor, sequences: Tensor, columns: Tensor) -> Tensor:
-    """[G, K, ...] from [B, U, ...]: some columns [G, K] of some sequences [G]."""
+    """Gather [G, K, ...] from [B, U, ...]: some columns [G, K] of some sequences [G]."""
     return values[sequences[:, None].to(values.device), columns.to(values.device)]
 
 
 def build_path_rows(seen: Tensor, places: Tensor) -> PathRows:
-    """The rows of a forward.
+    """Build the rows of a forward.
 
-    seen: [B, N, U] bool, the uncommitted columns that each new node sees; the last N are their own.
+    seen: [B, N, U] bool, the uncommitted columns that each new node sees; the last N are the new nodes' columns.
     places: [B, U] int64, the position in its sequence of each uncommitted column.
     """
-    # 1. A node that no other new node sees ends a path. Padding of a tree stands beside the root: no
-    #    row. In the first level of a draft, all nodes stand beside the first, and each has a row.
+    # 1. A node that no other new node sees ends a path. A padding node sees only itself, as the root does, and gets
+    #    no row. If all nodes see only themselves (the first level of a draft), each gets a row.
     b, n, u = seen.shape
     new = torch.arange(n, device=seen.device)
     steps = seen.sum(2)  # [B, N] length of the path to each node
@@ -103,21 +104,21 @@ def build_path_rows(seen: Tensor, places: Tensor) -> PathRows:
 
 @contextmanager
 def replaced(forwards: Mapping[nn.Module, Callable[..., object]]) -> Iterator[None]:
-    """Inside, these modules have other forwards."""
+    """Inside, these modules have other forwards. forwards: {module: its forward inside}."""
     before = [(vars(module), vars(module).get("forward")) for module in forwards]
     try:
         for module, forward in forwards.items():
             vars(module)["forward"] = forward
         yield
     finally:
-        for own, earlier in before:
-            own["forward"] = earlier
+        for attributes, earlier in before:
+            attributes["forward"] = earlier
             if earlier is None:
-                del own["forward"]
+                del attributes["forward"]
 
 
 def list_linear_layers(module: nn.Module) -> list[nn.Module]:
-    """The linear layers of a module, plain, packed or quantised: they say their widths."""
+    """List the linear layers of a module, plain, packed or quantised: leaves with `in_features` and `out_features`."""
     layers = []
     for part in module.modules():
         has_widths = hasattr(part, "in_features") and hasattr(part, "out_features")
@@ -129,7 +130,7 @@ def list_linear_layers(module: nn.Module) -> list[nn.Module]:
 def replace_linear_forwards(
     module: nn.Module, compute: Callable[[nn.Module, Linear, Tensor], Tensor]
 ) -> AbstractContextManager[None]:
-    """Inside, linear layers give `compute(layer, its own forward, input)`."""
+    """Inside, linear layers return `compute(layer, its unchanged forward, input)`."""
     return replaced(
         {layer: partial(compute, layer, layer.forward) for layer in list_linear_layers(module)}
     )
@@ -138,7 +139,7 @@ def replace_linear_forwards(
 def replace_linear_by_call(
     module: nn.Module, shape: torch.Size, output: Callable[[Call, Linear, Tensor], Tensor]
 ) -> AbstractContextManager[None]:
-    """Inside, linear layers give `output(call, their own forward, input)` for inputs [*shape, in]."""
+    """Inside, linear layers return `output(call, their unchanged forward, input)` for inputs [*shape, in]."""
     calls: defaultdict[nn.Module, Iterator[int]] = defaultdict(count)
 
     def dense(layer: nn.Module, code: Linear, x: Tensor) -> Tensor:
@@ -151,9 +152,9 @@ def replace_linear_by_call(
 
 @contextmanager
 def once_a_node(module: nn.Module, rows: PathRows) -> Iterator[Outputs]:
-    """Inside, linear layers compute each node of the rows once. The dict gets their outputs."""
+    """Inside, linear layers compute each node of the rows once. The dict receives their outputs."""
     known: Outputs = {}
-    one_token = rows.whole and rows.width == 1  # `commit` needs no more than its states
+    one_token = rows.whole and rows.width == 1  # `commit` finds the state after it in the trail
     if rows.width != rows.outputs.shape[1] or rows.width > MAX_KEPT_NODES or one_token:
         yield known
         return
@@ -169,9 +170,13 @@ def once_a_node(module: nn.Module, rows: PathRows) -> Iterator[Outputs]:
 def read_back(
     module: nn.Module, known: Outputs, sequences: Tensor, columns: Tensor
 ) -> AbstractContextManager[None]:
-    """Inside, linear layers give their outputs of the forward.
+    """Inside, linear layers return their outputs of the last forward.
 
-    sequences: [G] int64. columns: [G, K] int64, the nodes that each of them runs over.
+    Args:
+        module: of the linear layers.
+        known: their outputs, from `once_a_node`.
+        sequences: [G] int64.
+        columns: [G, K] int64, by sequence the nodes that it runs over.
     """
 
     def output(call: Call, code: Linear, x: Tensor) -> Tensor:
@@ -184,10 +189,10 @@ def read_back(
 
 @contextmanager
 def input_once(module: nn.Module, whole: Tensor) -> Iterator[list[Tensor]]:
-    """Inside, linear layers over a module's input compute all tokens when they see the first.
+    """Inside, linear layers over a module's input compute all tokens when they are called for the first token.
 
-    whole: [R, L, H] the input. The list, filled by the caller, has the inputs [R, 1, H] of the tokens
-    so far, the present one last.
+    whole: [R, L, H] the input. The caller appends the input [R, 1, H] of each token to the yielded list before it
+    runs the token.
     """
     tokens: list[Tensor] = []
     done: dict[nn.Module, Tensor] = {}

@@ -22,7 +22,10 @@ from treespec.sampling.noise import Noise
 from treespec.sampling.params import SamplingParams
 from treespec.sampling.processors import Penalties
 from treespec.sampling.sampler import Sampler, TargetDistributions, list_node_paths
+from treespec.serve.protocol import build_text_logprobs
 from treespec.text.ending import Ending
+from treespec.text.entries import parse_conversation
+from treespec.text.marks import Marks, find_spans
 from treespec.train.data.batches import iterate_forwards, split_epoch
 from treespec.train.losses.objectives import TrainingBatch
 from treespec.trees.layout import get_layout
@@ -445,3 +448,19 @@ def test_siblings_are_rotated_alike_and_no_node_beyond_the_limit():
     cache = TreeCache(1)
     cache.rewind([3])
     assert factors.find_deepest(cache) == [1]
+
+
+def test_an_answer_lies_between_its_header_and_its_end_mark():
+    assert find_spans("<s>H<|head|>Y</s>", Marks("<|head|>", ("</s>",))) == [(12, 17)]
+
+
+def test_labels_say_which_tokens_count_and_padding_is_dropped():
+    row = {"input_ids": [1, 9, 5, 7, 0], "attention_mask": [1, 1, 1, 1, 0], "labels": [-100, -100, 5, 7, -100]}
+    (tokens,) = parse_conversation("", row).tokens
+    assert tokens == ([1, 9, 5, 7], [False, False, True, True])
+
+
+def test_the_offset_of_a_token_counts_the_characters_before_it():
+    tokens = [{"token": text, "logprob": -1.0, "top_logprobs": []} for text in ("Hel", "lo", "!")]
+    logprobs = build_text_logprobs(tokens, 5)
+    assert (logprobs["tokens"], logprobs["text_offset"]) == (["Hel", "lo", "!"], [5, 8, 10])

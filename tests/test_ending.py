@@ -1,6 +1,7 @@
 """The text of an answer as it streams: complete, in order, and cut at the exact token."""
 
 import random
+from typing import ClassVar
 
 import pytest
 from commands import complains
@@ -9,7 +10,7 @@ from training import sentence_piece, tokenizer
 
 from treespec.errors import TooLong
 from treespec.text.ending import Ending
-from treespec.text.strings import INCOMPLETE_CHARACTER, check_fits_context
+from treespec.text.strings import INCOMPLETE_CHARACTER, check_fits_context, count_suffix_overlap
 
 NEVER = frozenset[int]()
 TEXTS = [
@@ -65,6 +66,22 @@ def by_definition(words, ids, stop, least):
             return ids[:n], certain[: min(starts)]
         before = len(certain)
     return ids, decode(words, ids)
+
+
+class Pieces:
+    """A tokenizer of five tokens, whose texts are simply joined."""
+
+    added_tokens_decoder: ClassVar[dict] = {}
+
+    def decode(self, tokens, **options):
+        return "".join(["Hel", "lo", " <", "st", "op>"][token] for token in tokens)
+
+
+def test_what_may_become_a_stop_string_is_held_back():
+    ending = Ending(Pieces(), NEVER, ["<stop>"], 10)
+    assert [ending.take([token])[1] for token in range(5)] == ["Hel", "lo", " ", "", ""]
+    assert ending.stopped
+    assert count_suffix_overlap("ab<st", "<stop>") == 3
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

@@ -56,6 +56,26 @@ def pieces_of(words, text, seed):
         before = upto
 
 
+class Letters:
+    """A tokenizer whose tokens are characters."""
+
+    all_special_tokens = ()
+
+    def get_added_vocab(self):
+        return {}
+
+    def decode(self, tokens, **options):
+        return "".join(map(chr, tokens))
+
+
+def test_five_pieces_show_the_text_before_a_call():
+    parser = ToolCallParser(detect_tool_form(HERMES), Letters())
+    pieces = ["Hi", " <to", "ol_call>", '{"name": "time", "arguments": {}}', "</tool_call>"]
+    shown = [parser.show(Piece(text, list(map(ord, text)), drafted=False)) for text in pieces]
+    assert shown == ["Hi", " ", "", "", ""]
+    assert parser.finish() == ("", [TIME])
+
+
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("template, text, shown, calls", CASES)
 def test_calls_and_text_part_wherever_pieces_end(template, text, shown, calls, special):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import textwrap
 
 import pytest
 import torch
@@ -53,6 +54,22 @@ def pair(drafted=None):
 @pytest.fixture(scope="module", params=[None, torch.arange(0, 64, 2)], ids=["all tokens", "draft vocabulary"])
 def models(request):
     return pair(request.param)
+
+
+def test_the_tree_of_a_cycle_is_drawn_as_its_docstring_shows():
+    cycle = cycle_of(
+        tokens=[10, 11, 12, 13, 14],
+        texts=["The", " sky", " is", " was", " sea"],
+        parents=[-1, 0, 1, 1, 0],
+        q=[None, 0.61, 0.70, 0.20, 0.14],
+        p=[None, 0.55, 0.64, 0.25, 0.09],
+        path=[1, 2],
+        own=OwnToken(2, 15, " blue", 0.5, 0.1, 2),
+    )
+    console = Console(file=io.StringIO(), width=100)
+    console.print(draw_tree(cycle))
+    drawn = textwrap.indent(console.file.getvalue(), 8 * " ")
+    assert drawn in draw_tree.__doc__
 
 
 @pytest.mark.parametrize("tree, verifier, temperature", CASES)

@@ -1,18 +1,18 @@
-"""Errors for people: the command line prints one line, without a traceback, and exits with 2."""
+"""Errors about input that cannot be used: the command line prints them in one line and exits with code 2."""
 
 
 class InputError(ValueError):
-    """An input that cannot be used. The message says what, where, and what to do instead.
+    """An input that cannot be used. The message says what is wrong, in which file or option, and what to do.
 
-    `trees` stands below this package and raises errors of its own. The command line treats every
-    error with `exit_code = 2` alike.
+    `trees` imports nothing of this package and raises a class of its own, `TreeError`. The command line treats all
+    errors with `exit_code = 2` alike.
     """
 
     exit_code = 2
 
 
 class SupersededError(InputError):
-    """A stream goes on though its `Spec` has begun another text since."""
+    """A stream was continued after its `Spec` had begun another text."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -22,25 +22,25 @@ class SupersededError(InputError):
 
 
 class Busy(InputError):
-    """An engine has no room for another request now; a later one may enter."""
+    """The engine's queue is full; a later request may succeed."""
 
 
 class TooLong(InputError):
-    """A prompt that the target's context does not hold."""
+    """A prompt that is longer than the target's context."""
 
 
 def is_input_error(error: BaseException) -> bool:
-    """Whether an error is about an input that cannot be used: ours, that of `trees`, or the parser's."""
+    """Whether an error is about an unusable input: `InputError`, `TreeError`, or the command-line parser's error."""
     return getattr(error, "exit_code", None) == InputError.exit_code
 
 
 def describe_os_error(error: OSError) -> str:
-    """Why a file or an address cannot be used, without its name: `No space left on device`."""
+    """Describe why a file or an address cannot be used, without naming it: `No space left on device`."""
     return error.strerror or str(error)
 
 
 def get_first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its class. After a colon the next line follows."""
+    """The first line of an error's message, with the next line if it ends with a colon; the class if it is empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__

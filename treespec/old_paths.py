@@ -1,4 +1,4 @@
-"""Module paths that earlier pages named: programs and packages that import them go on working."""
+"""Redirect imports of earlier module paths, so that programs and packages that use them keep working."""
 
 import sys
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import final
 
-NEW_PATHS = {  # old path -> new; a module that is not named here keeps its name in the new package
+NEW_PATHS = {  # old path -> new path; other modules of a listed package keep their name in the new package
     "treespec.decoding": "treespec.engine",
     "treespec.decoding.decode": "treespec.engine.decoder",
     "treespec.decoding.sequence": "treespec.engine.request",
@@ -29,7 +29,7 @@ NEW_PATHS = {  # old path -> new; a module that is not named here keeps its name
 
 
 def find_new_path(path: str) -> str | None:
-    """The path that replaced an old one; None for any other."""
+    """The new path of a module by its old path; None if the path is not an old one."""
     package, _, name = path.rpartition(".")
     if path not in NEW_PATHS and package in NEW_PATHS:
         return f"{NEW_PATHS[package]}.{name}"
@@ -38,7 +38,7 @@ def find_new_path(path: str) -> str | None:
 
 @final
 class OldPathFinder(MetaPathFinder, Loader):
-    """Imports an old path as another name of the new path's module, so that its classes are the same ones."""
+    """Imports an old path as an alias of the module at its new path, so that both have the same classes."""
 
     def find_spec(
         self,
@@ -46,17 +46,18 @@ class OldPathFinder(MetaPathFinder, Loader):
         path: Sequence[str] | None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
+        """The spec of an old path; None lets other finders handle any other path."""
         if find_new_path(fullname) is None:
             return None
         return ModuleSpec(fullname, self)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Register the new path's module under the old name: an import returns what is registered there."""
+        """Register the module of the new path under the old path in `sys.modules`, which the import returns."""
         new_path = find_new_path(module.__name__)
         assert new_path
         sys.modules[module.__name__] = import_module(new_path)
 
 
 def install_old_paths() -> None:
-    """Let `import` find old paths; before other finders, as an old package has the folder of the new one."""
+    """Install the finder of old paths. It comes before other finders, since an old package has the new one's folder."""
     sys.meta_path.insert(0, OldPathFinder())

@@ -1,8 +1,8 @@
-"""How an option is declared, once: its name, type, range, help and default are a dataclass field.
+"""Declare each option once, as a dataclass field: its name, type, range, help text and default.
 
-The command line, `--config FILE`, Python's keywords, the HTTP body and the pages are views of these
-fields; `check_options` is the one check of a value. The names that options take stand here as plain text,
-so that `--help` loads neither torch nor transformers. Tests hold them equal to the registries.
+The command line, `--config FILE`, Python's keywords, HTTP bodies and the pages all read these fields, and
+`check_options` checks every value. The names that options accept are plain strings here, so that `--help` loads neither
+torch nor transformers; tests compare them with the registries.
 """
 
 import dataclasses
@@ -23,18 +23,18 @@ from treespec.trees.ranges import Range
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-MAX_COUNT = 10**9  # more steps, questions or positions than anybody has
-MAX_TEXT_TOKENS = 10**6  # tokens of a text
-MAX_SEED = 2**63 - 1  # torch takes seeds below 2^64; later answers add to the first one's
+MAX_COUNT = 10**9  # of steps, questions or positions; an end of a range that is not shown
+MAX_TEXT_TOKENS = 10**6  # of one text
+MAX_SEED = 2**63 - 1  # torch accepts seeds below 2^64; further answers add to the first seed
 
 TREE_FORMS = TREE_EXAMPLES
 TREE_FILE = "a JSON file of paths"
 
-# Forms that a target is quantised to at loading: bitsandbytes' two, then torchao's.
+# Values of --load-in, which quantise a target as it loads: two by bitsandbytes, then two by torchao.
 LOAD_IN = ("4bit", "8bit", "fp8", "int8")
 LOAD_IN_FORMS = LOAD_IN + ("gguf:FILE",)
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16", "float64")
-# accelerate's placements, torch's devices and their numbers
+# values of --device-map: accelerate's placements, torch's devices, device numbers
 DEVICE_MAPS = (
     r"auto|balanced|balanced_low_0|sequential|(cpu|cuda|mps|xpu|npu|hpu|mlu|musa|meta)(:\d+)?|\d+"
 )
@@ -42,11 +42,11 @@ QUESTION_SUITES = ("builtin", "mt-bench", "spec-bench", "humaneval", "gsm8k")
 
 
 def join_or(names: Iterable[str]) -> str:
-    """`a, b or c`."""
-    listed = list(names)
-    if len(listed) == 1:
-        return listed[0]
-    return f"{', '.join(listed[:-1])} or {listed[-1]}"
+    """Join names as in `a, b or c`."""
+    items = list(names)
+    if len(items) == 1:
+        return items[0]
+    return f"{', '.join(items[:-1])} or {items[-1]}"
 
 
 def option(
@@ -58,17 +58,18 @@ def option(
     line: object = "",
     **ends: Any,
 ) -> Any:
-    """Declare an option as a dataclass field. Without a default the option is required.
+    """Declare an option as a dataclass field.
 
     Args:
-        help: the option's line in `--help` and on the pages.
-        words: names that a list of numbers may hold beside the numbers.
-        choices: the names that a str field may hold; () allows any.
-        line: how the command line reads the option: (type, function from its words to the value).
-            "" reads the field's own type; None leaves the option to Python and HTTP.
-        ends: `least`, `most`, `above`, `below`: the range of a number (`Range`); every int and float
-            has two ends. For a str field it is the range of each number in a list, and
-            `whole=True` takes whole numbers only.
+        help: the option's help text in `--help` and on the pages.
+        default: default value. Without one the option is required.
+        words: words that a list of numbers may hold in addition to numbers. Default: ().
+        choices: values that a str field may have. Default: (), any.
+        line: how the command line reads the option: (type, function from its words to the value). Default: "", by
+            the field's type. None: the option is for Python and HTTP only.
+        ends: `least`, `most`, `above`, `below`: the range of a number (`Range`). Every int and float option needs a
+            lower and an upper end. For a str field it is the range of each number in a list, and `whole=True` allows
+            only whole numbers.
     """
     allowed = None
     if ends:
@@ -84,7 +85,7 @@ def option(
 
 
 def reuse_option(group: type["DataclassInstance"], name: str, default: object = MISSING) -> Any:
-    """Declare an option of another dataclass again, with its default or another one."""
+    """Declare an option of the dataclass `group` again, with the same default or another one."""
     declared = group.__dataclass_fields__[name]
     if default is MISSING:
         default = declared.default
@@ -92,7 +93,7 @@ def reuse_option(group: type["DataclassInstance"], name: str, default: object = 
 
 
 def get_range(field: Field) -> Range | None:
-    """The range of a field that `option` made; that of an int field holds whole numbers only."""
+    """The range of a field that `option` declared; an int field allows only whole numbers. None: no range."""
     allowed: Range | None = field.metadata["range"]
     if allowed is not None and field.type in (int, int | None):
         return replace(allowed, whole=True)
@@ -101,10 +102,13 @@ def get_range(field: Field) -> Range | None:
 
 @dataclass(frozen=True)
 class Options:
-    """Options that are checked as they are made; a subclass has a field for each. Raises InputError.
+    """Base class of option groups: a subclass declares a field per option, and its values are checked on creation.
 
-    FLAG: what an option's name begins with in a message. PANEL: the heading in `--help` of the
-    options that a group declares.
+    Attributes:
+        FLAG: prefix of an option's name in messages, such as "--".
+        PANEL: heading in `--help` of the options that the class declares.
+
+    Raises: InputError for an invalid value.
     """
 
     FLAG: ClassVar[str] = ""
@@ -115,7 +119,7 @@ class Options:
 
     @classmethod
     def format_option_name(cls, name: str) -> str:
-        """An option as a message names it: --top-p on the command line, top_p in Python."""
+        """Format an option's name for a message: --top-p on the command line, top_p in Python."""
         return format_flag(name, cls.FLAG)
 
 
@@ -127,17 +131,22 @@ class CommandOptions(Options):
 
 
 def format_flag(name: str, flag: str) -> str:
-    """An option as a message names it. flag: as `Options.FLAG`."""
+    """Format an option's name for a message. flag: as `Options.FLAG`."""
     if flag:
         return flag + name.replace("_", "-")
     return name
 
 
 def check_options(options: "DataclassInstance", flag: str = "--") -> None:
-    """Replace numbers of other libraries, such as NumPy's, by Python's, and check all values.
+    """Check all values, and convert numbers of other libraries, such as NumPy's, to Python's.
 
-    Raises InputError for the first value that is not of its option's type, range or choices. NaN and
-    infinities lie in no range. flag: as `Options.FLAG`.
+    NaN and infinities are outside every range.
+
+    Args:
+        options: a dataclass whose fields `option` declared; converted values are stored in it.
+        flag: as `Options.FLAG`. Default: --.
+
+    Raises: InputError for the first value with a wrong type, range or choice.
     """
     for field in fields(options):
         value = getattr(options, field.name)
@@ -149,7 +158,7 @@ def check_options(options: "DataclassInstance", flag: str = "--") -> None:
 
 
 def list_types(field: Field) -> tuple[Any, ...]:
-    """The types that an option's value may have; NoneType is one of them if None is the default."""
+    """The types that an option's value may have, with NoneType if the default is None."""
     types = get_args(field.type) or (field.type,)
     if field.default is None:
         types += (NoneType,)
@@ -157,7 +166,7 @@ def list_types(field: Field) -> tuple[Any, ...]:
 
 
 def check_choice(name: str, value: object, field: Field, flag: str) -> None:
-    """Raises InputError for an empty text on the command line, and for a name that is no choice."""
+    """Raises InputError for an empty value on the command line, and for a value that is none of the choices."""
     if flag and is_empty(value) and value != field.default:
         raise InputError(f"{name} is empty: give a value, or leave the option out")
     choices = field.metadata["choices"]
@@ -167,9 +176,9 @@ def check_choice(name: str, value: object, field: Field, flag: str) -> None:
 
 
 def check_type(name: str, value: Any, field: Field, flag: str) -> Any:
-    """Return an option's value as it is stored: a number as Python's own.
+    """Check an option's value against its type and range, and return it, a number as Python's own type.
 
-    Raises InputError for a value of another type or outside of the option's range.
+    Raises: InputError for a value of another type, or outside of the range.
     """
     types = list_types(field)
     allowed = get_range(field)
@@ -183,14 +192,14 @@ def check_type(name: str, value: Any, field: Field, flag: str) -> Any:
             value = float(value)
     elif field.type is bool:
         check_boolean(name, value)
-    # The words of the command line are strings already.
+    # Values of the command line are strings already.
     elif not flag and set(types) <= {str, NoneType} and not isinstance(value, str):
         raise InputError(f"{name} is {value!r:.40}, must be a string")
     return value
 
 
 def is_empty(value: object) -> bool:
-    """Whether the command line gave an empty text, alone or in a list."""
+    """Whether a value is an empty string, or a list with one."""
     if isinstance(value, list | tuple):
         return "" in value
     return value == ""
@@ -209,7 +218,7 @@ def check_boolean(name: str, value: object) -> None:
 
 
 def to_python_number(value: Any) -> Any:
-    """A number of any library as Python's; anything else as it is."""
+    """Convert a number of any library to Python's int or float; other values are returned as they are."""
     if isinstance(value, bool | int | float) or not isinstance(value, Real):
         return value
     if isinstance(value, Integral):
@@ -218,7 +227,7 @@ def to_python_number(value: Any) -> Any:
 
 
 def require_whole_number(name: str, value: object, least: int | None = None) -> int:
-    """Raises InputError for anything but a whole number of at least `least`."""
+    """Convert a value to int. Raises InputError for anything but a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise InputError(f"{name} is {value!r:.40}, must be a whole number")
     if least is not None and value < least:
@@ -229,7 +238,7 @@ def require_whole_number(name: str, value: object, least: int | None = None) -> 
 def list_changed_options(
     options: "DataclassInstance", group: type["DataclassInstance"]
 ) -> dict[str, Any]:
-    """The options of a group that differ from the group's own defaults, as keywords."""
+    """The options of a group whose values differ from the group's defaults, as keywords."""
     keywords = {}
     for field in fields(group):
         value = getattr(options, field.name)
@@ -239,14 +248,14 @@ def list_changed_options(
 
 
 def raise_first(complaints: Mapping[str, object]) -> None:
-    """Raises InputError with the first complaint that holds."""
+    """Raises InputError with the first message whose condition is true. complaints: message -> condition."""
     for complaint, holds in complaints.items():
         if holds:
             raise InputError(complaint)
 
 
 def check_place(device_map: str | None) -> None:
-    """Raises InputError for a `--device-map` that accelerate has not."""
+    """Raises InputError for a `--device-map` that accelerate does not know."""
     if device_map is not None and not re.fullmatch(DEVICE_MAPS, device_map):
         raise InputError(
             f"--device-map is {device_map!r}, must be auto, balanced, sequential, or a device such "
@@ -255,20 +264,26 @@ def check_place(device_map: str | None) -> None:
 
 
 def parse_numbers(name: str, text: str, allowed: Range, words: Collection[str]) -> list[float]:
-    """The numbers in a list such as `0,0.6` or `8;16`.
+    """Parse the numbers in a list such as `0,0.6` or `8;16`.
 
-    words: parts to skip. Raises InputError for a part that is neither.
+    Args:
+        name: the option's name, for errors.
+        text: the list.
+        allowed: its `whole` says whether the numbers must be whole; their range is not checked here.
+        words: words that the list may hold, which are skipped.
+
+    Raises: InputError for a part that is neither a number nor one of the words.
     """
-    read: type[float] = float
+    number_type: type[float] = float
     if allowed.whole:
-        read = int
+        number_type = int
     numbers = []
     for part in re.split("[,;]", text):
         part = part.strip()
         if part in words:
             continue
         try:
-            numbers.append(read(part))
+            numbers.append(number_type(part))
         except ValueError:
             raise InputError(f"{name}: {part!r} is not {allowed}") from None
     return numbers
@@ -277,7 +292,7 @@ def parse_numbers(name: str, text: str, allowed: Range, words: Collection[str]) 
 def format_command_line(
     name: str, options: type["DataclassInstance"], config: Mapping[str, object]
 ) -> str:
-    """The line of the command `name` with these options, without those that have their defaults."""
+    """Format the command line that runs `name` with these options; options with default values are left out."""
     words = ["treespec", name]
     for field in fields(options):
         value = config.get(field.name)
@@ -294,17 +309,17 @@ def format_command_line(
 
 
 def find_nearest_name(name: str, names: Iterable[str]) -> str:
-    """` (did you mean rrs-wo?)`, or "" where none of the names is similar."""
-    close = difflib.get_close_matches(name, list(names), n=1)
-    if not close:
+    """Suggest the most similar name, as in ` (did you mean rrs-wo?)`; "" if no name is similar."""
+    similar_names = difflib.get_close_matches(name, list(names), n=1)
+    if not similar_names:
         return ""
-    return f" (did you mean {close[0]}?)"
+    return f" (did you mean {similar_names[0]}?)"
 
 
 def load_installed_entries(table: str) -> dict[str, Any]:
-    """The entries that installed packages add to a table, by name.
+    """Load the entries that installed packages add to a registry, by name.
 
-    table: `drafters` or `verifiers`. A package names an entry as an entry point:
+    table: the registry, such as `drafters` or `verifiers`. A package declares an entry as an entry point:
 
         [project.entry-points."treespec.drafters"]
         echo = "my_package:ECHO"

@@ -16,8 +16,8 @@ processor = NoRepeatNGramLogitsProcessor(2)  # any function of token ids and sco
 print(spec.generate("Once upon a time", logits_processor=processor, **options).text)
 
 answer = spec.generate("Once upon a time", logprobs=True, top_logprobs=2, **options)
-for told in answer.logprobs[:3]:
-    print(told.token, told.logprob, told.top)  # of the target's own logits
+for entry in answer.logprobs[:3]:
+    print(entry.token, entry.logprob, entry.top)  # of the target's raw logits
 
 for answer in spec.generate("Once upon a time", n=3, **options):  # one prefill
     print(answer.text, answer.stats.cached_tokens)

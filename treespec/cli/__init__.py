@@ -50,6 +50,7 @@ app.command()(answer.quickstart)
 
 
 def show_version(wanted: bool) -> None:
+    """Print the version and exit, if --version is given."""
     if wanted:
         print(f"treespec {importlib.metadata.version('treespec')}")
         raise typer.Exit
@@ -74,16 +75,17 @@ def main() -> None:
     """Run the command line and exit with its code. Every error is one line (`run`)."""
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    keep_freed_memory()  # in our own process only: `import treespec` leaves the allocator alone
+    keep_freed_memory()  # only in the command's process: `import treespec` does not change the allocator
     sys.exit(run(app, sys.argv[1:]))
 
 
 def run(app: typer.Typer, arguments: Sequence[str]) -> int:
     """Run a command line and return its exit code.
 
-    0: done. 1: a bug, or no memory left. 2: an input that cannot be used. 130: Ctrl-C. Each error
-    is one line; --traceback, anywhere on the line, raises it instead. Ctrl-C and a reader that
-    leaves, such as `| head`, end a command without a message.
+    Each error is printed as one line; --traceback, anywhere on the line, raises it instead. Ctrl-C and a closed pipe,
+    as with `| head`, end a command without a message.
+
+    Returns: 0 for success, 1 for a bug or no memory left, 2 for an input that cannot be used, 130 for Ctrl-C.
     """
     prepare_output()
     words = [word for word in arguments if word != TRACEBACK_FLAG]
@@ -106,17 +108,17 @@ def run(app: typer.Typer, arguments: Sequence[str]) -> int:
 
 
 def prepare_output() -> None:
-    """Let streams take any text, and print only warnings: the library's own, each in one line."""
+    """Let the standard streams accept any text, and print treespec's warnings, one line each."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a test may stand in for it
-            stream.reconfigure(errors="backslashreplace")  # characters that the encoding lacks
+        if isinstance(stream, io.TextIOWrapper):  # a test may replace it
+            stream.reconfigure(errors="backslashreplace")  # for characters that the encoding lacks
     for name in NOISY_LOGGERS[1:]:
         logging.getLogger(name).setLevel(logging.ERROR)
     logging.getLogger("treespec").handlers = [WarningLines(logging.WARNING)]
 
 
 def print_error(error: Exception) -> None:
-    """The one line of an error, on standard error."""
+    """Print the line of an error on standard error."""
     end_notice()
     words = format_error(error)
     if words:
@@ -124,16 +126,16 @@ def print_error(error: Exception) -> None:
 
 
 def flush_output() -> None:
-    """Flush standard output. If nobody reads it any more, Python's own flush at its end goes nowhere."""
+    """Flush standard output. If that fails, redirect it to /dev/null, since Python flushes again when it exits."""
     try:
         sys.stdout.flush()
-    except OSError:  # a reader that left, or a full disk
+    except OSError:  # a closed pipe, or a full disk
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 @final
 class WarningLines(logging.Handler):
-    """Prints the library's warnings on standard error, a line each; a notice makes room for it."""
+    """Prints treespec's warnings on standard error, one line each, after erasing the notice."""
 
     def emit(self, record: logging.LogRecord) -> None:
         end_notice()
@@ -141,7 +143,7 @@ class WarningLines(logging.Handler):
 
 
 def find_parser_message(error: Exception) -> str | None:
-    """The message of the command-line parser's error, which it formats itself; None for other errors."""
+    """The message of an error of the command-line parser; None for other errors."""
     format_message = getattr(error, "format_message", None)
     if format_message is None:
         return None
@@ -149,7 +151,7 @@ def find_parser_message(error: Exception) -> str | None:
 
 
 def format_error(error: Exception) -> str:
-    """The one line of an error. "" for a reader that left, and if the help is printed instead."""
+    """Format an error as one line; "" for a closed pipe, and if the help is printed instead."""
     message = find_parser_message(error)
     if message is not None:
         message = message.replace("\n", " ")
@@ -164,7 +166,9 @@ def format_error(error: Exception) -> str:
     if isinstance(error, OSError):
         return f"cannot read or write: {line}"
     kind = type(error).__name__
-    if re.search("MemoryError|can't allocate memory", f"{kind} {error}"):  # torch's on a CPU
+    if re.search(
+        "MemoryError|can't allocate memory", f"{kind} {error}"
+    ):  # the latter is torch's on a CPU
         return (
             f"no memory is left ({line}): close other programs, take a smaller "
             f"--batch, or a smaller --dtype such as bfloat16; {TRACEBACK_FLAG} shows where"

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerConfig(DemoOptions, RequestOptions):
-    """What decodes, and how it answers."""
+    """The options of target, drafter and request."""
 
     PANEL = "Answers"
 
@@ -55,7 +55,7 @@ class AnswerConfig(DemoOptions, RequestOptions):
 
 
 def load_spec(config: ModelOptions) -> "Spec":
-    """Load what answers, which `begin_answers` has checked."""
+    """Load target and drafter, after `begin_answers` has checked the options."""
     from treespec.api.load import load_options
 
     spec = load_options(config)
@@ -82,11 +82,13 @@ def generate(config: GenerateConfig) -> None:
     A terminal shows control characters in an answer as symbols. A pipe gets them unchanged.
     """
     # 1. Read the prompts before anything is loaded.
-    texts = config.prompt or ["-"]
+    texts = config.prompt
+    if not texts:
+        texts = ["-"]
     prompts = [read_prompt(text, config.raw) for text in texts]
     begin_answers(config, chats=not config.raw)
 
-    # 2. Print one answer as it comes, or several when all are there, then the figures of all.
+    # 2. Print one answer as it arrives, or several once all have ended; then the figures.
     spec = load_spec(config)
     from treespec.engine.stats import format_stats
 
@@ -98,7 +100,7 @@ def generate(config: GenerateConfig) -> None:
 
 
 def print_stream(spec: "Spec", prompt: "Single", config: GenerateConfig) -> "Stats":
-    """Print an answer as it comes, and return its figures."""
+    """Print an answer as it arrives, and return its figures."""
     stream = spec.stream(prompt, **config.requested)
     for piece in stream:
         print(show_text(piece.text), end="", flush=True)
@@ -107,7 +109,7 @@ def print_stream(spec: "Spec", prompt: "Single", config: GenerateConfig) -> "Sta
 
 
 def print_answers(spec: "Spec", prompts: "list[Single]", config: GenerateConfig) -> "Stats":
-    """Print the answers to prompts once all are there, and return the figures of all."""
+    """Print the answers to prompts once all have ended, and return their summed figures."""
     from treespec.engine.stats import Stats
 
     total = Stats()
@@ -122,14 +124,14 @@ def print_answers(spec: "Spec", prompts: "list[Single]", config: GenerateConfig)
 
 
 def show_text(text: str) -> str:
-    """An answer's text: a terminal shows its control characters as symbols, a pipe gets them."""
+    """An answer's text as it is printed: with symbols for control characters on a terminal, unchanged in a pipe."""
     if sys.stdout.isatty():
         return to_printable(text)
     return text
 
 
 def read_prompt(text: str, raw: bool) -> "Single":
-    """A prompt; `-` is standard input. Raises InputError if that is empty."""
+    """Read a prompt from an argument, or from standard input for `-`. Raises InputError if it is empty."""
     if text == "-":
         text = read_standard_input().strip()
     else:
@@ -163,7 +165,7 @@ def trace(config: TraceConfig) -> None:
         )
     begin_answers(config, chats=not config.raw)
 
-    # 2. Answer, and show each cycle as it comes.
+    # 2. Answer, and show each cycle as it arrives.
     spec = load_spec(config)
     from treespec.api.spec import trace as cycles_of
     from treespec.cli.trace import show
@@ -200,9 +202,9 @@ def serve(config: ServeConfig) -> None:
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """A socket that listens at an address. Raises InputError if that is taken or not this machine's.
+    """Open a socket that listens at an address. port: 0 takes a free port.
 
-    port: 0 takes a free one.
+    Raises: InputError if the address is in use, or is not an address of this machine.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -227,7 +229,7 @@ class QuickstartConfig(CommandOptions):
 @build_command(QuickstartConfig)
 def quickstart(config: QuickstartConfig) -> None:
     """See a chat model answer faster, side by side, and verifiers measured, in about a minute."""
-    # 1. The target. Without a head, drafts are looked up in the sequence.
+    # 1. Load the target. Without a head, drafts are looked up in the text itself.
     drafter = choose_default_drafter(config.target) or "suffix:tokens=0"
     check_inputs_early(TargetOptions(target=config.target), [drafter], chats=True)
     from rich.console import Console
@@ -240,11 +242,11 @@ def quickstart(config: QuickstartConfig) -> None:
     console = Console(highlight=False, soft_wrap=True, markup=False)
     console.print(f"1/3  {spec}")
 
-    # 2. One token at a time against treespec.
+    # 2. Compare one token at a time with treespec.
     console.print("2/3  Three questions at temperature 0, one token at a time and with treespec")
     console.print(show_side_by_side(spec, config.max_new_tokens, console))
 
-    # 3. Verifiers. Look-ups have no draft distribution.
+    # 3. Compare verifiers. Look-up drafters have no draft distribution, so few verifiers apply.
     console.print("\n3/3  Verifiers on the same questions at temperature 1")
     verifiers = ["auto", "topk"]
     if spec.head:

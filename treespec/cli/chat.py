@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from treespec.engine.output import Stream
 
 CHAT_HINTS = "/help: commands · Alt-Enter: new line · Ctrl-C: stop an answer · Ctrl-D: quit"
-SETTABLE_OPTIONS = (  # options that a command of their name sets
+SETTABLE_OPTIONS = (  # options that a slash command of the same name sets
     "system",
     "temperature",
     "top_k",
@@ -53,7 +53,7 @@ def chat(config: ChatConfig) -> None:
 
     Through a pipe every line is a message. Answers go to standard output, figures to standard error.
     """
-    # 1. Check what needs no weights, load, and try one prompt: a missing template shows now.
+    # 1. Check what needs no weights, load, and render one prompt, so that a missing template shows now.
     begin_answers(config)
     conversation = ChatSession(load_spec(config), config)
     conversation.spec.request(conversation.opening + [build_message("user", "Hello")])
@@ -69,7 +69,7 @@ def chat(config: ChatConfig) -> None:
             run_line(conversation, read_line())
         except EOFError:
             break
-        except KeyboardInterrupt:  # on a terminal it ends only the line or the answer
+        except KeyboardInterrupt:  # on a terminal Ctrl-C ends only the line or the answer
             if not is_terminal:
                 raise
         except Exception as error:
@@ -79,7 +79,7 @@ def chat(config: ChatConfig) -> None:
 
 
 def run_line(conversation: "ChatSession", line: str) -> None:
-    """Run a slash command, or answer a message; //x is the message /x."""
+    """Run a line of input: a slash command, or a message to answer. //x is the message /x."""
     if line.startswith("/") and not line.startswith("//"):
         note(run_chat(conversation, line))
     elif line.strip():
@@ -87,21 +87,26 @@ def run_line(conversation: "ChatSession", line: str) -> None:
 
 
 def note(text: str) -> None:
-    """Show a text dimmed, on standard error: no part of an answer."""
+    """Print a text dimmed, on standard error, since it is no part of an answer."""
     if text:
         typer.secho(to_printable(text), dim=True, err=True)
 
 
 def build_message(role: str, content: str) -> dict[str, str]:
+    """A message as chat templates take it."""
     return {"role": role, "content": content}
 
 
 @final
 @dataclass
 class ChatSession:
-    """A conversation, and how it is answered.
+    """A conversation, and the settings that answer it.
 
-    messages: the turns that were answered. total: figures of all answers, replaced ones included.
+    Attributes:
+        spec: decodes the answers.
+        config: the settings, which slash commands change.
+        messages: the questions and answers so far, without the system message.
+        total: summed figures of all answers, replaced ones included.
     """
 
     spec: "Spec"
@@ -111,23 +116,26 @@ class ChatSession:
 
     @property
     def opening(self) -> list[dict[str, str]]:
-        """The system message, in a list."""
+        """A list of the system message; [] without one."""
         if not self.config.system:
             return []
         return [build_message("system", self.config.system)]
 
     @property
     def last_message(self) -> str:
-        """Raises InputError if nothing was asked."""
+        """The last message of the user. Raises InputError if nothing has been asked."""
         if not self.messages:
             raise InputError("nothing has been asked yet")
         return self.messages[-2]["content"]
 
     def show_answer(self, text: str, again: bool = False) -> None:
-        """Show an answer as it comes, then its figures, and remember the turn.
+        """Print an answer as it arrives, then its figures, and keep the turn.
 
-        Ctrl-C keeps what has been said, and raises KeyboardInterrupt at the end. again: the answer
-        replaces the last one.
+        After Ctrl-C it keeps the answer so far, and raises KeyboardInterrupt.
+
+        Args:
+            text: the user's message.
+            again: True replaces the last turn. Default: False.
         """
         # 1. Show the answer.
         history = self.messages
@@ -137,7 +145,7 @@ class ChatSession:
         stream = self.spec.stream(self.opening + messages, **self.config.requested)
         interrupted = show_stream(stream)
 
-        # 2. Remember it, unless it is empty, which templates have no place for.
+        # 2. Keep the turn, unless the answer is empty, which templates cannot show.
         stats = stream.stats
         reply = stream.output.text.strip()
         self.total.add(stats)
@@ -159,9 +167,9 @@ class ChatSession:
 
 
 def show_stream(stream: "Stream") -> bool:
-    """Show an answer as it comes, accepted drafts green. Returns whether Ctrl-C stopped it.
+    """Print an answer as it arrives, with accepted drafts in green. Returns whether Ctrl-C stopped it.
 
-    A first Ctrl-C stops it after the cycle, a second one at once.
+    The first Ctrl-C stops after the present cycle, the second one at once.
     """
     draft_style: dict[str, Any] = {"fg": "green"}
     if os.environ.get("NO_COLOR"):
@@ -192,8 +200,10 @@ def show_stream(stream: "Stream") -> bool:
 class ChatCommand(NamedTuple):
     """A slash command.
 
-    run: (conversation, value) -> text to show. value: the value's placeholder in the help, "" for a
-    command without a value.
+    Attributes:
+        run: (conversation, value) -> text to show.
+        help: the command's line in /help.
+        value: placeholder of the value in the help; "" for a command without a value.
     """
 
     run: Callable[[ChatSession, str], str]
@@ -202,10 +212,11 @@ class ChatCommand(NamedTuple):
 
 
 def run_chat(conversation: ChatSession, line: str) -> str:
-    """Run a line such as `/temperature 0.7`, and return what to show.
+    """Run a slash command such as `/temperature 0.7`, and return the text to show.
 
-    Raises InputError or TreeError for a line that cannot be run, which changes nothing, and EOFError
-    at the end of the conversation.
+    Raises:
+        InputError, TreeError: for a command that cannot be run; nothing is changed then.
+        EOFError: at the end of the conversation.
     """
     name, _, value = line.strip().partition(" ")
     if name not in CHAT_COMMANDS:
@@ -218,21 +229,21 @@ def run_chat(conversation: ChatSession, line: str) -> str:
 
 
 def build_setting_command(name: str) -> ChatCommand:
-    """The command that shows and sets an option of `ChatConfig`."""
-    field_by_name = {known.name: known for known in fields(ChatConfig)}
-    known = field_by_name[name]
+    """Build the slash command that shows and sets an option of `ChatConfig`."""
+    field_by_name = {option_field.name: option_field for option_field in fields(ChatConfig)}
+    option_field = field_by_name[name]
     kind: Any = str
-    if known.type in (int, int | None):
+    if option_field.type in (int, int | None):
         kind = int
-    elif known.type in (float, float | None):
+    elif option_field.type in (float, float | None):
         kind = float
 
     def run(conversation: ChatSession, value: str) -> str:
         if value:
             new_value: Any = value
-            with suppress(ValueError):  # the option's own error says more
+            with suppress(ValueError):  # checking the option raises a better error
                 new_value = kind(value)
-            if value == "none" and known.default is None:
+            if value == "none" and option_field.default is None:
                 new_value = None
             change_setting(conversation, name, new_value)
         if name in ("tree", "verifier"):
@@ -245,11 +256,11 @@ def build_setting_command(name: str) -> ChatCommand:
     placeholder = "N"
     if kind is str:
         placeholder = "TEXT"
-    return ChatCommand(run, known.metadata["help"], placeholder)
+    return ChatCommand(run, option_field.metadata["help"], placeholder)
 
 
 def change_setting(conversation: ChatSession, name: str, value: object) -> None:
-    """Set an option. Raises InputError or TreeError for a value that cannot be; nothing changes then."""
+    """Set an option. Raises InputError or TreeError for an invalid value; nothing is changed then."""
     changes: Any = {name: value}
     config = replace(conversation.config, **changes)
     if name in ("tree", "verifier"):
@@ -260,30 +271,34 @@ def change_setting(conversation: ChatSession, name: str, value: object) -> None:
 
 
 def reset(conversation: ChatSession, _: str) -> str:
+    """Run /reset."""
     conversation.messages = []
     conversation.total = Stats()
     return "a new conversation"
 
 
 def remove_last_turn(conversation: ChatSession, _: str) -> str:
-    forgotten = conversation.last_message
+    """Run /undo."""
+    message = conversation.last_message
     conversation.messages = conversation.messages[:-2]
-    return f"forgotten: {to_one_line(forgotten)}"
+    return f"forgotten: {to_one_line(message)}"
 
 
 def retry(conversation: ChatSession, _: str) -> str:
+    """Run /retry."""
     conversation.show_answer(conversation.last_message, again=True)
     return ""
 
 
 def show_stats(conversation: ChatSession, _: str) -> str:
+    """Run /stats."""
     total = conversation.total
     rates = [f"{rate:.2f}" for rate in total.acceptance_by_depth] or ["-"]
     return f"{format_stats(total, explain=True)} · α by depth {' '.join(rates)}"
 
 
 def save_chat(conversation: ChatSession, value: str) -> str:
-    """Append the conversation as a line of JSON, which `treespec train --data` reads."""
+    """Run /save: append the conversation as a line of JSON, which `treespec train --data` reads."""
     if not value:
         raise InputError("where to? /save FILE")
     if not conversation.messages:
@@ -295,7 +310,7 @@ def save_chat(conversation: ChatSession, value: str) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab+") as file:
             file.seek(0)
-            if file.read()[-1:] not in (b"", b"\n"):  # a last line without an end
+            if file.read()[-1:] not in (b"", b"\n"):  # the last line has no line break
                 line = b"\n" + line
             file.write(line)
     except OSError as error:
@@ -304,15 +319,17 @@ def save_chat(conversation: ChatSession, value: str) -> str:
 
 
 def show_help(_: ChatSession, __: str) -> str:
+    """Run /help."""
     lines = []
-    for name, known in CHAT_COMMANDS.items():
-        usage = f"{name} {known.value}"
-        lines.append(f"{usage:<22} {known.help}")
+    for name, command in CHAT_COMMANDS.items():
+        usage = f"{name} {command.value}"
+        lines.append(f"{usage:<22} {command.help}")
     lines.append(f"{CHAT_HINTS}. //x sends /x.")
     return "\n".join(lines)
 
 
 def leave(_: ChatSession, __: str) -> str:
+    """Run /quit."""
     raise EOFError
 
 
@@ -333,13 +350,13 @@ CHAT_COMMANDS |= {
 
 
 def build_prompt_reader() -> Callable[[], str]:
-    """What asks for a line: with completion, Alt-Enter line breaks, and a history in the state directory."""
+    """Build the function that reads a line, with completion, Alt-Enter for line breaks, and a history file."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
     from prompt_toolkit.history import FileHistory, InMemoryHistory
     from prompt_toolkit.key_binding import KeyBindings
 
-    # 1. The history is nobody else's to read. Where it cannot be written, it lasts for this process.
+    # 1. Open the history, which only the user may read. If it cannot be written, it lasts for this process.
     state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
     file = state / "treespec" / "history"
     try:
@@ -350,7 +367,7 @@ def build_prompt_reader() -> Callable[[], str]:
     except OSError:
         history = InMemoryHistory()
 
-    # 2. Keys.
+    # 2. Bind the keys.
     keys = KeyBindings()
     keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
     session: PromptSession[str] = PromptSession(

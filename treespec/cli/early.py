@@ -1,4 +1,4 @@
-"""Refuse names, paths and small files before anything heavy is loaded."""
+"""Check names, paths and small files before torch or a model is loaded."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from treespec.api.options import TargetOptions
     from treespec.eval.acceptance.config import AcceptanceConfig
 
-MOST_READ = 1 << 26  # bytes of a JSON list, which is read as a whole
+MOST_READ = 1 << 26  # bytes of a data file that is checked early: a JSON list is read as a whole
 
 
 def check_inputs_early(
@@ -26,10 +26,15 @@ def check_inputs_early(
     words: bool = True,
     chats: bool = False,
 ) -> None:
-    """Check what needs no weights, and announce the load.
+    """Check options and files before any weights are loaded, and show a notice that loading begins.
 
-    drafters: as `--drafter` takes them. words: whether the target needs a tokenizer. chats: whether
-    messages go through its chat template. Raises InputError.
+    Args:
+        options: target, template and placement.
+        drafters: values of `--drafter`. Default: ().
+        words: whether the target needs a tokenizer. Default: True.
+        chats: whether the target needs a chat template. Default: False.
+
+    Raises: InputError.
     """
     target = ""
     if options.target is not None:
@@ -55,7 +60,7 @@ def check_inputs_early(
 
 
 def begin_answers(config: ModelOptions, words: bool = True, chats: bool = True) -> None:
-    """`check_inputs_early` for what decodes. Raises TreeError too."""
+    """Run `check_inputs_early` for a command that decodes, and check tree and verifier. Raises TreeError too."""
     source = config.source
     tree = config.tree
     verifier = config.verifier
@@ -68,7 +73,7 @@ def begin_answers(config: ModelOptions, words: bool = True, chats: bool = True) 
 
 
 def refuse_unused(tree: str | None, verifier: str) -> None:
-    """Raises InputError for options that change nothing if nothing drafts."""
+    """Raises InputError for `--tree` or `--verifier` without a drafter: they would change nothing."""
     unused = []
     if tree is not None:
         unused.append(f"--tree {tree}")
@@ -79,7 +84,7 @@ def refuse_unused(tree: str | None, verifier: str) -> None:
 
 
 def find_folder(target: str) -> str:
-    """The directory of a target; a hub id as it is."""
+    """The directory of the demo target, once it has been fetched; any other name as it is."""
     from treespec.demo.fetch import find_fetched_folder
 
     if is_demo(target):
@@ -88,22 +93,22 @@ def find_folder(target: str) -> str:
 
 
 def check_pairing(drafter: str, tree: str | None, verifier: str, allow_lossy: bool) -> None:
-    """Raises InputError or TreeError for an unknown tree, verifier or drafter, and for a bad pair."""
+    """Raises InputError or TreeError for an unknown tree, verifier or drafter, or if they do not fit each other."""
     from treespec.draft.pairing import check_named
     from treespec.trees.policy import parse_policy
     from treespec.verify.facts import parse_verifier
 
     spec = DrafterSpec.parse(drafter)
     tree_name = spec.choose_tree(tree)
-    known = parse_verifier(verifier, allow_lossy)
+    verifier_info = parse_verifier(verifier, allow_lossy)
     tree_policy = None
     if tree_name:
         tree_policy = parse_policy(tree_name)
-    check_named(spec, known, tree_policy)
+    check_named(spec, verifier_info, tree_policy)
 
 
 def check_readable(**files: str | None) -> None:
-    """Raises InputError, with the nearest name, for a missing file. text="x" is --text x."""
+    """Raises InputError, with the most similar name, for a missing file. text="x" stands for --text x."""
     for name, file in files.items():
         if file is None or Path(file).exists():
             continue
@@ -113,7 +118,7 @@ def check_readable(**files: str | None) -> None:
 
 
 def check_data(name: str, answered: bool = True) -> None:
-    """Raises InputError for `--data` without a usable conversation, as far as that shows at once.
+    """Raises InputError if `--data` has no usable conversation. Hub data sets and huge files are not read yet.
 
     answered: as for `read_conversations`.
     """
@@ -130,7 +135,7 @@ def check_data(name: str, answered: bool = True) -> None:
 
 
 def check_text(file: str | None, name: str = "text") -> None:
-    """Raises InputError for a `--text` that cannot be read. A pipe, which is read once, passes."""
+    """Raises InputError for a `--text` that cannot be read. A pipe passes, since it can be read only once."""
     from treespec.text.conversations import CONVERSATION_SUFFIXES, read_content
 
     check_readable(**{name: file})
@@ -143,7 +148,7 @@ def check_text(file: str | None, name: str = "text") -> None:
 
 
 def check_questions(name: str, categories: Sequence[str] = ()) -> None:
-    """Raises InputError for a file without questions. A published suite and a pipe pass."""
+    """Raises InputError for a file without questions. A published suite and a pipe are not read yet."""
     from treespec.eval.questions import load_questions
     from treespec.options import QUESTION_SUITES
 

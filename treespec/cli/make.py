@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from treespec.heads.formats.export import Exported
     from treespec.train.regenerate.run import RegenerationResult
 
-LINE_EVERY = 30.0  # seconds between lines of progress where there is no terminal
+LINE_EVERY = 30.0  # seconds between lines of progress if there is no terminal
 ENGINE_HELP = {
     "sglang": "SGLang",
     "vllm": "vLLM",
@@ -84,16 +84,16 @@ def regenerate(config: RegenerateConfig) -> None:
 def run_regenerate(
     config: RegenerateConfig, report: Callable[["ProgressStep"], None]
 ) -> "RegenerationResult":
-    """Run `regenerate`, and report each step on a terminal, elsewhere one every LINE_EVERY s."""
+    """Run `regenerate`, and report progress: each step on a terminal, else one step every `LINE_EVERY` seconds."""
     from treespec.eval.common import ProgressStep
     from treespec.train.regenerate.run import regenerate_answers
 
-    due = 0.0  # when the next line is shown
+    next_report = 0.0  # time of the next report
 
     def on(done: int, total: int, pace: str) -> None:
-        nonlocal due
-        if time.monotonic() >= due or done == total or sys.stderr.isatty():
-            due = time.monotonic() + LINE_EVERY
+        nonlocal next_report
+        if time.monotonic() >= next_report or done == total or sys.stderr.isatty():
+            next_report = time.monotonic() + LINE_EVERY
             report(ProgressStep(done, total, f"conversations{pace}"))
 
     return regenerate_answers(config, on, lambda line: print_remark(to_one_line(line)))
@@ -156,15 +156,15 @@ def export(config: ExportConfig) -> None:
         f"Serve it with\n\n  {build_serve_command(config.to, exported.head, target_config, folder)}\n"
     )
 
-    # 3. The card, and the hub.
+    # 3. Write the card, and push to the hub.
     published = Path(config.push or folder)
-    how = build_serve_command(config.to, exported.head, target_config, published)
+    serve_command = build_serve_command(config.to, exported.head, target_config, published)
     card = write_served_card(
         source,
         exported.head.kind,
         str(target_config.name_or_path),
         config.license,
-        f"## In {ENGINE_HELP[config.to]}\n\n    {how}",
+        f"## In {ENGINE_HELP[config.to]}\n\n    {serve_command}",
     )
     write_text(folder / "README.md", card)
     if config.push:
@@ -172,7 +172,7 @@ def export(config: ExportConfig) -> None:
 
 
 def print_export(config: ExportConfig, exported: "Exported", source: Path) -> None:
-    """Print which head was written, and the parts of it that the format leaves out. source: the folder of the head."""
+    """Print which head was written, and its parts that the format leaves out. source: folder of the head."""
     print(
         f"{Path(config.out)} holds the {exported.head.kind} head. Read back it gives the same "
         f"{exported.logits} logits: difference 0."
@@ -189,7 +189,7 @@ def print_export(config: ExportConfig, exported: "Exported", source: Path) -> No
 
 
 def push_export(folder: Path, repository: str, dry_run: bool, card: str) -> None:
-    """Push a folder to the hub; a dry run prints its files and its card."""
+    """Push a folder to the hub; a dry run prints its files and its model card instead."""
     from treespec.files.hub import push
 
     if dry_run:

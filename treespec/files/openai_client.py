@@ -1,4 +1,4 @@
-"""A client of servers with OpenAI's interface: vLLM, SGLang, llama.cpp, treespec."""
+"""A client of servers with OpenAI's API: vLLM, SGLang, llama.cpp, treespec."""
 
 import http.client
 import json
@@ -12,24 +12,28 @@ from typing import Any, NamedTuple
 
 from treespec.files.printable import to_one_line
 
-API_KEY_VARIABLE = "OPENAI_API_KEY"  # the environment variable of a server's key
-ENDPOINT_TIMEOUT_SECONDS = 600.0  # that a server may be silent
+API_KEY_VARIABLE = "OPENAI_API_KEY"  # environment variable that holds the server's API key
+ENDPOINT_TIMEOUT_SECONDS = 600.0  # without a byte from the server
 ENDPOINT_ERRORS = (
     OSError,
     http.client.HTTPException,
     ValueError,
-)  # what `stream_chat_completion` and `find_served_model` raise
+)  # the errors that `stream_chat_completion` and `find_served_model` raise
 
 
 @dataclass
 class EndpointReply:
-    """A chat completion as its client sees it.
+    """A chat completion as its client receives it.
 
-    thought: what the server tells apart as `reasoning_content` or `reasoning`.
-    token_ids, prompt_ids: of the answer with its thoughts and end, and of the prompt, where the server tells
-    all of them.
-    times: seconds to each piece of text. cut: whether `max_tokens` ended it. usage: the tokens that
-    the server counts, `prompt_tokens` and `completion_tokens`; empty where it reports none.
+    Attributes:
+        text: the answer.
+        token_ids: token ids of the answer, its thoughts and its end; [] unless the server reports all of them.
+        times: seconds from the request to each piece of text.
+        cut: whether `max_tokens` ended the answer.
+        usage: the server's counts `prompt_tokens` and `completion_tokens`; {} if it reports none.
+        seconds: seconds from the request to the end of the answer.
+        thought: the thoughts that the server reports as `reasoning_content` or `reasoning`.
+        prompt_ids: token ids of the prompt; [] unless the server reports them.
     """
 
     text: str = ""
@@ -42,11 +46,15 @@ class EndpointReply:
     prompt_ids: list[int] = field(default_factory=list)
 
     def take(self, chunk: Mapping[str, Any], seconds: float) -> bool:
-        """Add what a chunk of the stream brings. Returns whether it has text without its token ids.
+        """Add a chunk of the stream. Returns whether the chunk has text without token ids.
 
-        Raises LookupError, TypeError or AttributeError for what is no chunk.
+        Args:
+            chunk: the parsed chunk.
+            seconds: seconds since the request.
+
+        Raises: LookupError, TypeError or AttributeError if the object is no chunk.
         """
-        has_untold_text = False
+        has_text_without_ids = False
         if chunk.get("usage"):
             self.usage = chunk["usage"]
         if chunk.get("prompt_token_ids"):
@@ -63,12 +71,12 @@ class EndpointReply:
             if choice.get("finish_reason") == "length":
                 self.cut = True
             if (text or thought) and not ids:
-                has_untold_text = True
-        return has_untold_text
+                has_text_without_ids = True
+        return has_text_without_ids
 
 
 class EndpointDelta(NamedTuple):
-    """What is new in a choice of a stream. ids: of its tokens, [] where the server does not tell them."""
+    """The new text of a choice. ids: ids of its tokens; [] if the server does not report them."""
 
     text: str
     thought: str
@@ -76,22 +84,24 @@ class EndpointDelta(NamedTuple):
 
 
 def read_delta(choice: Mapping[str, Any]) -> EndpointDelta:
-    """What a choice of a chunk brings. Raises LookupError, TypeError or AttributeError for what is no choice.
+    """Read the new text of a choice in a chunk.
 
-    Thoughts stand in `reasoning_content`, in newer vLLM in `reasoning`. Token ids stand in vLLM's field, in
+    Thoughts are in `reasoning_content`, in newer vLLM in `reasoning`. Token ids are in vLLM's field `token_ids`, or in
     llama.cpp's log-probabilities.
+
+    Raises: LookupError, TypeError or AttributeError if the object is no choice.
     """
     delta = choice["delta"]
     thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
     ids = choice.get("token_ids")
     if not ids:
-        told = (choice.get("logprobs") or {}).get("content") or []
-        ids = [one["id"] for one in told if "id" in one]
+        token_logprobs = (choice.get("logprobs") or {}).get("content") or []
+        ids = [entry["id"] for entry in token_logprobs if "id" in entry]
     return EndpointDelta(delta.get("content") or "", thought, ids)
 
 
 def open_request(url: str, body: Mapping[str, object] | None = None) -> Any:
-    """The reply to a request, which may still be arriving. Raises OSError."""
+    """Send a request, and return the open response. body: JSON fields to post; None sends a GET. Raises OSError."""
     headers = {"Content-Type": "application/json"}
     key = os.environ.get(API_KEY_VARIABLE)
     if key:
@@ -105,7 +115,7 @@ def open_request(url: str, body: Mapping[str, object] | None = None) -> Any:
 
 
 def find_served_model(address: str) -> str:
-    """The name of the first model at an address, such as http://localhost:8000/v1.
+    """Ask a server for the name of its first model. address: such as http://localhost:8000/v1.
 
     Raises as `stream_chat_completion` does.
     """
@@ -117,49 +127,55 @@ def find_served_model(address: str) -> str:
 
 
 def stream_chat_completion(address: str, body: Mapping[str, object]) -> EndpointReply:
-    """A streamed chat completion. body: model, messages and options, as OpenAI's interface has them.
+    """Request a streamed chat completion, and receive all of it.
 
-    Raises OSError or HTTPException where it is refused or breaks off, ValueError for anything else.
+    Args:
+        address: such as http://localhost:8000/v1.
+        body: model, messages and options in OpenAI's fields.
+
+    Raises:
+        OSError, HTTPException: if the server refuses the request, or if the stream breaks off.
+        ValueError: if the response is no chat completion.
     """
     reply = EndpointReply()
     ended = False
-    untold = False
+    has_text_without_ids = False
     started = time.perf_counter()
-    more = {"stream": True, "stream_options": {"include_usage": True}}
-    with open_request(f"{address}/chat/completions", {**body, **more}) as lines:
+    stream_options = {"stream": True, "stream_options": {"include_usage": True}}
+    with open_request(f"{address}/chat/completions", {**body, **stream_options}) as lines:
         for line in lines:
             event = line.removeprefix(b"data:").strip()
             if not line.startswith(b"data:") or event == b"[DONE]":
                 continue
             try:
                 chunk = json.loads(event)
-                untold |= reply.take(chunk, time.perf_counter() - started)
+                has_text_without_ids |= reply.take(chunk, time.perf_counter() - started)
                 ended |= any(choice.get("finish_reason") for choice in chunk["choices"])
             except (LookupError, TypeError, AttributeError) as error:
                 raise ValueError(to_one_line(event.decode(errors="replace"))[:200]) from error
     if not ended:
         raise ConnectionError("its answer breaks off")
     reply.seconds = time.perf_counter() - started
-    if untold:
-        reply.token_ids.clear()  # llama.cpp tells none of accepted drafts
+    if has_text_without_ids:
+        reply.token_ids.clear()  # some are missing: llama.cpp reports none for accepted drafts
     reply.text = _replace_half_characters(reply.text)
     reply.thought = _replace_half_characters(reply.thought)
     return reply
 
 
 def _replace_half_characters(text: str) -> str:
-    """The text without halves of surrogate pairs."""
+    """Replace halves of surrogate pairs by question marks."""
     return text.encode(errors="replace").decode()
 
 
 def describe_error(error: Exception) -> str:
-    """What a server, or the connection to it, had to say."""
+    """Describe an error of a server, or of the connection to it, in one line."""
     if isinstance(error, urllib.error.HTTPError):
         hint = ""
         if error.code in (401, 403):
             hint = f"; its key is taken from {API_KEY_VARIABLE}"
-        told = to_one_line(error.read(2000).decode(errors="replace"))[:200]
-        return f"the server refuses with HTTP {error.code}: {told}{hint}"
+        response = to_one_line(error.read(2000).decode(errors="replace"))[:200]
+        return f"the server refuses with HTTP {error.code}: {response}{hint}"
     if isinstance(error, ValueError):
         return f"the server answers with no chat completion: {error}"
     return (

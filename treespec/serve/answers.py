@@ -1,4 +1,4 @@
-"""Answers of the engine for one HTTP request: submitted together, awaited, cancelled together."""
+"""The engine's answers to one HTTP request: submitted, awaited and cancelled together."""
 
 import asyncio
 import json
@@ -20,19 +20,25 @@ from treespec.sampling.compiled_grammar import GRAMMAR_KINDS
 from treespec.serve.errors import ApiError, build_bad_request, to_api_error
 from treespec.serve.state import State
 
-QUIET_SECONDS = 5.0  # seconds after which a stream says that it still waits
+QUIET_SECONDS = 5.0  # seconds without a piece after which a stream sends a comment
 Arrival = tuple[int, Piece | None]
 T = TypeVar("T")
 
 
 @final
 class Answers:
-    """The answers of one request, in the order in which its choices are numbered.
+    """The answers to one HTTP request, by the index of their choices.
 
-    The request's deadline counts from here: over tokenising, queue, prefill and decoding.
-    Iterate once: (index, piece) of any answer as it comes, (index, None) at its end, and None
-    after a while without a piece. It raises ApiError if an answer fails, the client leaves or the
-    time is over; all answers are cancelled then.
+    The request's deadline counts from construction on: it covers tokenising, queue, prefill and decoding.
+
+    Iterate once. The iterator yields (index, piece) for each piece of any answer as it arrives, (index, None) when
+    that answer ends, and None after `QUIET_SECONDS` without a piece. It raises ApiError if an answer fails, if the
+    client disconnects, or at the deadline; all answers are then cancelled. With two answers it may yield:
+
+        (0, "The")  (1, "A")  None  (1, None)  (0, None)
+
+    Attributes:
+        keep: called with the text of each finished answer; None to keep none.
     """
 
     def __init__(self, state: State, request: Request) -> None:
@@ -42,7 +48,9 @@ class Answers:
         self.end = self.loop.time() + state.config.timeout
         self.arrived: asyncio.Queue[Arrival] = asyncio.Queue()
         self.answers: list[Completion] = []
-        self.keep: Callable[[str], None] | None = None  # each whole answer's text
+        self.keep: Callable[[str], None] | None = (
+            None  # called with the text of each finished answer
+        )
 
     async def run(
         self,
@@ -50,9 +58,14 @@ class Answers:
         limiter: CapacityLimiter | None = None,
         param: str | None = None,
     ) -> T:
-        """Run `call` on a thread. Raises ApiError for what it refuses, and after the deadline.
+        """Run `call` on a thread, and return its result.
 
-        limiter: bounds the threads. param: the field of the request that an error names.
+        Args:
+            call: the function to run.
+            limiter: bounds the number of threads that run such calls. Default: None, anyio's limit.
+            param: the field of the request that an error names. Default: None.
+
+        Raises: ApiError if `call` raises InputError, and at the deadline.
         """
         try:
             async with asyncio.timeout_at(self.end):
@@ -71,39 +84,50 @@ class Answers:
         seed: int | None,
         options: Mapping[str, Any],
     ) -> None:
-        """Ask for several samples of each prompt. Raises ApiError; nothing is left running then.
+        """Submit all answers to the engine.
 
-        seed: of the first answer; each further answer takes the next seed.
+        Args:
+            prompts: token ids of each prompt.
+            samples: number of answers to each prompt.
+            seed: seed of the first answer; each further answer takes the next seed. None: random seeds.
+            options: further keywords of `Engine.submit_n`.
+
+        Raises: ApiError, after cancelling answers that were submitted already.
         """
-        # 1. What this server holds.
+        # 1. Refuse more answers than this server's queue holds.
         state = self.state
         engine = state.engine
         self.prompts = prompts
         self.samples = samples
-        wanted = len(prompts) * samples
+        answer_count = len(prompts) * samples
         limit = engine.batch + engine.queue
-        if wanted > limit:
-            message = f"{wanted} answers are asked for: this server's limit is {limit} a request"
+        if answer_count > limit:
+            message = (
+                f"{answer_count} answers are asked for: this server's limit is {limit} a request"
+            )
             param = "prompt"
             if samples > 1:
                 param = "n"
             raise ApiError(400, message, param)
 
-        # 2. Their places in the engine's queue.
+        # 2. Try out the grammar, and enter the engine's queue.
         def submit() -> None:
             for prompt in prompts:
-                first = len(self.answers)
+                first_index = len(self.answers)
                 first_seed = None
                 if seed is not None:
-                    first_seed = seed + first
-                listeners = [self._build_listener(index) for index in range(first, first + samples)]
+                    first_seed = seed + first_index
+                listeners = [
+                    self._build_listener(index)
+                    for index in range(first_index, first_index + samples)
+                ]
                 keywords: Any = {"seed": first_seed, "on_pieces": listeners, **options}
                 self.answers += engine.submit_n(prompt, samples, **keywords)
 
         try:
             for kind in (
                 options.keys() & GRAMMAR_KINDS
-            ):  # a grammar that would hold up others is refused
+            ):  # refuse a grammar that would hold up other requests
                 try_grammar = partial(state.trial.run, kind, options[kind])
                 await self.run(try_grammar, limiter=state.compiling)
             await self.run(submit)
@@ -112,17 +136,18 @@ class Answers:
             raise
 
     def _build_listener(self, index: int) -> Callable[[Piece | None], None]:
-        """What the engine's thread calls with each piece of an answer."""
+        """Build the callback of an answer; the engine's thread calls it with each piece."""
         measure = self.state.metrics.watch()
 
         def on_piece(piece: Piece | None) -> None:
             measure(piece)
-            with suppress(RuntimeError):  # the server has ended, and with it the loop
+            with suppress(RuntimeError):  # the server has shut down, and its event loop with it
                 self.loop.call_soon_threadsafe(self.arrived.put_nowait, (index, piece))
 
         return on_piece
 
     def cancel(self) -> None:
+        """Cancel all answers."""
         for answer in self.answers:
             answer.cancel()
 
@@ -145,7 +170,7 @@ class Answers:
                 self.state.metrics.count(answer, done=index in done)
 
     async def _wait(self) -> Arrival | None:
-        """The next arrival; None after QUIET seconds without one. Raises ApiError after the deadline."""
+        """The next arrival; None after `QUIET_SECONDS` without one. Raises ApiError at the deadline."""
         seconds = self.end - self.loop.time()
         try:
             return await asyncio.wait_for(self.arrived.get(), min(seconds, QUIET_SECONDS))
@@ -155,7 +180,7 @@ class Answers:
             return None
 
     def _end_answer(self, index: int) -> None:
-        """Keep an answer that has ended. Raises ApiError for one that failed."""
+        """Pass a finished answer to `keep`. Raises ApiError if the answer failed."""
         answer = self.answers[index]
         if answer.error:
             if self.state.cut_off:
@@ -166,9 +191,9 @@ class Answers:
 
 
 def keep(file: Path, messages: Sequence[Mapping[str, Any]], answer: str) -> None:
-    """Append a chat and its answer as a line of JSON. If the disk refuses it, standard error says so.
+    """Append a chat and its answer to `file` as a line of JSON. A write error is printed on standard error.
 
-    A line that a kill has torn is ended first, so that the next one is whole.
+    If a killed process left a partial last line, a line break is written first, so that the new line is complete.
     """
     chat = {"messages": [*messages, {"role": "assistant", "content": answer}]}
     line = json.dumps(chat, ensure_ascii=False).encode() + b"\n"

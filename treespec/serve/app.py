@@ -1,4 +1,4 @@
-"""The application: its paths, its errors, and what every request passes first."""
+"""The application: its routes, and the middleware that checks and counts every request."""
 
 import hashlib
 import secrets
@@ -20,8 +20,8 @@ from treespec.serve.errors import ApiError, build_error_response, handle_error
 from treespec.serve.protocol import Fields
 from treespec.serve.state import State, get_state
 
-MAX_BODY_BYTES = 4 << 20  # bytes of a request
-OPEN_PATHS = ("/", "/health")  # without a key; the page itself holds nothing secret
+MAX_BODY_BYTES = 4 << 20  # of a request
+OPEN_PATHS = ("/", "/health")  # need no key: the page itself holds nothing secret
 CONTENT_SECURITY_POLICY = (  # a browser runs only the server's own scripts and styles
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
@@ -36,14 +36,14 @@ SECURITY_HEADERS = [
 
 @final
 class Guard:
-    """ASGI middleware; it counts requests by path and status, too."""
+    """ASGI middleware: bounds bodies, checks keys and host names, adds security headers, counts requests."""
 
     def __init__(self, app: ASGIApp, state: State) -> None:
         self.app = app
         self.state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # 1. The body is bounded whatever its headers say; responses are counted, and get headers.
+        # 1. Bound the body, whatever Content-Length says; count responses, and add headers.
         received_bytes = 0
 
         async def receive_bounded() -> Message:
@@ -65,7 +65,7 @@ class Guard:
                 message["headers"] = list(message["headers"]) + SECURITY_HEADERS
             await send(message)
 
-        # 2. The answer of the application, or an error.
+        # 2. Send an error, or let the application answer.
         request = Request(scope)
         key = self._read_key(request)
         request.state.memory = ""
@@ -78,8 +78,8 @@ class Guard:
             await self.app(scope, receive_bounded, send_counted)
 
     def _find_refusal(self, request: Request, key: str) -> ApiError | None:
-        """Why the request goes no further, or None. key: the server's key that it brings."""
-        path = request.scope["path"]  # request.url would read it off the Host header, too
+        """The error for a request that is refused; None if it may pass. key: the request's valid key, or ""."""
+        path = request.scope["path"]  # not request.url, which depends on the Host header too
         if self.state.ending and path not in ("/metrics", "/health"):
             return self.state.cut()
         if (
@@ -97,20 +97,23 @@ class Guard:
         return None
 
     def _read_key(self, request: Request) -> str:
-        """The server's key that the request brings; "" if it brings none of them."""
+        """The API key of the request; "" if it has none or a wrong one."""
         scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
-        brought = credentials.strip().encode("latin-1")
-        # All keys are compared, so that the time does not tell which one was nearly right.
-        equal = [key for key in self.state.keys if secrets.compare_digest(brought, key.encode())]
-        if scheme.lower() != "bearer" or not equal:
+        request_key = credentials.strip().encode("latin-1")
+        # Compare with all keys, so that the time does not reveal which key was nearly right.
+        matching_keys = [
+            key for key in self.state.keys if secrets.compare_digest(request_key, key.encode())
+        ]
+        if scheme.lower() != "bearer" or not matching_keys:
             return ""
-        return equal[0]
+        return matching_keys[0]
 
 
 def is_named_rightly(request: Request) -> bool:
-    """False if a request reaches this machine's own address under another machine's name.
+    """Whether the Host header of a request to a loopback address is a loopback name too.
 
-    A foreign page could lead its own name to 127.0.0.1, and a browser would let it read the answers.
+    Requests to other addresses pass. The check prevents DNS rebinding: a foreign page could resolve its own name to
+    127.0.0.1, and read the answers.
     """
     if not ip_address(request.scope["server"][0]).is_loopback:
         return True
@@ -127,6 +130,7 @@ router = APIRouter()
 
 
 def build_app(state: State) -> FastAPI:
+    """Build the FastAPI application with all routes, error handlers and middleware."""
     app = FastAPI(title="treespec", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.treespec = state
     for part in (router, completions.router, page.router):
@@ -136,7 +140,7 @@ def build_app(state: State) -> FastAPI:
         app.add_exception_handler(kind, handle_error)
     app.add_middleware(Guard, state=state)
     origins = state.config.cors
-    if origins:  # the server's own page may call it in any case
+    if origins:  # the server's page may always call it
         app.add_middleware(
             CORSMiddleware,
             allow_origins=origins,
@@ -148,17 +152,20 @@ def build_app(state: State) -> FastAPI:
 
 @router.get("/v1/models")
 async def models(request: Request) -> Fields:
+    """List the server's one model."""
     return {"object": "list", "data": [_describe_model(get_state(request))]}
 
 
 @router.get("/v1/models/{name:path}")
 async def model(request: Request, name: str) -> Fields:
+    """Describe the server's model; 404 for any other name."""
     state = get_state(request)
     state.check_model(name)
     return _describe_model(state)
 
 
 def _describe_model(state: State) -> Fields:
+    """Build the fields of the server's model."""
     target = state.spec.target
     drafter = None
     if state.spec.source:
@@ -176,7 +183,7 @@ def _describe_model(state: State) -> Fields:
 
 @router.api_route("/health", methods=["GET", "HEAD"])
 async def health(request: Request) -> Response:
-    """200 while requests are answered, 503 once the server shuts down."""
+    """Answer 200 while requests are served, 503 once the server shuts down."""
     state = get_state(request)
     status = "ok"
     status_code = 200
@@ -194,5 +201,6 @@ async def health(request: Request) -> Response:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
+    """Answer with the metrics in Prometheus' text format."""
     text = generate_latest(get_state(request).metrics.registry)
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

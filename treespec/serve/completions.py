@@ -1,4 +1,4 @@
-"""/v1/chat/completions, /v1/completions, and /tokenize: the token ids of a prompt."""
+"""The endpoints /v1/chat/completions, /v1/completions and /tokenize."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,12 +22,13 @@ from treespec.text.strings import check_fits_context, require_well_formed
 from treespec.text.templates import get_template_source
 
 router = APIRouter()
-DEFAULT_COMPLETION_TOKENS = 16  # tokens of a text completion without max_tokens, as OpenAI's
+DEFAULT_COMPLETION_TOKENS = 16  # tokens of a text completion without max_tokens, as in OpenAI's API
 
 
 @router.post("/v1/chat/completions")
 async def chat(request: Request, body: ChatRequest) -> Response:
-    # 1. Tools, and the form of their calls.
+    """Answer a conversation."""
+    # 1. Read the tools, and choose the format of their calls.
     state = get_state(request)
     spec = state.spec
     tokenizer = spec.target.tokenizer
@@ -42,7 +43,7 @@ async def chat(request: Request, body: ChatRequest) -> Response:
     if choice.schema is not None:
         options["json_schema"] = choice.schema
 
-    # 2. The prompt.
+    # 2. Encode the prompt, and answer.
     def encode() -> list[list[int]]:
         return [encode_request(spec, body.messages, choice.tools, body.chat_template_kwargs)]
 
@@ -59,7 +60,8 @@ async def chat(request: Request, body: ChatRequest) -> Response:
 
 @router.post("/v1/completions")
 async def complete(request: Request, body: CompletionRequest) -> Response:
-    # 1. The prompts, as one list of them.
+    """Continue texts or token ids."""
+    # 1. List the prompts.
     spec = get_state(request).spec
     if body.echo and body.logprobs is not None:
         raise ApiError(400, "echo goes without logprobs: prompts are not scored", "echo")
@@ -71,7 +73,7 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
     else:
         prompts = list(body.prompt)
 
-    # 2. Their tokens, and the text that answers begin with.
+    # 2. Encode them, and answer; with `echo` an answer begins with its prompt.
     def encode() -> list[list[int]]:
         return [spec.encode(prompt) for prompt in prompts]
 
@@ -105,17 +107,18 @@ async def respond(
     reply_format: ReplyFormat,
     options: Fields,
 ) -> Response:
-    """Answer a request to either endpoint, as a whole or as a stream.
+    """Answer a request to either completion endpoint, as one object or as a stream.
 
     Args:
-        body: the checked body of the request.
-        encode: returns the token ids of the request's prompts; it runs on a thread.
+        request: the HTTP request.
+        body: the validated body of the request.
+        encode: returns the token ids of the prompts; runs on a thread.
         reply_format: how the endpoint writes its response.
-        options: keywords of `Spec.generate` from the body.
+        options: keywords of `Spec.generate` that the body sets.
 
     Raises: ApiError.
     """
-    # 1. The prompts.
+    # 1. Encode and check the prompts.
     state = get_state(request)
     answers = Answers(state, request)
     state.check_model(body.model)
@@ -126,7 +129,7 @@ async def respond(
     for ids in prompts:
         state.check_prompt(ids, param)
 
-    # 2. The answers.
+    # 2. Submit the answers.
     if isinstance(body, ChatRequest) and body.store:
         log_answers(answers, body)
     options = {"temperature": state.config.temperature} | options
@@ -137,7 +140,7 @@ async def respond(
         samples = body.n
     await answers.submit(prompts, samples, body.seed, options)
 
-    # 3. The response.
+    # 3. Respond.
     include_usage = False
     if body.stream_options is not None:
         include_usage = bool(body.stream_options.include_usage)
@@ -152,9 +155,11 @@ async def respond(
 
 
 def choose_max_tokens(state: State, body: Sampled, prompts: Sequence[Sequence[int]]) -> int:
-    """The most tokens of an answer. Raises ApiError for more than this server lets an answer have.
+    """Choose the maximum number of tokens of an answer.
 
-    Without a limit of its own a chat may fill the memory of the engine, up to the server's limit.
+    A chat without a limit may fill the engine's cache, up to the server's limit.
+
+    Raises: ApiError if the request asks for more than the server's limit.
     """
     max_tokens = None
     if body.max_tokens is not None:
@@ -174,7 +179,7 @@ def choose_max_tokens(state: State, body: Sampled, prompts: Sequence[Sequence[in
 
 
 def log_answers(answers: Answers, body: ChatRequest) -> None:
-    """Append each whole answer to the client's file of --log-completions, if the server has one.
+    """Log finished answers to the client's file in the folder of --log-completions, if that option is set.
 
     Chats with pictures are not logged.
     """
@@ -187,7 +192,7 @@ def log_answers(answers: Answers, body: ChatRequest) -> None:
 
 @router.post("/tokenize")
 async def tokenize(request: Request, body: TokenizeRequest) -> Fields:
-    """The token ids of a prompt, or of messages as a chat begins an answer to them."""
+    """Answer with the token ids of a prompt, or of messages with the generation prompt."""
     state = get_state(request)
     answers = Answers(state, request)
     state.check_model(body.model)
@@ -208,7 +213,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Fields:
 
 
 def encode_text(spec: Spec, text: str, add_special_tokens: bool) -> list[int]:
-    """The token ids of a text. Raises InputError for a text that is too long or no valid Unicode."""
+    """Encode a text. Raises InputError if the text is too long or no valid Unicode."""
     tokenizer: Any = spec.target.tokenizer
     check_fits_context(
         require_well_formed(text, "the prompt"), tokenizer, spec.target.context_length

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API writes them: a status, and `{"error": {message, type, param, code}}`."""
+"""Errors in the form of OpenAI's API: a status, and `{"error": {message, type, param, code}}`."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -15,14 +15,22 @@ from treespec.files.printable import to_one_line
 
 log = logging.getLogger(__name__)
 
-# Messages of treespec begin with an option's name: the request's field of each option.
+# An InputError's message may begin with an option's name: the request's field for each option.
 FIELD_OF_OPTION = {name: name for name in REQUEST_OPTION_NAMES}
 FIELD_OF_OPTION |= {"seed": "seed", "json_schema": "response_format", "pictures": "messages"}
 
 
 @final
 class ApiError(HTTPException):
-    """An error with its status. param: the request's field. code: one of OpenAI's, if any fits."""
+    """An error response.
+
+    Args:
+        status: the HTTP status.
+        message: what is wrong, for the client.
+        param: the request's field at fault. Default: None.
+        code: one of OpenAI's error codes, if one fits. Default: None.
+        headers: further HTTP headers. Default: None.
+    """
 
     def __init__(
         self,
@@ -38,6 +46,7 @@ class ApiError(HTTPException):
 
     @property
     def body(self) -> dict[str, Any]:
+        """The JSON body of the response."""
         kind = "invalid_request_error"
         if self.status_code == 429:
             kind = "rate_limit_error"
@@ -49,9 +58,9 @@ class ApiError(HTTPException):
 
 
 def build_bad_request(error: BaseException, param: str | None = None) -> ApiError:
-    """The 400 for an input that treespec refuses.
+    """Build the 400 for an input that treespec refuses.
 
-    param: the request's field, unless the message begins with an option's name.
+    param: the request's field at fault; an option's name at the start of the message overrides it.
     """
     code = None
     if isinstance(error, TooLong):
@@ -60,15 +69,15 @@ def build_bad_request(error: BaseException, param: str | None = None) -> ApiErro
 
 
 def _find_field(error: BaseException) -> str | None:
-    """The request's field of the option that a message begins with."""
+    """The request's field for the option that an error's message begins with; None for any other message."""
     return FIELD_OF_OPTION.get(str(error).partition(" ")[0].rstrip(":,"))
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """The error that a client gets for any error, before or amid an answer.
+    """Convert any exception to the error that the client receives, before or during an answer.
 
-    It gives the reason if that was written for people; the log has the others. Clients send a
-    request again after a 500, so an error that the request itself causes is a 400.
+    The message of an InputError is sent; any other is only logged. Clients retry after a 500, so an error that the
+    request causes is a 400.
     """
     if isinstance(error, ApiError):
         return error
@@ -88,16 +97,17 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 async def handle_error(_: Request, error: Exception) -> JSONResponse:
-    """Every error of the application gets OpenAI's body."""
+    """Respond to any exception of the application with OpenAI's error body."""
     return build_error_response(to_api_error(error))
 
 
 def build_error_response(error: ApiError) -> JSONResponse:
+    """Build the HTTP response of an error."""
     return JSONResponse(error.body, error.status_code, error.headers)
 
 
 def build_invalid_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The first of pydantic's errors, with the name of the field."""
+    """Build the 400 for a body that pydantic refuses, from the first of its errors."""
     first = errors[0]
     param = name_of(first["loc"])
     if first["type"] == "json_invalid":
@@ -115,7 +125,7 @@ def build_invalid_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def name_of(location: Sequence[str | int]) -> str | None:
-    """`messages[1].content` for pydantic's location of an error; None for the whole body."""
+    """Format pydantic's location of an error as `messages[1].content`; None for the body as a whole."""
     name = ""
     for part in location[1:]:
         if isinstance(part, int):

@@ -1,4 +1,4 @@
-"""Messages and tools of a request as the chat template takes them, and their token ids."""
+"""Convert the messages and tools of a request to the chat template's form, and encode them."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -41,13 +41,17 @@ def encode_request(
     tools: Sequence[Tool] = (),
     variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """The token ids of a conversation.
+    """Encode a conversation as token ids.
 
     Args:
-        messages, tools: as their schemas leave them.
-        variables: of the chat template, such as enable_thinking.
+        spec: its target's tokenizer and its template are used.
+        messages: the validated messages.
+        tools: the validated tools. Default: ().
+        variables: variables of the chat template, such as enable_thinking. Default: None.
 
-    Raises: InputError for what the template refuses; ApiError for a message that lacks something.
+    Raises:
+        InputError: for messages that the template refuses.
+        ApiError: for a message without content, and for a tool call whose arguments are no JSON.
     """
     tokenizer = spec.target.tokenizer
     source = templates.get_template_source(tokenizer, spec.template, tools)
@@ -70,9 +74,9 @@ def encode_request(
 
 
 def _normalize_message(message: Message, index: int) -> Fields:
-    """One message as templates take it: content a string, arguments of calls as objects.
+    """Convert a message to the template's form: content is a string, arguments of tool calls are objects.
 
-    index: its place in the request, for errors. Raises ApiError.
+    index: the message's index in the request, for errors. Raises ApiError.
     """
     fields: Fields = {name: value for name, value in message.items() if value is not None}
     if "content" not in fields and fields["role"] != "assistant":
@@ -86,7 +90,7 @@ def _normalize_message(message: Message, index: int) -> Fields:
 
 
 def _parse_call(call: ToolCall, name: str) -> Fields:
-    """A call of an earlier answer, its arguments as an object. name: the field that an error names."""
+    """Parse the arguments of a tool call in an earlier answer. name: the field that an error names. Raises ApiError."""
     function = call["function"]
     try:
         arguments = json.loads(function["arguments"] or "{}")
@@ -102,7 +106,7 @@ def _parse_call(call: ToolCall, name: str) -> Fields:
 
 
 def _write_tools_as_text(messages: list[Fields], tools: Sequence[Tool]) -> list[Fields]:
-    """The messages with tools, calls and results in their text. Tools end the system message."""
+    """Write tools, calls and results into the text of the messages; tools go to the end of the system message."""
     messages = [write_message_as_text(message) for message in messages]
     if not tools:
         return messages
@@ -116,7 +120,7 @@ def _write_tools_as_text(messages: list[Fields], tools: Sequence[Tool]) -> list[
 
 
 def write_message_as_text(message: Fields) -> Fields:
-    """A message with its calls, or the result of one, as text in Hermes' form."""
+    """Write the tool calls of a message, or the result of a call, as text in Hermes' format."""
     content = message["content"]
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
@@ -136,8 +140,10 @@ def write_message_as_text(message: Fields) -> Fields:
 class ParsedToolChoice:
     """What a request's `tools` and `tool_choice` ask for.
 
-    tools: those that the template shows. form: how the answer writes its calls, and schema: JSON
-    schema of the answer; both None unless the answer must be a call.
+    Attributes:
+        tools: the tools that the template shows.
+        form: the format of calls if the answer must be a call; else None.
+        schema: JSON schema of the answer if the answer must be a call; else None.
     """
 
     tools: Sequence[Tool]
@@ -146,10 +152,9 @@ class ParsedToolChoice:
 
 
 def parse_tool_choice(body: ChatRequest) -> ParsedToolChoice:
-    """Read `tools` and `tool_choice`.
+    """Read `tools` and `tool_choice` of a request.
 
-    Raises ApiError for a choice that names no tool, and for a required call beside another format
-    of the answer.
+    Raises: ApiError for a choice that names no tool, and for a required call together with another response format.
     """
     tools = body.tools or []
     if body.tool_choice == "none":
@@ -163,11 +168,11 @@ def parse_tool_choice(body: ChatRequest) -> ParsedToolChoice:
 
 
 def require_call(tools: Sequence[Tool], tool_choice: str | Tool) -> ParsedToolChoice:
-    """The answer must be a call: of the tool that `tool_choice` names, or "required" for any of them.
+    """Build the choice of a request whose answer must be a tool call.
 
-    Raises ApiError for a choice that names no tool.
+    tool_choice: the tool to call, or "required" for any tool. Raises ApiError for a choice that names no tool.
     """
-    # 1. Any of them.
+    # 1. Any tool.
     schemas: dict[str, Fields] = {}
     for tool in tools:
         function = tool["function"]
@@ -176,7 +181,7 @@ def require_call(tools: Sequence[Tool], tool_choice: str | Tool) -> ParsedToolCh
         form = ToolFormat("", "", parse_calls, at_start=True)
         return ParsedToolChoice(tools, form, _build_any_call_schema(schemas))
 
-    # 2. One by its name.
+    # 2. The named tool.
     name = ""
     if isinstance(tool_choice, dict):
         name = tool_choice["function"]["name"]
@@ -191,24 +196,27 @@ def require_call(tools: Sequence[Tool], tool_choice: str | Tool) -> ParsedToolCh
 
 
 def _parse_arguments(name: str, text: str) -> list[ParsedToolCall]:
-    """The one call of a tool, whose arguments are the whole text; [] for a text without any."""
+    """The call of the tool `name`, with the whole text as its arguments; [] for an empty text."""
     if not parse_json_values(text):
         return []
     return [ParsedToolCall(name, text)]
 
 
 def _build_any_call_schema(schemas: Mapping[str, Fields]) -> Fields:
-    """The schema of a call of any of the functions, by the schemas of their arguments.
+    """Build the JSON schema of a call of any function. schemas: the schema of each function's arguments, by name.
 
-    Definitions go to its root, where references look for them.
+    Definitions move to the root of the schema, where `$ref` looks for them. Raises ApiError if two tools define a
+    name differently.
     """
     calls: list[Fields] = []
     definitions: Fields = {}
     for name, schema in schemas.items():
         arguments = dict(schema)
-        for other, definition in arguments.pop("$defs", {}).items():
-            if definitions.setdefault(other, definition) != definition:
-                raise ApiError(400, f"two tools define {other!r:.80} differently", "tools")
+        for definition_name, definition in arguments.pop("$defs", {}).items():
+            if definitions.setdefault(definition_name, definition) != definition:
+                raise ApiError(
+                    400, f"two tools define {definition_name!r:.80} differently", "tools"
+                )
         properties = {"name": {"const": name}, "arguments": arguments}
         call = {"type": "object", "properties": properties, "required": ["name", "arguments"]}
         calls.append(call | {"additionalProperties": False})

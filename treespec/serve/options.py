@@ -9,14 +9,12 @@ from treespec.errors import InputError
 from treespec.options import MAX_COUNT, MAX_TEXT_TOKENS, CommandOptions, option
 
 SERVER_KEY_VARIABLE = "TREESPEC_API_KEY"
-ORIGIN_PATTERN = (
-    r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+"  # as browsers send it; null is a local file's
-)
+ORIGIN_PATTERN = r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+"  # as in the Origin header of browsers; null: a local file
 
 
 @dataclass(frozen=True, kw_only=True)
 class AddressOptions(CommandOptions):
-    """Where the server listens, and who may ask."""
+    """Where the server listens, and which clients may send requests."""
 
     PANEL = "Server"
 
@@ -60,7 +58,7 @@ class AddressOptions(CommandOptions):
 
     @property
     def keys(self) -> list[str]:
-        """Any of them opens the server; without one it is open."""
+        """The valid API keys, from --api-key or the environment; [] if requests need none."""
         keys = self.api_key
         if not keys:
             keys = os.environ.get(SERVER_KEY_VARIABLE, "").split()
@@ -69,7 +67,7 @@ class AddressOptions(CommandOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class LimitOptions(CommandOptions):
-    """What requests may take of the server."""
+    """Limits of requests."""
 
     PANEL = "Limits"
 

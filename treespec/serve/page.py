@@ -1,7 +1,7 @@
-"""The page at `/`, and /cycles, which streams an answer to it cycle by cycle.
+"""The page at `/`, and the endpoint /cycles, which streams an answer to the page cycle by cycle.
 
-The page chooses verifier and tree for each answer, so it decodes with a `Spec` of its own over the
-engine's models; the two take turns, a cycle each.
+The page chooses verifier and tree for each answer, so each of its answers decodes with a separate `Spec` over the
+engine's models; page and engine take turns, one cycle each.
 """
 
 import time
@@ -29,11 +29,18 @@ from treespec.verify.facts import LOSSY_SCHEMES, VERIFIER_NAMES
 router = APIRouter()
 STATIC_FOLDER = Path(__file__).parent / "static"
 TREE_CHOICES = list(TREE_FORMS.values())
-MAX_PAGE_ANSWERS = 2  # answers on pages at a time; each has a cache of its own
+MAX_PAGE_ANSWERS = 2  # concurrent answers on pages; each allocates a cache
 
 
 class PageRequest(StrictBody):
-    """drafts: False decodes one token at a time. verifier, tree: None are the server's."""
+    """The body of a request of the page.
+
+    Attributes:
+        messages: the conversation.
+        drafts: False decodes one token at a time.
+        verifier: verifier by name; None takes the server's.
+        tree: tree by name; None takes the server's.
+    """
 
     messages: list[Message] = Field(min_length=1)
     drafts: bool = True
@@ -46,12 +53,13 @@ class PageRequest(StrictBody):
 
 @router.api_route("/", methods=["GET", "HEAD"])
 async def page() -> Response:
+    """Send the page."""
     return FileResponse(STATIC_FOLDER / "page.html")
 
 
 @router.get("/cycles")
 async def setup(request: Request) -> Fields:
-    """The verifiers and trees that the page can choose from, and the server's own."""
+    """Answer with the verifiers and trees that the page offers, and with the server's defaults."""
     state = get_state(request)
     spec = state.spec
     tree = None
@@ -70,13 +78,15 @@ async def setup(request: Request) -> Fields:
 
 
 def verifiers(state: State) -> list[str]:
+    """The verifiers that the page offers, `auto` first; lossy ones only if the server allows them."""
     names = sorted(VERIFIER_NAMES, key="auto".__ne__)
     return [name for name in names if state.config.allow_lossy or name not in LOSSY_SCHEMES]
 
 
 @router.post("/cycles")
 async def answer(request: Request, body: PageRequest) -> Response:
-    # 1. What is asked. Other forms of trees may read files or take any amount of memory.
+    """Stream an answer to the page, one event per cycle."""
+    # 1. Check the request. Only the listed trees: other forms may read files or take any amount of memory.
     state = get_state(request)
     state.check_tokens(body.max_tokens, "max_tokens")
     check_page_choice("verifier", body.verifier, verifiers(state))
@@ -86,9 +96,9 @@ async def answer(request: Request, body: PageRequest) -> Response:
             "as many answers as this server takes at a time are on pages already"
         )
 
-    # 2. The first cycle: what cannot be asked shows before the answer begins.
+    # 2. Run the first cycle, so that a bad request fails before the response begins.
     cycles = _list_cycles(state, body, request.state.memory)
-    state.pages.add(cycles)  # weakly: nobody may read the answer
+    state.pages.add(cycles)  # a weak reference: the client may never read the stream
     try:
         first = await run_in_threadpool(next, cycles, None)
     except Exception as error:
@@ -100,7 +110,7 @@ async def answer(request: Request, body: PageRequest) -> Response:
 
 
 def check_page_choice(name: str, value: str | None, choices: Sequence[str]) -> None:
-    """Raises ApiError for a value that is none of the page's choices; None is the server's own."""
+    """Raises ApiError for a value that the page does not offer. None, the server's default, passes."""
     if value is not None and value not in choices:
         raise ApiError(400, f"{name} is {value!r:.40}, the page's are {join_or(choices)}", name)
 
@@ -108,7 +118,7 @@ def check_page_choice(name: str, value: str | None, choices: Sequence[str]) -> N
 async def _stream_cycles(
     state: State, cycles: Iterator[Fields], cycle: Fields | None
 ) -> AsyncIterator[Fields]:
-    """The cycles, until the answer ends or the page leaves. cycle: the first."""
+    """Yield the cycles until the answer ends or the client disconnects. cycle: the first cycle."""
     end = time.monotonic() + state.config.timeout
     try:
         while cycle is not None:
@@ -123,8 +133,8 @@ async def _stream_cycles(
 
 
 def _list_cycles(state: State, body: PageRequest, memory: str) -> Iterator[Fields]:
-    """Decode, and yield each cycle as the page shows it. `shown`: its texts, each in one line."""
-    # 1. What decodes, and its prompt.
+    """Decode, and yield the fields of each cycle; `shown` has the texts of its nodes, each in one line."""
+    # 1. Choose the spec, and encode the prompt.
     spec = state.spec
     prompt = encode_request(spec, body.messages)
     state.check_prompt(prompt, "messages")
@@ -133,7 +143,7 @@ def _list_cycles(state: State, body: PageRequest, memory: str) -> Iterator[Field
     elif body.verifier or body.tree:
         spec = spec.configured(body.tree, body.verifier or "auto", state.config.allow_lossy)
 
-    # 2. Its cycles.
+    # 2. Decode.
     options: Any = {"temperature": body.temperature, "max_new_tokens": body.max_tokens}
     for cycle in trace(spec, prompt, seed=body.seed, memory=memory, **options):
         fields = cycle.to_json()

@@ -1,6 +1,6 @@
-"""A response in the fields of OpenAI's API: its choices, whole or as deltas, and their log-probabilities.
+"""Write responses in the fields of OpenAI's API: choices, whole or as deltas, and their log-probabilities.
 
-Both endpoints, whole or streamed, make the same `AnswerDelta`s of choices; a whole response joins them.
+Both endpoints build `AnswerDelta`s, streamed or not; a response that is not streamed merges the deltas of each choice.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,17 +12,23 @@ from treespec.engine.request import Piece
 from treespec.text.strings import INCOMPLETE_CHARACTER, decode_after
 
 Fields = dict[str, Any]
-MIN_LOGPROB = -9999.0  # OpenAI's logarithm of 0, which JSON has no number for
+MIN_LOGPROB = -9999.0  # OpenAI's value for log 0, which JSON cannot write
 
 
 @final
 @dataclass(frozen=True)
 class AnswerDelta:
-    """What an event adds to a choice.
+    """What one event of a stream adds to a choice.
 
-    tokens: with their log-probabilities, None unless the request asks for them.
-    calls: calls of tools. end: the finish reason. begins: whether it is the first delta of the choice.
-    offset: characters of the choice's earlier tokens. ids: token ids, None unless the request asks for them.
+    Attributes:
+        index: index of the choice.
+        text: new text; None if there is none.
+        tokens: new tokens with their log-probabilities; None unless the request asks for them.
+        calls: tool calls.
+        end: finish reason; None before the end.
+        begins: whether this is the first delta of the choice.
+        offset: number of characters of the choice's earlier tokens.
+        ids: new token ids; None unless the request asks for them.
     """
 
     index: int
@@ -36,14 +42,14 @@ class AnswerDelta:
 
     @property
     def told_ids(self) -> Fields:
-        """The token ids under vLLM's name for them."""
+        """The token ids in vLLM's field `token_ids`; {} unless the request asks for them."""
         if self.ids is None:
             return {}
         return {"token_ids": self.ids}
 
 
 def build_chat_choice(delta: AnswerDelta, whole: bool) -> Fields:
-    """A delta as /v1/chat/completions streams it, or the whole choice."""
+    """Build the fields of a choice of /v1/chat/completions. whole: not streamed, so `delta` is the whole choice."""
     message: Fields = {}
     if whole or delta.begins:
         message = {"role": "assistant", "refusal": None}
@@ -68,7 +74,7 @@ def build_chat_choice(delta: AnswerDelta, whole: bool) -> Fields:
 
 
 def build_text_choice(delta: AnswerDelta, whole: bool) -> Fields:
-    """A delta as /v1/completions streams it; a whole choice has the same fields."""
+    """Build the fields of a choice of /v1/completions, which are the same streamed or whole."""
     logprobs: Fields | None = None
     if delta.tokens is not None:
         logprobs = build_text_logprobs(delta.tokens, delta.offset)
@@ -82,9 +88,16 @@ def build_text_choice(delta: AnswerDelta, whole: bool) -> Fields:
 
 
 def build_text_logprobs(tokens: Sequence[Fields], offset: int) -> Fields:
-    """The `logprobs` of /v1/completions: parallel lists, from the tokens as chats write them.
+    """Convert log-probabilities from the chat format to the parallel lists of /v1/completions.
 
-    offset: characters of the choice before these tokens.
+    Tokens `Hel`, `lo` and `!` after an offset of 5 characters:
+
+        tokens       Hel  lo  !
+        text_offset  5    8   10
+
+    Args:
+        tokens: tokens in the chat format.
+        offset: number of characters of the choice before these tokens.
     """
     logprobs: Fields = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for token in tokens:
@@ -110,42 +123,43 @@ def merge_deltas(deltas: Sequence[AnswerDelta]) -> AnswerDelta:
 
 
 def concat_lists(lists: Iterable[list[Any] | None]) -> list[Any] | None:
-    """The items of all lists; None if every one of the lists is None."""
-    known = [items for items in lists if items is not None]
-    if not known:
+    """Concatenate the lists that are not None; None if all are None."""
+    present_lists = [items for items in lists if items is not None]
+    if not present_lists:
         return None
-    return list(chain.from_iterable(known))
+    return list(chain.from_iterable(present_lists))
 
 
 def format_logprobs(
     tokenizer: Any, piece: Piece, before: int, hidden: frozenset[int]
 ) -> list[Fields] | None:
-    """The tokens of a piece with their log-probabilities, as OpenAI's chats write them.
+    """Format the tokens of a piece with their log-probabilities, in OpenAI's chat format.
 
     Args:
-        tokenizer: None if the target has none: the text of a token is then its id.
-        before: the token before the piece, on which the text of its first token depends.
-        hidden: tokens to leave out, such as the end-of-sequence token.
+        tokenizer: decodes the tokens; None shows ids instead.
+        piece: the piece.
+        before: id of the token before the piece; the text of the first token depends on it.
+        hidden: ids of tokens to leave out, such as the end-of-sequence token.
 
     Returns: None if the request asked for no log-probabilities.
     """
     if piece.logprobs is None:
         return None
     tokens: list[Fields] = []
-    for told in piece.logprobs:
-        if told.token in hidden:
+    for entry in piece.logprobs:
+        if entry.token in hidden:
             continue
-        fields = describe_token(tokenizer, before, told.token, told.logprob)
-        tops = [describe_token(tokenizer, before, token, logprob) for token, logprob in told.top]
+        fields = describe_token(tokenizer, before, entry.token, entry.logprob)
+        tops = [describe_token(tokenizer, before, token, logprob) for token, logprob in entry.top]
         tokens.append(fields | {"top_logprobs": tops})
-        before = told.token
+        before = entry.token
     return tokens
 
 
 def describe_token(tokenizer: Any, before: int, token: int, logprob: float) -> Fields:
-    """One token: its text after the token `before`, its log-probability, its bytes.
+    """Describe a token by its text after the token `before`, its log-probability, and its bytes.
 
-    A token that holds a part of a character has no bytes.
+    `bytes` is None for a token that holds only a part of a character.
     """
     text = f"token_id:{token}"
     if tokenizer:

@@ -1,4 +1,4 @@
-"""Run the server until a signal ends it; its connections, and how long each may take."""
+"""Run the HTTP server until a signal ends it; limit the time of each connection."""
 
 import asyncio
 import signal
@@ -16,99 +16,118 @@ from treespec.serve.app import build_app
 from treespec.serve.options import ServeConfig
 from treespec.serve.state import State
 
-ARRIVAL_SECONDS = 30.0  # seconds for headers and body of a request
-READING_SECONDS = 30.0  # seconds beyond --timeout for a client to read the end of its answer
+ARRIVAL_SECONDS = 30.0  # for headers and body of a request
+READING_SECONDS = 30.0  # after --timeout, for a client to read the end of its answer
 TIMEOUT_RESPONSE = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
 class Connection(H11Protocol):
     """A client's connection, closed if the client is too slow.
 
-    arriving    headers and body: ARRIVAL seconds; uvicorn closes it earlier if nothing comes
-    answering   --timeout, and LATE to read the end
+    It is in one of two states, each with a time limit:
+
+        arriving    headers and body arrive: `ARRIVAL_SECONDS`; uvicorn closes it earlier if nothing arrives
+        answering   the answer is decoded and sent: --timeout, and `READING_SECONDS` to read its end
+
+    Attributes:
+        seconds: seconds that an answer may take.
+        most: maximum number of connections. With more, the connection that has been idle longest is closed.
+        timer: calls the timeout handler of the present state.
+        timed: the request whose answer is being timed.
     """
 
-    seconds: float  # that an answer may take
-    most: int  # connections; beyond it the oldest idle one is closed
+    seconds: float
+    most: int
     timer: asyncio.TimerHandle | None = None
-    timed: object = None  # the request whose answer is timed
+    timed: object = None
 
     def connection_made(self, transport: Any) -> None:
+        """Begin to time the connection, and close the oldest idle one if there are too many."""
         super().connection_made(transport)
         self._begin(ARRIVAL_SECONDS, self._refuse)
         connections: Any = self.connections
-        opened = [other for other in connections if not other.transport.is_closing()]
-        if len(opened) > self.most:
-            idle = [other for other in opened if not other.answering]
-            oldest = min(idle, key=lambda other: other.since)
+        open_connections = [
+            connection for connection in connections if not connection.transport.is_closing()
+        ]
+        if len(open_connections) > self.most:
+            idle_connections = [
+                connection for connection in open_connections if not connection.answering
+            ]
+            oldest = min(idle_connections, key=lambda connection: connection.since)
             oldest.transport.abort()
 
     @property
     def answering(self) -> bool:
-        """Whether a request has arrived as a whole, and its answer is not yet sent."""
+        """Whether a request has arrived completely, and its answer has not been sent completely."""
         cycle = self.cycle
         if cycle is None or cycle.more_body:
             return False
         return not cycle.response_complete
 
     def data_received(self, data: bytes) -> None:
+        """Parse received bytes; the answer is timed once they complete a request."""
         super().data_received(data)
         self._time_answer()
 
     def on_response_complete(self) -> None:
+        """Wait for the next request on the connection."""
         self._begin(ARRIVAL_SECONDS, self._refuse)
-        super().on_response_complete()  # may begin a request that has arrived since
+        super().on_response_complete()  # may start a request that has arrived meanwhile
         self._time_answer()
 
     def shutdown(self) -> None:
-        """End with the server: a request that is still arriving is dropped."""
+        """Close the connection when the server ends; a request that is still arriving is dropped."""
         if self.answering:
             super().shutdown()
         else:
             self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Cancel the timer of the connection."""
         if self.timer:
             self.timer.cancel()
         super().connection_lost(exc)
 
     def _time_answer(self) -> None:
+        """Enter the state `answering` once a request has arrived."""
         if self.answering and self.timed is not self.cycle:
             self.timed = self.cycle
             self._begin(self.seconds + READING_SECONDS, self.transport.abort)
 
     def _begin(self, seconds: float, over: Callable[[], None]) -> None:
-        """Begin another state of the connection. After so many seconds in it, `over` is called."""
+        """Enter a state of the connection; `over` is called if it lasts `seconds`."""
         self.since = self.loop.time()
         if self.timer:
             self.timer.cancel()
         self.timer = self.loop.call_later(seconds, over)
 
     def _refuse(self) -> None:
+        """Send 408 unless a response has begun, and close the connection."""
         if self.cycle is None or not self.cycle.response_started:
             self.transport.write(TIMEOUT_RESPONSE)
         self.transport.close()
 
 
-SPARE_CONNECTIONS = 128  # connections beside those whose answers run and wait
-FAREWELL_SECONDS = 1.0  # seconds to read that an answer was cut off
+SPARE_CONNECTIONS = 128  # in addition to those whose answers run or wait
+FAREWELL_SECONDS = 1.0  # for clients to read that their answer was cut off
 
 
 @final
 class HttpServer(uvicorn.Server):
-    """Running answers have --grace seconds to finish after the first signal."""
+    """A uvicorn server whose running answers have --grace seconds to finish after the first signal."""
 
     def __init__(self, state: State) -> None:
         super().__init__(build_uvicorn_config(state))
         self.state = state
 
     def handle_exit(self, sig: int, frame: object) -> None:
-        """Unlike uvicorn's, which raises the signal again at the end. A second Ctrl-C does not wait."""
+        """Begin to shut down. A second Ctrl-C does not wait. uvicorn's own handler would raise the signal again."""
         if self.should_exit and sig == signal.SIGINT:
             self.force_exit = True
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for running answers, and cut them off after --grace seconds."""
         self.state.ending = True
         cutting = asyncio.create_task(self._cut())
         try:
@@ -117,7 +136,7 @@ class HttpServer(uvicorn.Server):
             cutting.cancel()
 
     async def _cut(self) -> None:
-        """Cut off the answers that still run after the grace, or at once after a second signal."""
+        """Cut off running answers after --grace seconds, or at once after a second signal."""
         end = asyncio.get_running_loop().time() + self.state.config.grace
         while asyncio.get_running_loop().time() < end and not self.force_exit:
             await asyncio.sleep(0.1)
@@ -129,11 +148,11 @@ class HttpServer(uvicorn.Server):
 
 
 def serve(spec: Spec, config: ServeConfig, listening: socket.socket) -> None:
-    """Answer requests until SIGINT or SIGTERM."""
+    """Answer requests until SIGINT or SIGTERM. listening: the socket that accepts connections."""
     state = State(spec, config)
     try:
         host, port = listening.getsockname()[:2]
-        if ":" in host:  # of IPv6
+        if ":" in host:  # IPv6
             host = f"[{host}]"
         url = f"http://{host}:{port}"
         print(f"{state.name} at {url}/v1, a page at {url}/", flush=True)
@@ -144,6 +163,8 @@ def serve(spec: Spec, config: ServeConfig, listening: socket.socket) -> None:
 
 
 def build_uvicorn_config(state: State) -> uvicorn.Config:
+    """Configure uvicorn with the application and the connection limits of the server."""
+
     class Limited(Connection):
         seconds = state.config.timeout
         most = state.engine.batch + state.engine.queue + SPARE_CONNECTIONS

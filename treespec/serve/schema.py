@@ -1,7 +1,7 @@
-"""What a request may hold, by the names of OpenAI's API and, beyond it, of vLLM's.
+"""Schemas of request bodies, with the names of OpenAI's API and, for further fields, of vLLM's.
 
-Null stands for an absent field. An unknown field, a wrong type or range is an error with the field's
-name. `RequestOptions` checks the options that it has; here stand the other fields.
+Null means that a field is absent. An unknown field, a wrong type or a wrong range is an error with the field's name.
+`RequestOptions` checks the values of `OPTION_FIELDS`; the schemas check all other fields.
 """
 
 from typing import (
@@ -21,49 +21,57 @@ from treespec.serve.errors import ApiError
 from treespec.text.pictures import has_pictures
 from treespec.text.strings import join_text_parts
 
-OPTION_FIELDS = (  # fields with the name and the meaning of an option
+OPTION_FIELDS = (  # fields with the same name and meaning as an option
     *("temperature", "top_p", "min_p", "stop", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "min_tokens", "ignore_eos", "regex", "grammar", "logit_bias"),
 )
-# OpenAI's fields that change no token. A prediction only makes OpenAI's own answers faster.
+# OpenAI's fields that change no token, so they are ignored. `prediction` only makes OpenAI's answers faster.
 HARMLESS_FIELDS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prediction"}
 HARMLESS_FIELDS |= {"prompt_cache_key", "prompt_cache_retention"}
-# Fields that may ask for what this server does anyway.
+# Fields that are accepted only with the value that this server has anyway.
 FULFILLED_FIELDS = {"modalities": ["text"], "verbosity": "medium", "best_of": 1, "suffix": ""}
 
 
 class Body(BaseModel):
-    """strict: "0.7" is no number and true no integer. Further fields stay as they are."""
+    """A JSON object with strict types: "0.7" is no number and true no integer. Unknown fields are kept."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
 
 class StrictBody(Body):
-    """The body of a request. Its unknown fields might change the answer, so they are refused."""
+    """The body of a request. Unknown fields are refused, since they might change the answer."""
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unknown_fields(cls, given: Any) -> Any:
+    def _refuse_unknown_fields(cls, body: Any) -> Any:
+        """Raise an error for the first unknown field whose value could change the answer."""
         options = OPTION_FIELDS if issubclass(cls, Sampled) else ()
         names = [*cls.model_fields, *options]
-        for name, value in given.items() if isinstance(given, dict) else ():
+        for name, value in body.items() if isinstance(body, dict) else ():
             if (
                 name in (*names, *HARMLESS_FIELDS)
                 or value is None
                 or FULFILLED_FIELDS.get(name) == value
             ):
                 continue
-            told = {"name": to_one_line(name[:80]), "hint": find_nearest_name(name[:80], names)}
-            raise PydanticCustomError("unknown_field", "{hint}", told)
-        return given
+            context = {"name": to_one_line(name[:80]), "hint": find_nearest_name(name[:80], names)}
+            raise PydanticCustomError("unknown_field", "{hint}", context)
+        return body
 
 
 class StreamOptions(Body):
+    """Options of a stream."""
+
     include_usage: bool | None = None
 
 
 class Sampled(StrictBody):
-    """The fields of both kinds of completion, beside those of `OPTION_FIELDS`. model: None is the server's."""
+    """The fields of chat and text completions, in addition to `OPTION_FIELDS`.
+
+    Attributes:
+        model: name of the model; None takes the server's.
+        top_k: as in vLLM, where -1 turns it off.
+    """
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -75,11 +83,11 @@ class Sampled(StrictBody):
     return_token_ids: bool | None = None  # vLLM's
 
     def to_options(self) -> dict[str, Any]:
-        """The options of `Spec.generate` that the request names. Raises ApiError."""
+        """The keywords of `Spec.generate` that the request sets. Raises ApiError."""
         extra = self.model_extra or {}
         options = {name: extra[name] for name in OPTION_FIELDS if extra.get(name) is not None}
         if self.top_k is not None:
-            options["top_k"] = max(self.top_k, 0)  # -1 is off in other servers
+            options["top_k"] = max(self.top_k, 0)  # -1 is off in vLLM, 0 in treespec
         return options
 
 
@@ -91,15 +99,19 @@ class Function(TypedDict):
 
 
 class ToolCall(TypedDict):
+    """A tool call in an earlier answer."""
+
     id: NotRequired[str | None]
     type: NotRequired[Literal["function"]]
     function: Function
 
 
 def parse_content(content: object) -> Any:
-    """The text of a content, or its parts where pictures are among them. Raises ValueError.
+    """Parse a message's content to a string, or to a list of parts if it has pictures.
 
-    A picture comes with the request: the server opens no address and no file for a client.
+    A picture must be a data: URL: the server opens no address and no file for a client.
+
+    Raises: ValueError.
     """
     if not has_pictures([{"content": content}]):
         return join_text_parts(content)
@@ -117,7 +129,7 @@ def parse_content(content: object) -> Any:
 
 
 class Message(TypedDict):
-    """A message; further fields, such as `reasoning_content`, are for the template."""
+    """A message. Further fields, such as `reasoning_content`, are passed to the template."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: NotRequired[Annotated[Any, AfterValidator(parse_content)] | None]
@@ -125,30 +137,34 @@ class Message(TypedDict):
 
 
 class ToolFunction(TypedDict):
-    """A function that the model may call; its other fields are for the template."""
+    """A function that the model may call. Further fields are passed to the template."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
     parameters: NotRequired[dict[str, Any] | None]
 
 
 class Tool(TypedDict):
+    """A tool that the model may call."""
+
     type: Literal["function"]
     function: ToolFunction
 
 
 class JsonSchema(Body):
-    """strict, name and description change nothing: every answer is held to the schema."""
+    """A JSON schema. `strict`, `name` and `description` are ignored: every answer must follow the schema."""
 
     json_schema: dict[str, Any] | bool = Field(True, alias="schema")
 
 
 class ResponseFormat(Body):
+    """The form that the answer must have."""
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
     @property
     def schema_of_answer(self) -> object:
-        """What the answer is held to; None: nothing. Raises ApiError where a schema is missing."""
+        """The JSON schema that the answer must follow; None for plain text. Raises ApiError if it is missing."""
         if self.type != "json_schema":
             return {"type": "object"} if self.type == "json_object" else None
         if self.json_schema is None:
@@ -158,6 +174,8 @@ class ResponseFormat(Body):
 
 
 class ChatRequest(Sampled):
+    """The body of /v1/chat/completions."""
+
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)  # OpenAI's name since 2024
     logprobs: bool | None = None
@@ -170,6 +188,7 @@ class ChatRequest(Sampled):
     store: bool | None = None  # with --log-completions
 
     def to_options(self) -> dict[str, Any]:
+        """The keywords of `Spec.generate` that the request sets. Raises ApiError."""
         options = super().to_options()
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
@@ -180,19 +199,22 @@ class ChatRequest(Sampled):
 
 
 class CompletionRequest(Sampled):
-    """prompt: text, token ids, or a list of either."""
+    """The body of /v1/completions. prompt: text, token ids, or a list of either."""
 
     prompt: str | list[str] | list[int] | list[list[int]] = Field(min_length=1)
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
 
     def to_options(self) -> dict[str, Any]:
-        told = {} if self.logprobs is None else {"logprobs": True, "top_logprobs": self.logprobs}
-        return super().to_options() | told
+        """The keywords of `Spec.generate` that the request sets."""
+        logprob_options = (
+            {} if self.logprobs is None else {"logprobs": True, "top_logprobs": self.logprobs}
+        )
+        return super().to_options() | logprob_options
 
 
 class TokenizeRequest(StrictBody):
-    """Either a prompt or messages."""
+    """The body of /tokenize: either a prompt or messages."""
 
     model: str | None = None
     prompt: str | None = None

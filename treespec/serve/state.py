@@ -1,4 +1,4 @@
-"""What all requests of a server share; counts and times in Prometheus' format."""
+"""The state that all requests of a server share, and its metrics in Prometheus' format."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ from treespec.serve.errors import ApiError
 from treespec.serve.options import ServeConfig
 from treespec.text import templates
 
-COUNTER_METRICS: dict[str, tuple[str, list[str]]] = {  # help, and labels
+COUNTER_METRICS: dict[str, tuple[str, list[str]]] = {  # name -> (help, labels)
     "requests": ("HTTP requests", ["path", "status"]),
     "answers": ("answers of the engine", ["end"]),
     "prompt_tokens": ("prompt tokens", []),
@@ -30,7 +30,7 @@ COUNTER_METRICS: dict[str, tuple[str, list[str]]] = {  # help, and labels
 }
 SECONDS_BUCKETS = [0.002 * 2**power for power in range(19)]  # up to 524
 TAU_BUCKETS = [quarters / 4 for quarters in range(4, 41)]  # 1, 1.25, … 10
-HISTOGRAM_METRICS = {  # help, and buckets
+HISTOGRAM_METRICS = {  # name -> (help, buckets)
     "acceptance_length": ("tokens per cycle, by answer", TAU_BUCKETS),
     "cycle_seconds": ("seconds between an answer's cycles", SECONDS_BUCKETS),
     "first_token_seconds": ("seconds to the first tokens", SECONDS_BUCKETS),
@@ -40,7 +40,7 @@ HISTOGRAM_METRICS = {  # help, and buckets
 
 @final
 class Metrics:
-    """Its own registry, so that one process may hold several servers."""
+    """Counters and histograms of one server, in a registry of its own: a process may run several servers."""
 
     def __init__(self, engine: Engine) -> None:
         registry = CollectorRegistry()
@@ -58,7 +58,7 @@ class Metrics:
         waiting.set_function(lambda: engine.waiting)
 
     def watch(self) -> Callable[[Piece | None], None]:
-        """Measure an answer from now on: the engine's thread calls the result for every piece."""
+        """Begin to time an answer. Returns a callback for each piece, and for None at the end."""
         started = time.perf_counter()
         latest: float | None = None
 
@@ -70,14 +70,14 @@ class Metrics:
             elif latest is None:
                 self.times["first_token_seconds"].observe(now - started)
                 latest = now
-            elif not piece.drafted:  # the target's own token ends a cycle
+            elif not piece.drafted:  # the token that is sampled from the target ends a cycle
                 self.times["cycle_seconds"].observe(now - latest)
                 latest = now
 
         return measure
 
     def count(self, answer: Completion, done: bool) -> None:
-        """Add an answer that has ended. done: False for one that was cut off."""
+        """Count an answer that has ended. done: False if it was cancelled."""
         stats = answer.stats
         end = "cancelled"
         if answer.error:
@@ -97,13 +97,19 @@ class Metrics:
 
 @final
 class State:
-    """What all requests of a server share.
+    """The state that all requests of a server share.
 
-    engine: decodes requests with `spec`. name: the model's, in requests and answers.
-    pages: the cycles of answers that run on pages. ending: whether the server shuts down.
-    cut_off: whether running answers are cut off, too.
-    tokenising: lets two texts at a time be tokenised: one of a megabyte takes a second and hundreds
-    of megabytes. compiling: lets one grammar at a time be compiled.
+    Attributes:
+        engine: decodes requests with `spec`.
+        name: the model's name in requests and answers.
+        pages: cycle iterators of the answers that run on pages.
+        ending: whether the server is shutting down.
+        cut_off: whether running answers are being cut off.
+        tokenising: limits tokenising to two texts at a time: a text of a megabyte takes a second and hundreds of
+            megabytes of memory.
+        compiling: limits compiling to one grammar at a time.
+        ends: ids of the tokens that end an answer.
+        trial: compiles a grammar in another process, before the engine does.
     """
 
     def __init__(self, spec: Spec, config: ServeConfig, columns: int | None = None) -> None:
@@ -125,33 +131,33 @@ class State:
         self.trial = GrammarSandbox(target.tokenizer, target.vocab_size, self.ends)
 
     def check_model(self, named: str | None) -> None:
-        """Raises ApiError for another model's name."""
+        """Raises ApiError if a request names another model. named: the request's field, or None."""
         if named is not None and named != self.name:
             message = f"The model `{named:.200}` does not exist; this server has `{self.name}`"
             raise ApiError(404, message, "model", "model_not_found")
 
     def build_busy_error(self, message: str) -> ApiError:
-        """The error for a full queue. The client may try again after seconds, as an answer takes."""
+        """Build the 429 for a full queue. The client may retry after the time of a typical answer."""
         return ApiError(429, message, code="rate_limit_exceeded", headers={"Retry-After": "5"})
 
     def cut(self) -> ApiError:
-        """The error for answers that the server's end cuts off while their client waits."""
+        """Build the 503 for a request that the shutdown refuses or cuts off."""
         return ApiError(503, "the server shuts down", headers={"Retry-After": "10"})
 
     def build_timeout_error(self) -> ApiError:
-        """The error for an answer that took too long."""
+        """Build the 504 for an answer that took longer than --timeout."""
         seconds = self.config.timeout
         return ApiError(504, f"the answer took longer than this server's limit of {seconds:g} s")
 
     def check_tokens(self, tokens: int, param: str) -> int:
-        """The number of tokens itself. Raises ApiError for more than this server lets an answer have."""
+        """Return the number of tokens. Raises ApiError if it exceeds this server's --max-tokens."""
         if tokens > self.config.max_tokens:
             message = f"{param} is {tokens}, this server's limit is {self.config.max_tokens}"
             raise ApiError(400, message, param)
         return tokens
 
     def check_prompt(self, ids: Sequence[int], param: str) -> None:
-        """Raises ApiError for a prompt beyond the context, or beyond this server's limit."""
+        """Raises ApiError for a prompt longer than the context or this server's --max-prompt."""
         limit = self.spec.target.context_length - 1
         if self.config.max_prompt is not None:
             limit = min(limit, self.config.max_prompt)
@@ -161,5 +167,6 @@ class State:
 
 
 def get_state(request: Request) -> State:
+    """The state of the server that received a request."""
     state: State = request.app.state.treespec
     return state

@@ -1,4 +1,4 @@
-"""The response to a request: one JSON object, or server-sent events as its answers come."""
+"""Write the response to a request: one JSON object, or server-sent events as the answers arrive."""
 
 import json
 import time
@@ -23,11 +23,13 @@ from treespec.serve.tools import ToolCallParser
 class ReplyFormat:
     """How an endpoint writes its response.
 
-    build_choice: the fields of a choice, from a delta and whether it is the whole choice.
-    object_name, chunk_name: the field `object` of a whole response and of a chunk.
-    id_prefix: the first part of a response's id.
-    openings: for each prompt the text that its choices begin with, None for no first delta.
-    build_parser: makes the parser of tool calls of one choice.
+    Attributes:
+        build_choice: builds the fields of a choice from a delta, and from whether the delta is the whole choice.
+        object_name: value of the field `object` in a whole response.
+        chunk_name: value of the field `object` in a chunk of a stream.
+        id_prefix: first part of a response's id.
+        openings: for each prompt, the text of the first delta of its choices; None sends no such delta.
+        build_parser: builds the tool-call parser of one choice.
     """
 
     build_choice: Callable[[AnswerDelta, bool], Fields]
@@ -41,9 +43,16 @@ class ReplyFormat:
 @final
 @dataclass
 class ChoiceStream:
-    """Turns the pieces of one answer into deltas of its choice.
+    """Converts the pieces of one answer to deltas of its choice.
 
-    previous_token: the token before the next piece. offset: characters of the tokens so far.
+    Attributes:
+        index: index of the choice.
+        parser: splits the text into shown text and tool calls.
+        tokenizer: decodes tokens for their log-probabilities; None if the target has none.
+        hidden_tokens: ids of tokens that are no part of the text, such as the end-of-sequence token.
+        return_token_ids: whether deltas hold token ids.
+        previous_token: id of the token before the next piece.
+        offset: number of characters of the tokens so far.
     """
 
     index: int
@@ -55,7 +64,7 @@ class ChoiceStream:
     offset: int = 0
 
     def add_piece(self, piece: Piece) -> AnswerDelta | None:
-        """The delta of a piece; None if it shows nothing yet."""
+        """Convert a piece to a delta; None if there is nothing to show yet."""
         text = self.parser.show(piece)
         tokens = format_logprobs(self.tokenizer, piece, self.previous_token, self.hidden_tokens)
         ids = None
@@ -70,9 +79,9 @@ class ChoiceStream:
         return delta
 
     def finish(self, truncated: bool) -> list[AnswerDelta]:
-        """The last deltas: text that was held back, calls of tools, and why the answer ended.
+        """Build the last deltas: text that was held back, tool calls, and the finish reason.
 
-        truncated: whether a limit ended it.
+        truncated: whether a token limit ended the answer.
         """
         deltas = []
         text, calls = self.parser.finish()
@@ -93,9 +102,12 @@ class ChoiceStream:
 class Reply:
     """The response to a request whose answers have been submitted.
 
-    include_usage: whether a stream ends with the token counts.
-    return_token_ids: whether choices hold their token ids.
-    hidden_tokens: tokens that are no part of the text, such as the end-of-sequence token.
+    Attributes:
+        answers: the submitted answers.
+        format: how the endpoint writes its response.
+        include_usage: whether a stream ends with a chunk of token counts.
+        return_token_ids: whether choices hold their token ids.
+        hidden_tokens: ids of tokens that are no part of the text, such as the end-of-sequence token.
     """
 
     answers: Answers
@@ -105,7 +117,7 @@ class Reply:
     hidden_tokens: frozenset[int]
 
     async def collect_reply(self) -> Fields:
-        """The response as one object, once all answers have ended."""
+        """Wait for all answers, and build the response as one object."""
         deltas_by_choice: list[list[AnswerDelta]] = [[] for _ in self.answers.answers]
         async for delta in self._stream_deltas():
             if delta is not None:
@@ -117,7 +129,7 @@ class Reply:
         return heading | {"choices": choices, "usage": self._count_usage()}
 
     async def stream_chunks(self) -> AsyncIterator[Fields | None]:
-        """The chunks of a stream; None after a while without one."""
+        """Yield the chunks of a stream, and None after `QUIET_SECONDS` without one."""
         heading = self._build_heading(self.format.chunk_name)
         if self.include_usage:
             heading["usage"] = None
@@ -130,7 +142,7 @@ class Reply:
             yield heading | {"choices": [], "usage": self._count_usage()}
 
     def _build_heading(self, object_name: str) -> Fields:
-        """The fields that every object and chunk of one response begins with."""
+        """Build the fields that all chunks of a response, or its one object, share."""
         return {
             "id": f"{self.format.id_prefix}-{uuid.uuid4().hex}",
             "object": object_name,
@@ -140,8 +152,8 @@ class Reply:
         }
 
     async def _stream_deltas(self) -> AsyncIterator[AnswerDelta | None]:
-        """Deltas of all choices as they come; None after a while without one."""
-        # 1. The role of every choice, or the echo of its prompt.
+        """Yield the deltas of all choices as they arrive, and None after `QUIET_SECONDS` without one."""
+        # 1. Begin each choice with its role, or with the echo of its prompt.
         choices = []
         for index in range(len(self.answers.answers)):
             prompt_index = index // self.answers.samples
@@ -150,7 +162,7 @@ class Reply:
             if opening is not None:
                 yield AnswerDelta(index, opening, begins=True)
 
-        # 2. Pieces as they come, and the end of each choice.
+        # 2. Yield the pieces, and the end of each choice.
         async for arrival in self.answers:
             if arrival is None:
                 yield None
@@ -165,6 +177,7 @@ class Reply:
                 yield delta
 
     def _open_choice(self, index: int, prompt_index: int) -> ChoiceStream:
+        """Build the stream of a choice. prompt_index: index of the prompt that it answers."""
         return ChoiceStream(
             index,
             self.format.build_parser(),
@@ -175,7 +188,7 @@ class Reply:
         )
 
     def _count_usage(self) -> Fields:
-        """Token counts as OpenAI writes them, and those of the drafts. A prompt counts once."""
+        """Count tokens as OpenAI does, with the counts of drafts; a prompt with several answers counts once."""
         total = Stats()
         answers = self.answers.answers
         for answer in answers:
@@ -204,8 +217,8 @@ class Reply:
 def stream_events(chunks: AsyncIterator[Fields | None]) -> StreamingResponse:
     """Send chunks as server-sent events.
 
-    None is sent as a comment, so that nobody takes the connection for dead. An error amid the answer
-    is an event, too: the status has been sent.
+    None is sent as a comment, so that clients and proxies do not time out. An error during the answer is sent as an
+    event, since the status has been sent already.
     """
 
     async def lines() -> AsyncIterator[bytes]:
@@ -224,5 +237,5 @@ def stream_events(chunks: AsyncIterator[Fields | None]) -> StreamingResponse:
 
 
 def format_event(fields: Fields) -> bytes:
-    """A server-sent event of one JSON object."""
+    """Format a JSON object as a server-sent event."""
     return b"data: " + json.dumps(fields, separators=(",", ":")).encode() + b"\n\n"

@@ -1,4 +1,4 @@
-"""Calls of tools in the text of an answer, by the form that the model's chat template teaches.
+"""Parse tool calls in the text of an answer, in the format that the model's chat template shows.
 
 <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>     Hermes, Qwen, SmolLM
 [TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}]              Mistral
@@ -22,25 +22,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParsedToolCall:
-    """A call of a tool. arguments: as JSON."""
+    """A tool call. arguments: a JSON text."""
 
     name: str
     arguments: str
 
     @property
     def fields(self) -> dict[str, Any]:
-        """As OpenAI writes it."""
+        """The call in the fields of OpenAI's API, with a new id."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How answers write calls of tools.
+    """How answers write tool calls.
 
-    mark: a text by which a template of this form is known. opening: the text or special token at
-    which calls begin. parse: reads the calls from there on; it returns [] or raises ValueError for a
-    text without calls. at_start: whether calls begin only at the start of an answer.
+    Attributes:
+        mark: a template whose source holds this text uses this format.
+        opening: the text or special token at which calls begin.
+        parse: parses the text from `opening` on into calls; returns [] or raises ValueError if it holds none.
+        at_start: whether calls may begin only at the start of an answer.
     """
 
     mark: str
@@ -50,9 +52,9 @@ class ToolFormat:
 
 
 def parse_json_values(text: str) -> list[Any]:
-    """JSON values that follow each other, separated by spaces, commas or semicolons.
+    """Parse JSON values that are separated by whitespace, commas or semicolons; lists are flattened.
 
-    Raises ValueError if anything else lies between.
+    Raises: ValueError if any other text is between them.
     """
     decoder = json.JSONDecoder()
     values = []
@@ -67,7 +69,7 @@ def parse_json_values(text: str) -> list[Any]:
 
 
 def _read_tool_call(value: Any) -> ParsedToolCall:
-    """A call from a value such as {"name": …, "arguments": …}. Raises ValueError for another value."""
+    """Convert a value such as {"name": …, "arguments": …} to a call. Raises ValueError for any other value."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise ValueError("no call")
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -79,6 +81,7 @@ def _read_tool_call(value: Any) -> ParsedToolCall:
 
 
 def _parse_hermes(text: str) -> list[ParsedToolCall]:
+    """Parse calls such as <tool_call>{"name": …, …}</tool_call>."""
     calls = []
     for body in re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL):
         for value in parse_json_values(body):
@@ -87,7 +90,7 @@ def _parse_hermes(text: str) -> list[ParsedToolCall]:
 
 
 def _parse_mistral(text: str) -> list[ParsedToolCall]:
-    """Calls as [TOOL_CALLS][{"name": …, …}], or as [TOOL_CALLS]name[ARGS]{…}."""
+    """Parse calls such as [TOOL_CALLS][{"name": …, …}] or [TOOL_CALLS]name[ARGS]{…}."""
     calls = []
     for part in text.split("[TOOL_CALLS]")[1:]:
         name, separator, arguments = part.partition("[ARGS]")
@@ -101,7 +104,7 @@ def _parse_mistral(text: str) -> list[ParsedToolCall]:
 
 
 def parse_calls(text: str) -> list[ParsedToolCall]:
-    """The calls of a text that is nothing but calls, as JSON."""
+    """Parse a text that holds only calls, written as JSON."""
     text = text.strip().removeprefix("<|python_tag|>")
     return [_read_tool_call(value) for value in parse_json_values(text)]
 
@@ -114,9 +117,9 @@ TOOL_FORMS = (
 
 
 def detect_tool_form(source: str) -> ToolFormat | None:
-    """The form that a template's source teaches, None for an unknown one.
+    """Detect the tool format of a template from its source; None if it is unknown.
 
-    A template without a place for tools is taught Hermes' form.
+    For a template that cannot show tools the server writes them in Hermes' format.
     """
     if not has_place(source):
         return TOOL_FORMS[0]
@@ -127,16 +130,23 @@ def detect_tool_form(source: str) -> ToolFormat | None:
 
 
 def has_place(source: str) -> bool:
-    """Whether a template's source shows tools."""
+    """Whether a template's source can show tools."""
     return re.search(r"\btools\b", source) is not None
 
 
 @final
 class ToolCallParser:
-    """Splits the pieces of an answer into text to show and calls.
+    """Splits the pieces of an answer into text to show and tool calls.
 
-    form: None shows everything. Text from the opening on is held until the answer ends: only then
-    is it known to be calls. most: the most calls to return; None for all.
+    Text from the opening on is held back until the answer ends, when it is parsed. Five pieces in Hermes' format:
+
+        piece   Hi   " <to"   ol_call>   {"name": …}   </tool_call>
+        shown   Hi   " "      -          -             -              then one call
+
+    Args:
+        form: the format of calls; None shows all text.
+        tokenizer: decodes the tokens; None shows all text.
+        most: maximum number of calls to return. Default: None, all.
     """
 
     def __init__(
@@ -152,12 +162,12 @@ class ToolCallParser:
         self.held = ""
         self.shown = 0
         self.tokens: list[int] = []
-        self.opening_id: int | None = None  # of an opening that is a special token
+        self.opening_id: int | None = None  # id of the opening, if that is a special token
         if tokenizer and form:
             self.opening_id = tokenizer.get_added_vocab().get(form.opening)
 
     def show(self, piece: Piece) -> str:
-        """The text that may be shown once this piece is there."""
+        """Add a piece. Returns the text that may be shown now."""
         self.tokens += piece.token_ids
         self.held += piece.text
         border = len(self.held)
@@ -169,8 +179,8 @@ class ToolCallParser:
         return text
 
     def finish(self) -> tuple[str, list[ParsedToolCall]]:
-        """At the end of an answer: the text still to show, and the calls."""
-        # 1. The calls.
+        """End the answer. Returns (text that is still to be shown, calls)."""
+        # 1. Parse the calls.
         if self.form is None or self.tokenizer is None or not self.opened:
             return self.held, []
         decode = partial(self.tokenizer.decode, clean_up_tokenization_spaces=False)
@@ -184,34 +194,34 @@ class ToolCallParser:
         except (ValueError, RecursionError):
             calls = []
 
-        # 2. The text before them: all is shown but what came with a special token that opens them.
+        # 2. Show the rest of the text before them. Only the piece with a special opening token may have held some back.
         if not calls:
             return self.held, []
         if self.opening_id not in self.tokens:
             return "", calls
-        before = self.tokens[: self.tokens.index(self.opening_id)]
-        text = str(decode(before, skip_special_tokens=True))
+        tokens_before = self.tokens[: self.tokens.index(self.opening_id)]
+        text = str(decode(tokens_before, skip_special_tokens=True))
         return text[self.shown :], calls
 
     def _find_border(self, form: ToolFormat, piece: Piece) -> int:
-        """Characters of the held text before the opening, or before what may become it."""
-        # 1. Nothing is shown any more once calls have begun.
+        """Count the held characters that may be shown: those before the opening, or before a possible start of it."""
+        # 1. Show nothing once calls have begun.
         if self.opened or self.opening_id in piece.token_ids:
             self.opened = True
             return 0
 
-        # 2. The start of the answer decides.
+        # 2. If calls begin only at the start of an answer, decide by its first character.
         if form.at_start:
-            begun = self.held.lstrip()
-            self.opened = begun.startswith(form.opening)
-            if begun and not self.opened:
+            answer_start = self.held.lstrip()
+            self.opened = answer_start.startswith(form.opening)
+            if answer_start and not self.opened:
                 self.form = None
                 return len(self.held)
             return 0
 
-        # 3. Any place may be the opening's.
-        at = self.held.find(form.opening)
-        if at >= 0:
+        # 3. Else the opening may be anywhere.
+        opening_start = self.held.find(form.opening)
+        if opening_start >= 0:
             self.opened = True
-            return at
+            return opening_start
         return len(self.held) - count_suffix_overlap(self.held, form.opening)

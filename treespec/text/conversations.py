@@ -1,4 +1,4 @@
-"""Conversations as rows of a file, a folder or a data set hold them, and a report of those left out."""
+"""Read conversations from a file, a folder or a data set, and report those that are left out."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -8,15 +8,20 @@ from treespec.errors import InputError
 from treespec.text.entries import Conversation, UnusableConversation, parse_conversation
 from treespec.text.sources import iterate_entries
 
-MAX_SHOWN_PROBLEMS = 5  # problems kept in a report
+MAX_SHOWN_PROBLEMS = 5  # detailed problems in a report
 
 
 @dataclass
 class ReadingReport:
-    """Counts of conversations: used, cut among them, and left out by reason.
+    """Counts of the conversations that were read.
 
-    thoughtless: answers of used conversations that do not count, as the template drops their
-    thoughts.
+    Attributes:
+        used: number of conversations to train on.
+        cut: number of used conversations that were cut at the maximal length.
+        left_out: number of conversations left out, by reason.
+        problems: the first few left-out conversations, each with file, line and detail.
+        thoughtless: number of answers in used conversations that the loss leaves out, because the template drops
+            their thoughts.
     """
 
     used: int = 0
@@ -26,6 +31,7 @@ class ReadingReport:
     thoughtless: int = 0
 
     def leave_out(self, where: str, error: UnusableConversation) -> None:
+        """Count a conversation as left out. where: its file and line."""
         self.left_out[error.reason] += 1
         if len(self.problems) < MAX_SHOWN_PROBLEMS:
             self.problems.append(f"{where}: {error}")
@@ -52,12 +58,17 @@ CONVERSATION_EXAMPLE = (
 def read_conversations(
     source: str | Path, answered: bool = True, most: int | None = None
 ) -> tuple[list[Conversation], ReadingReport]:
-    """Conversations of a file, a folder or a data set of the hub, in any form that `iterate_entries` reads.
+    """Read the conversations of a file, a folder or a data set of the hub. Unusable ones are counted and left out.
 
-    answered: drop a last question without an answer; False keeps it, for the target to answer, and
-    takes only messages. most: stop after this number of usable ones. Unusable ones are left out and
-    counted. Raises InputError for a source that cannot be read or has no usable
-    conversation.
+    Args:
+        source: path or hub name, in any form that `iterate_entries` reads.
+        answered: True drops a last question without an answer. Choose False if the target is to answer the
+            questions; then only rows of messages are read. Default: True.
+        most: stop after this number of usable conversations. Default: None, read all.
+
+    Returns: (conversations, report).
+
+    Raises: InputError for a source that cannot be read or holds no usable conversation.
     """
     report = ReadingReport()
     conversations: list[Conversation] = []
@@ -74,29 +85,28 @@ def read_conversations(
 
 
 def refuse_unread(source: object, report: ReadingReport) -> None:
-    """Raises InputError if reading found no usable conversation."""
+    """Raises InputError if a source held no usable conversation."""
     if report.used:
         return
     problems = report.problems[: len(report.left_out)]
-    reason = "; ".join(problems) or "the file is empty"
+    reason = "the file is empty"
+    if problems:
+        reason = "; ".join(problems)
     if "not valid JSON" in report.left_out:
         reason += f"; give one conversation a line, such as {CONVERSATION_EXAMPLE}"
     raise InputError(f"no usable conversation in {source}: {reason}")
 
 
-SAMPLE_FILE = "training/sample.jsonl"  # in a head's folder: some of the text that it was trained on
-SAMPLE_CONVERSATIONS = 32  # conversations there
+SAMPLE_FILE = "training/sample.jsonl"  # in a head's folder: a sample of its training text
+SAMPLE_CONVERSATIONS = 32  # conversations in that sample
 CONVERSATION_SUFFIXES = (
     ".jsonl",
     ".json",
-)  # suffixes of files of conversations; others are plain text
+)  # suffixes of conversation files; other files are plain text
 
 
 def read_content(text: str) -> bytes:
-    """The bytes of the file that `--text` names.
-
-    Raises InputError for a file that cannot be read or is not UTF-8.
-    """
+    """Read the file that `--text` names. Raises InputError if it cannot be read or is not UTF-8."""
     try:
         content = Path(text).read_bytes()
         content.decode()

@@ -1,4 +1,4 @@
-"""Conversations as tokens, with a mask of those that a head learns from, and which are held out."""
+"""Tokenise conversations with a loss mask, and split off the held-out ones."""
 
 import hashlib
 import json
@@ -25,12 +25,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Example:
-    """A row of tokens to train on: a conversation, or what one of its answers was generated from.
+    """A row of tokens to train on: a conversation, or the part of it up to one answer.
 
-    input_ids: [T] int64. loss_mask: [T] bool, true at the assistant's answers and their end tokens.
-    key: a digest of the messages, the same in every run. part: which of the rows of that conversation it is.
+    Attributes:
+        input_ids: [T] int64 token ids.
+        loss_mask: [T] bool, True at the assistant's answers and their end tokens.
+        key: digest of the conversation, the same in every run.
+        part: index of this row among the rows of its conversation.
 
-    A question H and its answer Y, whose template begins turns with <s> and <|head|>, five tokens:
+    A question H and its answer Y are five tokens in a template whose turns begin with <s> and <|head|>:
 
         input_ids  <s>  H  <|head|>  Y  </s>
         loss_mask  .    .  .         x  x
@@ -42,7 +45,7 @@ class Example:
     part: int = 0
 
     def cut(self, max_length: int) -> "Example":
-        """Its first `max_length` tokens."""
+        """Truncate the row to its first `max_length` tokens."""
         input_ids = self.input_ids[:max_length]
         return replace(self, input_ids=input_ids, loss_mask=self.loss_mask[:max_length])
 
@@ -50,19 +53,26 @@ class Example:
 def split_held_out(
     examples: Sequence[Example], fraction: float, seed: int
 ) -> tuple[list[Example], list[Example]]:
-    """(train, held out). A hash draws the share `fraction` of distinct conversations to hold out.
+    """Split examples into (train, held out) by a hash of their conversations.
 
-    The order of the file does not matter, and equal conversations stay together. At least one is
-    held out, unless fraction is 0 or all are the same. Raises InputError outside [0, 1).
+    The order of the examples does not matter, and equal conversations stay on one side. At least one conversation
+    is held out, unless `fraction` is 0 or all conversations are equal.
+
+    Args:
+        examples: rows with their `key`.
+        fraction: share of the distinct conversations to hold out, in [0, 1).
+        seed: chooses which conversations are held out.
+
+    Raises: InputError for a fraction outside [0, 1).
     """
     if not 0 <= fraction < 1:
         raise InputError(f"the held-out fraction is {fraction}, must lie in [0, 1)")
     keys = {example.key for example in examples}
-    drawn = sorted(keys, key=lambda key: hash_text(f"{seed} {key}"))
-    count = 0
-    if fraction and drawn:
-        count = min(max(1, round(fraction * len(drawn))), len(drawn) - 1)
-    held_out_keys = set(drawn[:count])
+    shuffled_keys = sorted(keys, key=lambda key: hash_text(f"{seed} {key}"))
+    held_out_count = 0
+    if fraction and shuffled_keys:
+        held_out_count = min(max(1, round(fraction * len(shuffled_keys))), len(shuffled_keys) - 1)
+    held_out_keys = set(shuffled_keys[:held_out_count])
     train: list[Example] = []
     held_out: list[Example] = []
     for example in examples:
@@ -74,6 +84,7 @@ def split_held_out(
 
 
 def hash_text(text: str) -> str:
+    """Digest of a text: 16 hexadecimal digits of BLAKE2b."""
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
 
 
@@ -83,11 +94,21 @@ def encode_conversations(
     template: Template,
     max_length: int,
 ) -> tuple[list[Example], ReadingReport]:
-    """Conversations as `templates.encode` tokenises them, cut at `max_length` tokens.
+    """Tokenise conversations for training, truncated to `max_length` tokens.
 
-    A conversation is one example, or several if its template shows earlier answers otherwise than they were
-    generated. One is left out and counted if the place of an answer is unknown, or if its answers lie beyond the
-    cut. Raises InputError if nothing is left, for a missing template, and for a tokenizer without offsets.
+    A conversation becomes one example, or several if its template renders earlier answers differently from how they
+    were generated. A conversation is left out, and counted in the report, if an answer cannot be located, or if all
+    its answers lie beyond `max_length`.
+
+    Args:
+        tokenizer: a fast tokenizer, which knows the characters of each token.
+        conversations: messages, formatted texts or token rows.
+        template: name of an fschat template; None uses the tokenizer's chat template.
+        max_length: maximum number of tokens of an example.
+
+    Returns: (examples, report).
+
+    Raises: InputError if no example is left, if there is no template, or for a tokenizer without offsets.
     """
     if not tokenizer.is_fast:
         raise InputError(
@@ -97,15 +118,15 @@ def encode_conversations(
     examples = list[Example]()
     report = ReadingReport()
     encoder = Encoder(tokenizer, template)
-    for talk in conversations:
+    for conversation in conversations:
         try:
-            rows, thoughtless = encoder.encode(talk)
+            rows, thoughtless = encoder.encode(conversation)
             cut_rows = [row.cut(max_length) for row in rows]
             cut_rows = [row for row in cut_rows if row.loss_mask.any()]
             if not cut_rows:
                 raise UnusableConversation(f"no answer within {max_length} tokens")
         except UnusableConversation as error:
-            report.leave_out(talk.where, error)
+            report.leave_out(conversation.where, error)
             continue
         examples += cut_rows
         report.used += 1
@@ -119,7 +140,7 @@ def encode_conversations(
 
 
 class Encoder:
-    """Makes examples of conversations, with one tokenizer and template."""
+    """Encodes conversations as training examples, with one tokenizer and template."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", template: Template) -> None:
         self.tokenizer = tokenizer
@@ -128,26 +149,36 @@ class Encoder:
 
     @cached_property
     def opening(self) -> list[int]:
-        """The tokens that a text begins with."""
+        """Token ids that every text begins with, such as the start token."""
         return list_start_tokens(self.tokenizer, self.template)
 
-    def encode(self, talk: Conversation) -> tuple[list[Example], int]:
-        """The examples of a conversation, and how many of its answers lost their thoughts.
+    def encode(self, conversation: Conversation) -> tuple[list[Example], int]:
+        """Encode a conversation.
 
-        Raises UnusableConversation, and InputError for a missing template.
+        Returns: (examples, number of answers left out because the template drops their thoughts).
+
+        Raises:
+            UnusableConversation: if the conversation cannot be trained on.
+            InputError: if there is no template.
         """
-        if talk.tokens and (not talk.messages or self._has_own_tokens(talk)):
-            return self._encode_tokens(talk), 0
+        if conversation.tokens and (
+            not conversation.messages or self._has_own_tokens(conversation)
+        ):
+            return self._encode_tokens(conversation), 0
         check_template(self.tokenizer, self.template)
-        key = hash_conversation(talk)
+        key = hash_conversation(conversation)
         thoughtless = 0
         try:
-            if talk.text is not None:
+            if conversation.text is not None:
                 marks = find_marks(self.tokenizer, self.template)
-                rows = [TextRow(talk.text, find_spans(talk.text, marks))]
+                rows = [TextRow(conversation.text, find_spans(conversation.text, marks))]
             else:
                 placed = place_answers(
-                    self.tokenizer, talk.messages, self.template, talk.tools, talk.cut
+                    self.tokenizer,
+                    conversation.messages,
+                    self.template,
+                    conversation.tools,
+                    conversation.cut,
                 )
                 rows = placed.rows
                 thoughtless = placed.thoughtless
@@ -162,47 +193,47 @@ class Encoder:
         return [self._encode_row(row, key, part) for part, row in enumerate(rows)], thoughtless
 
     def _encode_row(self, row: TextRow, key: str, part: int) -> Example:
-        """A text and the answers in it as tokens."""
+        """Tokenise a text; the loss mask covers its answers."""
         encoded = self.tokenizer(
             row.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
         ids = encoded["input_ids"]
-        places = np.array(encoded["offset_mapping"])
-        mask = _mark_inside(places, row.spans, np.isin(ids, self.special))
+        offsets = np.array(encoded["offset_mapping"])
+        mask = _mark_inside(offsets, row.spans, np.isin(ids, self.special))
         if ids[: len(self.opening)] != self.opening:
             ids = self.opening + ids
             mask = np.pad(mask, (len(self.opening), 0))
         return Example(torch.tensor(ids), torch.from_numpy(mask), key, part)
 
-    def _encode_tokens(self, talk: Conversation) -> list[Example]:
-        """Rows of tokens as they stand; one that begins another one shares it.
+    def _encode_tokens(self, conversation: Conversation) -> list[Example]:
+        """Convert token rows into examples without tokenising; a row that is a prefix of another one joins it.
 
-        Raises UnusableConversation for ids beyond the vocabulary.
+        Raises: UnusableConversation for ids beyond the vocabulary.
         """
-        largest = max((max(row.ids, default=0) for row in talk.tokens), default=0)
-        if largest >= len(self.tokenizer):
-            raise UnusableConversation("a token id is beyond the vocabulary", f"{largest}")
-        key = hash_conversation(talk)
+        largest_id = max((max(row.ids, default=0) for row in conversation.tokens), default=0)
+        if largest_id >= len(self.tokenizer):
+            raise UnusableConversation("a token id is beyond the vocabulary", f"{largest_id}")
+        key = hash_conversation(conversation)
         examples = []
-        for part, row in enumerate(_share_token_rows(talk.tokens)):
+        for part, row in enumerate(_share_token_rows(conversation.tokens)):
             input_ids = torch.tensor(row.ids, dtype=torch.int64)
             examples.append(Example(input_ids, torch.tensor(row.counts), key, part))
         return examples
 
-    def _has_own_tokens(self, talk: Conversation) -> bool:
-        """Whether the tokens of a conversation are this tokenizer's: they hold the words of its answers.
+    def _has_own_tokens(self, conversation: Conversation) -> bool:
+        """Whether the token rows of a conversation decode, with this tokenizer, to the words of its answers.
 
-        Answers of another target are read from their messages.
+        If not, another target generated them, and the messages are tokenised instead.
         """
-        answers = [message for message in talk.messages if message["role"] == "assistant"]
-        if len(answers) != len(talk.tokens):
+        answers = [message for message in conversation.messages if message["role"] == "assistant"]
+        if len(answers) != len(conversation.tokens):
             return False
-        for message, row in zip(answers, talk.tokens, strict=True):
-            counted = list(compress(row.ids, row.counts))
+        for message, row in zip(answers, conversation.tokens, strict=True):
+            answer_ids = list(compress(row.ids, row.counts))
             if max(row.ids, default=0) >= len(self.tokenizer):
                 return False
             options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-            text = str(self.tokenizer.decode(counted, **options))
+            text = str(self.tokenizer.decode(answer_ids, **options))
             if not (
                 has_all_words(text, get_words(message))
                 and has_all_words(text, get_reasoning(message))
@@ -212,49 +243,51 @@ class Encoder:
 
 
 def _share_token_rows(rows: Sequence[TokenRow]) -> list[TokenRow]:
-    """The rows without those that a later one begins with, whose tokens count there."""
-    shared = list[TokenRow]()
+    """Merge each row that is a prefix of a later row into that row, loss mask included."""
+    merged_rows = list[TokenRow]()
     for row in reversed(rows):
-        longer = _find_longer_row(shared, row)
+        longer = _find_longer_row(merged_rows, row)
         if longer is None:
-            shared.insert(0, TokenRow(row.ids, list(row.counts)))
+            merged_rows.insert(0, TokenRow(row.ids, list(row.counts)))
         else:
             for index, counts in enumerate(row.counts):
                 if counts:
                     longer.counts[index] = True
-    return shared
+    return merged_rows
 
 
 def _find_longer_row(rows: Sequence[TokenRow], row: TokenRow) -> TokenRow | None:
-    """The first of the rows that begins with the tokens of `row`."""
-    for other in rows:
-        if other.ids[: len(row.ids)] == row.ids:
-            return other
+    """The first of `rows` that begins with the tokens of `row`; None if there is none."""
+    for candidate in rows:
+        if candidate.ids[: len(row.ids)] == row.ids:
+            return candidate
     return None
 
 
-def hash_conversation(talk: Conversation) -> str:
-    """The digest by which equal conversations are known, wherever they stand."""
-    content: object = [dict(message) for message in talk.messages]
-    if talk.tokens and not talk.messages:
-        first = talk.tokens[0]
-        content = [first.ids, first.counts] + list(talk.tokens[1:])
-    elif talk.tools or talk.text is not None:
-        content = [content, talk.tools, talk.text]
+def hash_conversation(conversation: Conversation) -> str:
+    """Digest of a conversation's content, whatever file and line it comes from."""
+    content: object = [dict(message) for message in conversation.messages]
+    if conversation.tokens and not conversation.messages:
+        first_row = conversation.tokens[0]
+        content = [first_row.ids, first_row.counts] + list(conversation.tokens[1:])
+    elif conversation.tools or conversation.text is not None:
+        content = [content, conversation.tools, conversation.text]
     return hash_text(json.dumps(content, sort_keys=True, default=str))
 
 
 def _mark_inside(offsets: np.ndarray, spans: Iterable[Span], special: np.ndarray) -> np.ndarray:
-    """[T] bool: the tokens that spans of characters cover.
+    """Mark the tokens that spans of characters cover.
+
+    A token that begins before a span counts if it ends inside, unless it is special: a special token of the header
+    may include the spaces after it. Offsets may omit spaces; a token of only spaces begins where the previous token
+    ended.
 
     Args:
-        offsets: [T, 2] first character of each token, and the one after its last.
+        offsets: [T, 2] start and end (exclusive) of each token, in characters.
         spans: [start, end) in characters of each answer.
-        special: [T] bool, which tokens are special.
+        special: [T] bool, True for special tokens.
 
-    A token that begins before a span counts if it ends inside, unless it is special: a header that
-    swallows the spaces after it. Offsets may omit spaces; a token of only spaces begins where the
-    previous one ended.
+    Returns: [T] bool.
     """
     starts, ends = offsets.reshape(-1, 2).T
     previous_ends = np.concatenate([[0], ends[:-1]])

@@ -1,4 +1,4 @@
-"""Decide at which token a text ends, and decode its tokens as they come."""
+"""Decide at which token an answer ends, and decode its tokens as they arrive."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
@@ -10,23 +10,35 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Stop strings, and characters of one: each token's text is compared with all of their beginnings.
+# Limits of a request: each token's text is compared with every prefix of every stop string.
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1000
 
 
 @final
 class Ending:
-    """Decides token by token where a text ends. Later tokens are neither returned nor counted.
+    """Decides token by token where an answer ends. Later tokens are neither returned nor counted.
 
-    A text ends with an end-of-sequence token (kept), with the token that completes a stop string
-    (kept, but the text ends before the string), or after max_new_tokens. A stop string that is
-    complete before the text has `least` tokens is part of the text. A stop string that is a
-    special token ends the text by its id. The pieces of text add up to `tokenizer.decode` without
-    special tokens, however the tokens are grouped. One exception: byte-fallback tokens
-    (SentencePiece) that never become a character may lose some of their replacement characters.
+    An answer ends with an end-of-sequence token (kept), with the token that completes a stop string (the token is
+    kept, but the text ends before the string), or after `max_new_tokens`. A stop string that is a special token ends
+    the answer by its id. The returned pieces of text add up to `tokenizer.decode` without special tokens, however
+    the tokens are grouped. One exception: byte-fallback tokens (SentencePiece) that never become a character may
+    lose some of their replacement characters.
 
-    Raises InputError for an empty or a long stop string, for too many, and for stop strings without a tokenizer.
+    The tokens of `Hello <stop>` arrive one at a time, with the stop string "<stop>":
+
+        token     Hel   lo    " <"   st    op>
+        returned  Hel   lo    " "    -     -       "<" and "<st" are held back: they may become the stop string
+
+    Args:
+        tokenizer: decodes the tokens. None returns no text.
+        eos: ids of the end-of-sequence tokens.
+        stop: stop strings.
+        max_new_tokens: maximum number of tokens of the answer.
+        least: a stop string that is complete before the answer has this number of tokens is part of the text.
+            Default: 0.
+
+    Raises: InputError for an empty or a long stop string, for too many, and for stop strings without a tokenizer.
     """
 
     def __init__(
@@ -47,32 +59,34 @@ class Ending:
             raise InputError(
                 f"stop takes {MAX_STOP_STRINGS} strings at most, each of 1 to {MAX_STOP_CHARACTERS} characters"
             )
-        special: set[int] = set()  # stop strings that are special tokens
+        special_stop_ids: set[int] = set()  # ids of stop strings that are special tokens
         if tokenizer and stop:
             for token_id, token in tokenizer.added_tokens_decoder.items():
                 if token.special and token.content in stop:
-                    special.add(token_id)
-        self.eos = eos | special
+                    special_stop_ids.add(token_id)
+        self.eos = eos | special_stop_ids
         self.tokenizer = tokenizer
         self.left = max_new_tokens
         self.stops = stop
-        self.early = least - 1  # tokens before the first that may complete a stop string
-        self.window: list[int] = []  # the last tokens, decoded together: text depends on its left
-        self.border = 0  # tokens of the window up to the last complete character
-        self.given = 0  # characters of the window's text that were returned
-        self.held = ""  # text that may become a stop string
+        self.early = least - 1  # tokens still to come in which no stop string may end
+        self.window: list[
+            int
+        ] = []  # the last tokens, decoded together: a token's text depends on earlier tokens
+        self.border = 0  # number of tokens in the window up to the last complete character
+        self.given = 0  # number of characters of the window's text that were returned
+        self.held = ""  # text held back: it may become a stop string
         self.finished = max_new_tokens <= 0
         self.stopped = False  # whether a stop string has ended the text
-        self.truncated = False  # whether the text ended for want of room
+        self.truncated = False  # whether max_new_tokens ended the text
 
     def take(self, tokens: Sequence[int]) -> tuple[list[int], str]:
-        """Append tokens until the text ends. Returns the tokens kept and the text that they add."""
-        kept = []
+        """Append tokens until the answer ends. Returns (kept tokens, the text that they add)."""
+        kept_tokens = []
         text = ""
         for token in tokens:
             if self.finished:
                 break
-            kept.append(token)
+            kept_tokens.append(token)
             self.left -= 1
             self.early -= 1
             ended = token in self.eos
@@ -84,39 +98,42 @@ class Ending:
         if self.finished:
             text = text + self.held
             self.held = ""
-        return kept, text
+        return kept_tokens, text
 
     def _decode_certain_text(self, token: int) -> str:
-        """The text that this token makes certain. An incomplete character is held back."""
+        """The new text after this token. An incomplete character is held back."""
         if self.tokenizer is None:
             return ""
         self.window.append(token)
         text = self._decode(self.window)
-        certain = text
+        complete_text = text
         if not self.finished:
-            certain = text.rstrip(INCOMPLETE_CHARACTER)
-        new = certain[self.given :]
-        self.given = max(self.given, len(certain))
-        if new and certain == text:  # a window without text could lose its first token's space
+            complete_text = text.rstrip(INCOMPLETE_CHARACTER)
+        new_text = complete_text[self.given :]
+        self.given = max(self.given, len(complete_text))
+        if (
+            new_text and complete_text == text
+        ):  # a window without text could lose its first token's space
             self.window = self.window[self.border :]
             self.border = len(self.window)
             self.given = len(self._decode(self.window))
-        return new
+        return new_text
 
     def _decode(self, tokens: list[int]) -> str:
+        """Decode tokens without special tokens."""
         assert self.tokenizer is not None
         # Cleaning up spaces would change text that was already returned.
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         return str(self.tokenizer.decode(tokens, **options))
 
     def _cut(self, text: str) -> str:
-        """Cut at a stop string; hold back what may become one."""
-        before = len(self.held)
+        """Cut the text at a stop string, and hold back an end that may become one."""
+        held_before = len(self.held)
         text = self.held + text
         if self.early < 0:
             starts = []
             for stop in self.stops:
-                start = text.find(stop, max(0, before + 1 - len(stop)))
+                start = text.find(stop, max(0, held_before + 1 - len(stop)))
                 if start >= 0:
                     starts.append(start)
             if starts:
@@ -125,6 +142,6 @@ class Ending:
                 self.held = ""
                 return text[: min(starts)]
         held_characters = max((count_suffix_overlap(text, stop) for stop in self.stops), default=0)
-        certain = len(text) - held_characters
-        self.held = text[certain:]
-        return text[:certain]
+        certain_characters = len(text) - held_characters
+        self.held = text[certain_characters:]
+        return text[:certain_characters]

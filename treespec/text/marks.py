@@ -1,4 +1,4 @@
-"""Where answers stand in text that a chat template formatted already."""
+"""Locate answers in text that a chat template has formatted already."""
 
 import re
 from dataclasses import dataclass
@@ -27,13 +27,14 @@ PROBE_CALL = {"type": "function", "id": PROBE_CALL_ID, "function": PROBE_FUNCTIO
 
 @dataclass(frozen=True)
 class Marks:
-    """How a template marks answers. Of ChatML:
+    """The texts around answers in a template. In ChatML:
 
         <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
                                         header               answer end
 
-    header: the text before an answer. ends: the tokens or texts that end one: the last, an earlier one, and
-    one that calls a tool.
+    Attributes:
+        header: the text before an answer.
+        ends: the tokens or texts that end an answer: the last one, an earlier one, and one that calls a tool.
     """
 
     header: str
@@ -42,69 +43,82 @@ class Marks:
 
 @lru_cache(maxsize=4)
 def find_marks(tokenizer: "PreTrainedTokenizerBase", template: Template) -> Marks:
-    """The marks of a template, "" for none. Raises InputError if it shows no answer, and as `render`."""
-    # 1. One conversation of a target that may think, with and without its answer.
+    """Find the marks of a template from a small conversation; an empty text means that there is no mark.
+
+    Raises: InputError if the template shows no answer, or as `render` does.
+    """
+    # 1. Render a conversation of a target that may think, with and without its answer.
     chat = Chat(tokenizer, template, thinks=True)
-    asked = [{"role": "user", "content": PROBE_QUESTION}]
-    answered = asked + [{"role": "assistant", "content": PROBE_ANSWER}]
-    whole = chat.render(answered)
-    prompt = chat.render(asked, prompt=True)
-    silent = chat.render(asked)
-    if PROBE_ANSWER not in whole or PROBE_QUESTION not in whole:
+    question = [{"role": "user", "content": PROBE_QUESTION}]
+    conversation = question + [{"role": "assistant", "content": PROBE_ANSWER}]
+    full_text = chat.render(conversation)
+    prompt = chat.render(question, prompt=True)
+    history_text = chat.render(question)
+    if PROBE_ANSWER not in full_text or PROBE_QUESTION not in full_text:
         raise InputError("the chat template shows no answer: give messages instead of text")
-    before, _, after = whole.partition(PROBE_ANSWER)
+    text_before, _, text_after = full_text.partition(PROBE_ANSWER)
 
-    # 2. The header: the generation prompt without the thought that it opens. Without one, or where history
-    #    shows another one, what stands between question and answer: up to the prompt's end where it is there.
+    # 2. The header is the generation prompt without an opened thought. If there is no generation prompt, or if
+    #    history shows a different one, it is the text between question and answer, cut at the prompt's end.
     header = ""
-    if prompt.startswith(silent):
-        header = prompt.removeprefix(silent)
+    if prompt.startswith(history_text):
+        header = prompt.removeprefix(history_text)
     header = OPENED_THOUGHT.sub("", header)
-    if not header.strip() or not before.startswith(silent + header):
-        if before.startswith(prompt) and not before[len(prompt) :].strip():
-            before = prompt
-        header = before.rpartition(PROBE_QUESTION)[2]
+    if not header.strip() or not text_before.startswith(history_text + header):
+        if text_before.startswith(prompt) and not text_before[len(prompt) :].strip():
+            text_before = prompt
+        header = text_before.rpartition(PROBE_QUESTION)[2]
 
-    # 3. The ends: special tokens, else all that follows.
-    following = chat.render(answered + asked).partition(PROBE_ANSWER)[2]
+    # 3. The ends are special tokens, else all text after the answer.
+    text_after_in_history = chat.render(conversation + question).partition(PROBE_ANSWER)[2]
     ends = []
-    for text in (after, following):
+    for text in (text_after, text_after_in_history):
         if end := re.search(chat.turn_format.special, text):
             ends.append(end[0])
-    ends += _call_end(chat, asked)
+    ends += _call_end(chat, question)
     if not ends:
-        ends.append(after.strip(" "))
+        ends.append(text_after.strip(" "))
     return Marks(header, tuple(dict.fromkeys(ends)))
 
 
-def _call_end(chat: Chat, asked: list[dict[str, Any]]) -> list[str]:
-    """The special token that ends an answer which calls a tool, in a list; [] for none."""
+def _call_end(chat: Chat, question: list[dict[str, Any]]) -> list[str]:
+    """A list of the special token that ends an answer with a tool call; [] if no special token does."""
     call: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]}
     try:
-        answer = place_answer(chat, asked + [call])
-        chat.render(asked + [call, PROBE_RESULT])
+        answer = place_answer(chat, question + [call])
+        chat.render(question + [call, PROBE_RESULT])
     except InputError:
         return []
     return re.findall(chat.turn_format.special, answer.said)[-1:]
 
 
 def find_spans(text: str, marks: Marks) -> list[Span]:
-    """[start, end) in characters of each answer in formatted text, with the mark that ends it.
+    """Find the answers in a formatted text.
 
-    An answer in several parts, each behind the header right after another's end, is one. The last answer may
-    lack its end. Raises UnusableConversation for a text without an answer, and InputError if the template
-    marks none.
+    Answers that follow each other without text between end mark and header are one answer. The last answer may lack
+    its end mark.
+
+    A question H and its answer Y, in a template whose turns begin with <s> and <|head|>, have the span (12, 17):
+
+        <s>H<|head|>Y</s>
+                    ^^^^^
+
+    Returns: [start, end) in characters of each answer, with its end mark.
+
+    Raises:
+        UnusableConversation: for a text without an answer.
+        InputError: if the template has no marks.
     """
     if not marks.header.strip() or not all(marks.ends):
         raise InputError("the chat template does not mark answers: give messages instead of text")
     header = re.escape(marks.header)
     ends = "|".join(map(re.escape, marks.ends))
     spans = list[Span]()
-    for found in re.finditer(rf"{header}(.*?(?:{ends}|\Z))", text, re.DOTALL):
-        start = found.start(1)
-        if spans and found.start() == spans[-1][1]:
+    for match in re.finditer(rf"{header}(.*?(?:{ends}|\Z))", text, re.DOTALL):
+        start = match.start(1)
+        if spans and match.start() == spans[-1][1]:
             start = spans.pop()[0]
-        spans.append((start, found.end()))
+        spans.append((start, match.end()))
     if not spans:
         raise UnusableConversation("no answer in the text", f"it lacks {marks.header!r}")
     return spans

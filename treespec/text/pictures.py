@@ -1,4 +1,4 @@
-"""Messages with pictures: token ids, and the tensors that the model's processor makes of the pictures."""
+"""Encode messages with pictures: token ids, and the tensors that the model's processor makes of the pictures."""
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -17,10 +17,14 @@ TOKEN_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_
 
 @final
 class PictureTokens(list[int]):
-    """The token ids of a prompt with pictures. inputs: the processor's tensors; {} without pictures."""
+    """The token ids of a prompt with pictures.
+
+    Attributes:
+        inputs: the processor's tensors; {} without pictures.
+    """
 
     def __init__(self, inputs: Mapping[str, Any]) -> None:
-        """inputs: with `input_ids` [1, P]. Raises InputError for any other number of prompts, and for padding."""
+        """inputs: tensors with `input_ids` [1, P]. Raises InputError for several prompts, and for padding."""
         input_ids: Any = inputs.get("input_ids")
         mask = inputs.get("attention_mask")
         if getattr(input_ids, "ndim", 0) != 2 or len(input_ids) != 1:
@@ -34,7 +38,7 @@ class PictureTokens(list[int]):
 
 
 def has_pictures(messages: Sequence[Any]) -> bool:
-    """Whether a content of any message has a picture among its parts."""
+    """Whether any message has a picture among the parts of its content."""
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("content"), list):
             continue
@@ -47,10 +51,15 @@ def has_pictures(messages: Sequence[Any]) -> bool:
 def process_pictures(
     target: "Target", messages: Sequence[dict[str, Any]], variables: Mapping[str, object] | None
 ) -> PictureTokens:
-    """Messages whose contents are text, or parts of text and pictures, by the target's processor.
+    """Encode messages with pictures by the target's processor.
 
-    A part is `{"type": "image", "image": picture}` as transformers takes it, or OpenAI's `image_url`.
-    Raises InputError for what the processor refuses.
+    Args:
+        target: its folder holds the processor.
+        messages: each content is a string, or a list of parts. A picture is a part
+            `{"type": "image", "image": picture}`, as transformers takes it, or OpenAI's `image_url`.
+        variables: variables of the chat template; None for none.
+
+    Raises: InputError if the processor refuses the messages.
     """
     path = str(target.model.name_or_path)
     if not path:
@@ -66,19 +75,19 @@ def process_pictures(
         options = dict(variables or {}) | {"tokenize": True, "return_dict": True}
         options |= {"return_tensors": "pt", "add_generation_prompt": True}
         return PictureTokens(processor.apply_chat_template(chat, **options))
-    except Exception as error:  # of a missing package, of the picture, of the template
+    except Exception as error:  # a missing package, a bad picture, or the template
         raise InputError(f"{path} cannot read these pictures: {get_first_line(error)}") from error
 
 
 def _list_parts(content: Any) -> list[Any]:
-    """The parts of a content; a text is one part."""
+    """The parts of a content; a string is one part."""
     if isinstance(content, list):
         return content
     return [{"type": "text", "text": content or ""}]
 
 
 def _read_part(part: Any) -> dict[str, Any]:
-    """A part as transformers takes it. Raises InputError for what is no part."""
+    """Convert a part to transformers' form. Raises InputError if it is no part."""
     if not isinstance(part, dict):
         raise InputError(f"a part of a message is {part!r:.60}: give text or a picture")
     if part.get("type") != "image_url":

@@ -1,17 +1,16 @@
-"""The forms that a prompt may have, and its token ids.
+"""Encode prompts of any form as token ids.
 
-| given                                    | is                                                  |
+| form                                     | meaning                                             |
 |------------------------------------------|-----------------------------------------------------|
 | a string                                 | text, tokenised with the tokenizer's special tokens |
 | a list of `{"role": …, "content": text}` | messages, through the chat template                 |
 | a list, [T] tensor or array of integers  | token ids                                           |
-| what a transformers processor gives      | token ids and pictures                              |
+| the output of a transformers processor   | token ids and pictures                              |
 | a list of any of these                   | several prompts                                     |
-| a [B, T] tensor or array of integers     | B prompts, a whole row each: no token is padding    |
+| a [B, T] tensor or array of integers     | B prompts without padding                           |
 
-A list may be any sequence but bytes. Integers may be NumPy's; True and 1.0 are not integers. Where
-one prompt is expected, a tensor or an array may hold it as its only row. Anything else is an
-InputError that names it.
+A list may be any sequence but bytes. Integers may be NumPy's; True and 1.0 are not integers. If one prompt is
+expected, a tensor or array may hold it as its only row. Anything else is an InputError that shows the value.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,18 +45,26 @@ def encode_prompt(
     template: templates.Template = None,
     variables: Mapping[str, object] | None = None,
 ) -> list[int]:
-    """The token ids of one prompt. Raises InputError for an empty prompt, and for anything else.
+    """Encode one prompt.
 
-    variables: of the chat template, for messages.
+    Args:
+        target: its tokenizer, chat template and vocabulary are used.
+        prompt: one prompt in any form of the table above.
+        template: name of an fschat template for messages. Default: None, the tokenizer's chat template.
+        variables: variables of the chat template, such as enable_thinking. Default: None.
+
+    Returns: token ids; `PictureTokens` for a prompt with pictures.
+
+    Raises: InputError for an empty prompt, several prompts, or a value that is no prompt.
     """
-    # 1. One prompt.
+    # 1. Unpack one prompt.
     single = _unpack_single(prompt)
     if not isinstance(single, str | PictureTokens) and has_pictures(single):
         if template is not None:
             raise InputError("pictures go through the model's own chat template: no --template")
         single = process_pictures(target, single, variables)
 
-    # 2. Its tokens.
+    # 2. Encode it.
     if isinstance(single, str):
         ids = _encode_text(target, single)
     elif isinstance(single[0], dict):
@@ -73,10 +80,11 @@ def encode_prompt(
 
 
 def _unpack_single(prompt: Prompt) -> Any:
-    """The prompt as text, or as a list of messages or token ids, with pictures as `PictureTokens`.
+    """Unpack one prompt to a string, or to a list of messages or token ids; `PictureTokens` with pictures.
 
-    A batch of one row is its row. Raises InputError for several prompts, for an empty one, and for
-    anything else.
+    A batch of one row is unpacked to its row.
+
+    Raises: InputError for several prompts, an empty prompt, or a value that is no prompt.
     """
     single: Any = prompt
     if isinstance(prompt, Mapping) and "input_ids" in prompt:
@@ -89,7 +97,7 @@ def _unpack_single(prompt: Prompt) -> Any:
             )
         single = prompts[0]
     if isinstance(single, Arrays):
-        single = single.tolist()  # a masked array holds None
+        single = single.tolist()  # None where a masked array is masked
     if not isinstance(single, str) and not _is_list(single):
         raise InputError(
             f"a prompt is text, a list of messages or a list of token ids, not {single!r:.60}"
@@ -100,7 +108,7 @@ def _unpack_single(prompt: Prompt) -> Any:
 
 
 def _encode_text(target: "Target", text: str) -> list[int]:
-    """The token ids of a text, with the tokenizer's special tokens. Raises InputError."""
+    """Encode a string with the tokenizer's special tokens. Raises InputError."""
     tokenizer = target.tokenizer
     if tokenizer is None:
         raise InputError(NO_TOKENIZER_ERROR)
@@ -114,7 +122,7 @@ def _encode_messages(
     template: templates.Template,
     variables: Mapping[str, object] | None,
 ) -> list[int]:
-    """The token ids of messages, through the chat template. Raises InputError."""
+    """Encode messages through the chat template. Raises InputError."""
     tokenizer = target.tokenizer
     if tokenizer is None:
         raise InputError(NO_TOKENIZER_ERROR)
@@ -125,7 +133,7 @@ def _encode_messages(
 
 
 def _check_ids(ids: Sequence[Any]) -> list[int]:
-    """The token ids as Python's integers. Raises InputError for a value that is no token id."""
+    """Convert token ids to Python integers. Raises InputError for a value that is no token id."""
     for number, token in enumerate(ids, 1):
         if isinstance(token, bool) or not isinstance(token, Integral) or token < 0:
             raise InputError(f"token {number} of the prompt is {token!r:.40}: give token ids")
@@ -135,7 +143,7 @@ def _check_ids(ids: Sequence[Any]) -> list[int]:
 
 
 def split_prompts(prompt: object) -> list[Prompt] | None:
-    """The prompts of a list or batch of several; None for one prompt, and for what is no prompt."""
+    """Split a list or a [B, T] batch into its prompts; None for one prompt, and for a value that is no prompt."""
     if isinstance(prompt, Arrays):
         if prompt.ndim != 2:
             return None
@@ -152,12 +160,12 @@ def split_prompts(prompt: object) -> list[Prompt] | None:
 
 
 def _is_prompt(value: object) -> bool:
-    """Whether an item of a list is a prompt itself: a text, an array or a list."""
+    """Whether an item of a list is itself a prompt: a string, an array or a list."""
     return isinstance(value, str | Arrays) or _is_list(value)
 
 
 def _check_message(number: int, message: Any) -> dict[str, Any]:
-    """A message with its content as text. Raises InputError for one without a role or without text."""
+    """Convert a message's content to a string. Raises InputError for a message without a role or text."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise InputError(f"message {number} is {message!r:.60}: give role and content")
     try:
@@ -169,7 +177,7 @@ def _check_message(number: int, message: Any) -> dict[str, Any]:
 
 
 def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
-    """Whether a value is a sequence of things, not of characters or bytes."""
+    """Whether a value is a sequence of objects, not a string or bytes."""
     if isinstance(value, str | bytes | bytearray | memoryview):
         return False
     return isinstance(value, Sequence)

@@ -1,6 +1,6 @@
-"""Where rows come from: a file, a folder of files, a data set that `datasets` saved, or one of the hub.
+"""Read rows from a file, a folder of files, a data set that `datasets` saved, or a data set of the hub.
 
-A file is JSONL, a JSON list or parquet, each also packed with gzip or zstd. Its first bytes tell which.
+A file is JSONL, a JSON list or parquet, each optionally packed with gzip or zstd, as its first bytes say.
 """
 
 import gzip
@@ -17,22 +17,23 @@ from typing import IO, Any
 from treespec.errors import InputError, get_first_line
 from treespec.text.entries import ROW_FIELDS, WITH_ROWS
 
-PARQUET_BATCH_ROWS = 256  # of a parquet file, read at once
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # that some editors begin UTF-8 with
-# that packed files begin with
+PARQUET_BATCH_ROWS = 256  # rows of a parquet file that are read at once
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors write it at the start of UTF-8 files
+# first bytes of packed files
 GZIP_START = b"\x1f\x8b"
 ZSTD_START = b"\x28\xb5\x2f\xfd"
-DATA_SUFFIXES = (".jsonl", ".json", ".parquet")  # of the files of a folder
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet")  # of the files that are read from a folder
 FILE_ENDINGS = tuple(suffix + packed for suffix in DATA_SUFFIXES for packed in ("", ".gz", ".zst"))
 # owner/name, owner/name:split or owner/name:configuration:split
 HUB_NAME_PATTERN = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?(?::([\w.-]+))?")
 
 
 def iterate_entries(source: str | Path) -> Iterator[tuple[str, object]]:
-    """(place, entry) of all rows, such as ("chats.jsonl:7", b'{"messages": …}').
+    """Yield (position, row) of all rows of a source, such as ("chats.jsonl:7", b'{"messages": …}').
 
-    An entry is the bytes of a JSONL line, or the value itself. Raises InputError for a source that
-    is not there, is damaged, or needs a package that is not installed.
+    A row is the bytes of a JSONL line, or the parsed value.
+
+    Raises: InputError for a source that is missing or damaged, or needs a package that is not installed.
     """
     name = get_hub_name(source)
     if name:
@@ -55,7 +56,7 @@ def iterate_entries(source: str | Path) -> Iterator[tuple[str, object]]:
 
 
 def _open_unpacked(path: Path) -> Any:
-    """The bytes of a file, unpacked. Raises InputError for one whose package is not installed."""
+    """Open a file, unpacked if it is packed. Raises InputError if that needs a package that is not installed."""
     with path.open("rb") as file:
         start = file.read(len(ZSTD_START))
     if start == ZSTD_START:
@@ -66,9 +67,9 @@ def _open_unpacked(path: Path) -> Any:
 
 
 def open_zstd(path: Path) -> BufferedReader:
-    """The unpacked bytes of a file's frames, through pyarrow, which raises OSError for a damaged or cut file.
+    """Open a file packed with zstd, through pyarrow. Reading a damaged or cut file raises OSError.
 
-    Raises InputError if pyarrow is not installed.
+    Raises: InputError if pyarrow is not installed.
     """
     try:
         import pyarrow
@@ -82,16 +83,16 @@ def open_zstd(path: Path) -> BufferedReader:
 def _iterate_file_rows(
     path: Path, file: Any, head: bytes, name: str
 ) -> Iterator[tuple[str, object]]:
-    """head: the first bytes. name: what places call the file."""
+    """Yield the rows of a file. head: its first bytes. name: the file's name in positions."""
     if head.startswith(b"PAR1"):
         yield from _iterate_parquet_rows(path, file, name)
     elif head.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"["):
         content = file.read()
         try:
-            listed = json.loads(content)
+            entries = json.loads(content)
         except (ValueError, RecursionError):
-            listed = [content]  # whoever reads this row says what is wrong with it
-        yield from ((f"{name} entry {number}", entry) for number, entry in enumerate(listed, 1))
+            entries = [content]  # parsing this row raises an error that says what is wrong
+        yield from ((f"{name} entry {number}", entry) for number, entry in enumerate(entries, 1))
     else:
         for number, line in enumerate(file, 1):
             if line.strip():
@@ -99,9 +100,9 @@ def _iterate_file_rows(
 
 
 def _iterate_parquet_rows(path: Path, file: IO[bytes], name: str) -> Iterator[tuple[str, object]]:
-    """Read by pyarrow a few at a time. Only columns that training reads are loaded.
+    """Yield the rows of a parquet file, read by pyarrow in batches; only the columns that training reads.
 
-    Raises InputError without pyarrow, for a damaged file, and for one without conversations.
+    Raises: InputError if pyarrow is not installed, or if the file is damaged or has no column of conversations.
     """
     try:
         import pyarrow
@@ -128,15 +129,15 @@ def _iterate_parquet_rows(path: Path, file: IO[bytes], name: str) -> Iterator[tu
 
 
 def _iterate_hub_rows(name: str) -> Iterator[tuple[str, object]]:
-    """The rows of a data set of the hub, through its library `datasets`, which keeps them in its cache.
+    """Yield the rows of a data set of the hub, through the library `datasets` and its cache.
 
-    Raises InputError without the library, the data set or the split.
+    Raises: InputError if the library is not installed, or if there is no such data set or split.
     """
     library = import_datasets(name)
     repository, configuration, split = split_hub_name(name)
     try:
         data: Any = library.load_dataset(repository, configuration, split=split or "train")
-    except Exception as error:  # the library raises whatever the hub or the files gave it
+    except Exception as error:  # the library passes on errors of the hub and of the files
         raise InputError(
             f"no file {name}, and no data set of the hub: {get_first_line(error)} (owner/name:SPLIT "
             "names another split)"
@@ -146,12 +147,12 @@ def _iterate_hub_rows(name: str) -> Iterator[tuple[str, object]]:
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether it is a data set that `save_to_disk` of the library `datasets` wrote."""
+    """Whether a folder is a data set that `save_to_disk` of the library `datasets` wrote."""
     return all((folder / name).is_file() for name in ("state.json", "dataset_info.json"))
 
 
 def _read_saved(folder: Path) -> Iterator[tuple[str, object]]:
-    """The rows of a data set that `save_to_disk` wrote. Raises InputError without the library, or for damage."""
+    """Yield the rows of a data set that `save_to_disk` wrote. Raises InputError if it is damaged."""
     try:
         library: Any = importlib.import_module("datasets")
     except ImportError as error:
@@ -161,7 +162,7 @@ def _read_saved(folder: Path) -> Iterator[tuple[str, object]]:
         ) from error
     try:
         data: Any = library.load_from_disk(str(folder))
-    except Exception as error:  # the library raises whatever the files gave it
+    except Exception as error:  # the library passes on errors of the files
         raise InputError(f"cannot read {folder}: {get_first_line(error)}; save it again") from error
     for number, row in enumerate(
         data.select_columns(_choose_columns(folder, data.column_names)), 1
@@ -170,7 +171,7 @@ def _read_saved(folder: Path) -> Iterator[tuple[str, object]]:
 
 
 def _choose_columns(source: object, columns: Sequence[str]) -> list[str]:
-    """The columns that training reads. Raises InputError if none of them holds conversations."""
+    """Choose the columns that training reads. Raises InputError if none holds conversations."""
     if not set(columns) & set(ROW_FIELDS):
         raise InputError(
             f"{source} has no column of conversations, only {', '.join(sorted(columns))}; "
@@ -180,7 +181,7 @@ def _choose_columns(source: object, columns: Sequence[str]) -> list[str]:
 
 
 def drop_nulls(value: object) -> object:
-    """A row without fields that are null: a table gives each row the fields of all others."""
+    """Drop null fields from a row: in a table each row has the fields of all rows."""
     if isinstance(value, dict):
         return {name: drop_nulls(part) for name, part in value.items() if part is not None}
     if isinstance(value, list) and value and isinstance(value[0], dict | list):
@@ -189,7 +190,7 @@ def drop_nulls(value: object) -> object:
 
 
 def import_datasets(name: str) -> Any:
-    """The package `datasets`. Raises InputError if it is not installed."""
+    """Import the package `datasets`. Raises InputError if it is not installed."""
     try:
         return importlib.import_module("datasets")
     except ImportError as error:
@@ -200,25 +201,25 @@ def import_datasets(name: str) -> Any:
 
 
 def split_hub_name(name: str) -> tuple[str, str | None, str | None]:
-    """(repository, configuration, split); None if the name leaves it open."""
+    """Split a hub name into (repository, configuration, split), with None for a part that is absent."""
     match = HUB_NAME_PATTERN.fullmatch(name)
     if match is None:
         raise InputError(f"{name} is no data set of the hub: write owner/name:configuration:split")
     repository, configuration, split = match.groups()
-    if split is None:  # one name after the repository is the split's
+    if split is None:  # a single name after the repository is the split
         return repository, None, configuration
     return repository, configuration, split
 
 
 def hash_source(source: str | Path) -> str:
-    """What tells data apart: SHA-256 of a file, or of a folder's files; the commit of a data set.
+    """Identify the content of a source: SHA-256 of a file or of a folder's files; the commit of a hub data set.
 
-    Raises InputError if it cannot be read.
+    Raises: InputError if the source cannot be read.
     """
     name = get_hub_name(source)
     if name:
-        repository, _, rest = name.partition(":")
-        return f"commit {commit_of(repository)} {rest}".strip()
+        repository, _, configuration_and_split = name.partition(":")
+        return f"commit {commit_of(repository)} {configuration_and_split}".strip()
     try:
         digests = {name: hash_data_file(path) for name, path in list_data_files(source).items()}
     except OSError as error:
@@ -231,12 +232,12 @@ def hash_source(source: str | Path) -> str:
 
 
 def commit_of(repository: str) -> str:
-    """The newest commit of a data set; without the hub, that in its cache. Raises InputError."""
+    """The newest commit of a hub data set; the cached commit if the hub cannot be reached. Raises InputError."""
     from huggingface_hub import hf_hub_download
 
     try:  # a file that every repository has
         file = hf_hub_download(repository, ".gitattributes", repo_type="dataset")
-    except Exception as error:  # in the words of whichever HTTP client the hub's library uses
+    except Exception as error:  # its class depends on the HTTP client of the hub's library
         raise InputError(
             f"no file or folder {repository}, and the hub does not give it: {get_first_line(error)}"
         ) from error
@@ -244,14 +245,14 @@ def commit_of(repository: str) -> str:
 
 
 def count_source_bytes(source: str | Path) -> int | None:
-    """Bytes of a file or of a folder's files; None for a data set of the hub."""
+    """Total bytes of a file or of a folder's data files; None for a data set of the hub."""
     if get_hub_name(source):
         return None
     return sum(file.stat().st_size for file in list_data_files(source).values())
 
 
 def get_hub_name(source: str | Path) -> str | None:
-    """The source as the name of a data set of the hub; None if it is a path."""
+    """The source as the name of a hub data set; None if it is a path."""
     name = str(source)
     path = Path(source).expanduser()
     if not set(path.suffixes).isdisjoint(DATA_SUFFIXES) or path.exists():
@@ -262,10 +263,11 @@ def get_hub_name(source: str | Path) -> str | None:
 
 
 def list_data_files(source: str | Path) -> dict[str, Path]:
-    """By the name in places: the file, or the data files of a folder and of its subfolders, by name.
+    """List the data files of a file or a folder with its subfolders, sorted, by their names in positions.
 
-    Hidden ones do not count. Raises InputError for a folder without any, and for one with several data sets
-    that `save_to_disk` wrote.
+    Hidden files are skipped.
+
+    Raises: InputError for a folder without data files, and for one that holds several data sets of `save_to_disk`.
     """
     path = Path(source).expanduser()
     if not path.is_dir():
@@ -289,5 +291,6 @@ def list_data_files(source: str | Path) -> dict[str, Path]:
 
 
 def hash_data_file(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

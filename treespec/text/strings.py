@@ -1,4 +1,4 @@
-"""Strings: of a content's parts, with a common beginning, short enough for a context."""
+"""Helpers for strings: joined message parts, common prefixes, context limits, single tokens."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -9,13 +9,13 @@ from treespec.errors import InputError, TooLong
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-INCOMPLETE_CHARACTER = "\N{REPLACEMENT CHARACTER}"  # decoded from the first bytes of a character
+INCOMPLETE_CHARACTER = "\N{REPLACEMENT CHARACTER}"  # what the first bytes of a character decode to
 
 
 def join_text_parts(content: object) -> str:
-    """The text of a content; parts `{"type": "text", "text": …}` become lines.
+    """The text of a message's content: a string, or parts `{"type": "text", "text": …}`, joined by line breaks.
 
-    Raises ValueError, which says what it must be, for anything else, such as a part of an image.
+    Raises: ValueError, which says what is expected, for anything else, such as an image part.
     """
     if isinstance(content, str):
         return content
@@ -32,7 +32,7 @@ def join_text_parts(content: object) -> str:
 
 
 def require_well_formed(text: str, where: str) -> str:
-    """The text itself. Raises InputError for half of a surrogate pair, which is no character."""
+    """Return the text. Raises InputError if it holds half of a surrogate pair. where: what the error names."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -43,7 +43,7 @@ def require_well_formed(text: str, where: str) -> str:
 
 
 def count_common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
-    """The number of tokens or characters at the start that both share."""
+    """The length of the common prefix of two sequences of tokens or characters."""
     count = 0
     for first, second in zip(a, b, strict=False):
         if first != second:
@@ -53,7 +53,10 @@ def count_common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
 
 
 def count_suffix_overlap(text: str, whole: str) -> int:
-    """The number of characters at the end of the text that `whole`, which is longer, begins with."""
+    """The length of the longest end of the text that is a proper prefix of `whole`.
+
+    The text `ab<st` ends with three characters of the stop string `<stop>`.
+    """
     for size in range(min(len(whole) - 1, len(text)), 0, -1):
         if text.endswith(whole[:size]):
             return size
@@ -61,12 +64,12 @@ def count_suffix_overlap(text: str, whole: str) -> int:
 
 
 def check_fits_context(text: str, tokenizer: "PreTrainedTokenizerBase", context: int | None) -> str:
-    """The text itself. Raises TooLong if `context` of the longest tokens do not hold it."""
+    """Return the text. Raises TooLong if it needs more than `context` tokens even with the longest tokens."""
     if context is not None and len(text) > context:
-        least = -(-len(text) // measure_longest_token(tokenizer))
-        if least > context:
+        min_tokens = -(-len(text) // measure_longest_token(tokenizer))
+        if min_tokens > context:
             raise TooLong(
-                f"the prompt has {len(text)} characters, which are {least} tokens or more; the "
+                f"the prompt has {len(text)} characters, which are {min_tokens} tokens or more; the "
                 f"target's context holds {context}: shorten it"
             )
     return text
@@ -74,31 +77,35 @@ def check_fits_context(text: str, tokenizer: "PreTrainedTokenizerBase", context:
 
 @lru_cache(maxsize=1)
 def measure_longest_token(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """Characters of the longest token: no token stands for more of a text."""
+    """The number of characters of the longest token in the vocabulary."""
     return max(map(len, tokenizer.get_vocab()))
 
 
 def decode_after(tokenizer: "PreTrainedTokenizerBase", before: int | None, token: int) -> str:
-    """A token's text where it follows another: decoded alone, it may lose its leading space."""
+    """A token's text after the token `before`: decoded by itself, it may lose its leading space."""
 
     def text(*tokens: int) -> str:
         return str(tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
 
     if before is None:
         return text(token)
-    left = text(before)
-    both = text(before, token)
-    if INCOMPLETE_CHARACTER in left or not both.startswith(left):
+    before_text = text(before)
+    joint_text = text(before, token)
+    if INCOMPLETE_CHARACTER in before_text or not joint_text.startswith(before_text):
         return text(token)
-    return both[len(left) :]
+    return joint_text[len(before_text) :]
 
 
 def decode_command_line(text: str, name: str) -> str:
-    """A command-line text as UTF-8, whatever the locale. Raises InputError if it is not UTF-8.
+    """Decode a command-line argument as UTF-8, whatever the locale.
 
-    Python turns bytes that its locale lacks into lone surrogates: under LC_ALL=C those of an é.
+    Python turns bytes that its locale lacks into lone surrogates, such as those of an é under LC_ALL=C.
 
-    name: the option that an error names.
+    Args:
+        text: the argument as Python has it.
+        name: the option that an error names.
+
+    Raises: InputError if the argument is not UTF-8.
     """
     try:
         return text.encode(errors="surrogateescape").decode()

@@ -1,4 +1,4 @@
-"""Chat templates: messages to token ids, the same in training, evaluation and chat."""
+"""Render messages by a chat template and encode them, in the same way for training, evaluation and chat."""
 
 import difflib
 import inspect
@@ -14,26 +14,26 @@ if TYPE_CHECKING:
     from fastchat.conversation import Conversation
     from transformers import PreTrainedTokenizerBase
 
-# {"role": system | developer | user | assistant | tool, "content": text}, …; further fields for the template
+# Each message: {"role": system | developer | user | assistant | tool, "content": text, further fields for the template}
 Messages: TypeAlias = Sequence[dict[str, Any]]
 Tools: TypeAlias = Sequence[Any] | None  # JSON schemas of functions that the target may call
 # Variables of a chat template, such as enable_thinking.
 Variables: TypeAlias = Mapping[str, Any] | None
-# None: the tokenizer's own chat template; else the name of a template of fschat.
+# None: the tokenizer's chat template; else the name of an fschat template.
 Template: TypeAlias = str | None
 TEMPLATE_EXAMPLES = "vicuna_v1.1, llama-2, mistral, zephyr, zero_shot"  # of FastChat
 
 
 @dataclass(frozen=True)
 class Stops:
-    """Strings and tokens that end an answer, besides the end-of-sequence token."""
+    """Stop strings and stop tokens of a template, in addition to the end-of-sequence token."""
 
     strings: tuple[str, ...] = ()
     token_ids: tuple[int, ...] = ()
 
 
 def check_template(tokenizer: "PreTrainedTokenizerBase | None", template: Template = None) -> None:
-    """Raises InputError for an unknown template; without one, for a tokenizer that has none."""
+    """Raises InputError for an unknown fschat template; or if None, for a tokenizer without one."""
     if template is not None:
         load_fschat_template(template)
     elif not getattr(tokenizer, "chat_template", None):
@@ -46,7 +46,7 @@ def check_template(tokenizer: "PreTrainedTokenizerBase | None", template: Templa
 def get_template_source(
     tokenizer: "PreTrainedTokenizerBase | None", template: Template = None, tools: Tools = None
 ) -> str:
-    """The Jinja source of the tokenizer's template for these tools; "" for one of fschat's, and for none."""
+    """The Jinja source of the tokenizer's chat template for these tools; "" if there is none."""
     if tokenizer is None or template is not None or not getattr(tokenizer, "chat_template", None):
         return ""
     schemas = None
@@ -56,7 +56,7 @@ def get_template_source(
 
 
 def adapt_roles(messages: Messages, source: str) -> list[dict[str, Any]]:
-    """The messages with OpenAI's role `developer` as `system`, unless the template's source names it."""
+    """Replace OpenAI's role `developer` by `system`, unless the template's source knows `developer`."""
     adapted = list(messages)
     if "developer" in source:
         return adapted
@@ -74,23 +74,23 @@ def render(
     tools: Tools = None,
     chat_template_kwargs: Variables = None,
 ) -> str:
-    """The text of the messages.
+    """Render messages as text.
 
-    Args:
-        tokenizer: whose chat template renders them.
-        messages: each with role and content.
-        template: the name of one of fschat's templates instead.
-        add_generation_prompt: end with the text that asks for an answer.
-        tools: JSON schemas of functions that the target may call.
-        chat_template_kwargs: variables of the chat template, such as enable_thinking.
-
-    Raises: InputError as `check_template` does, and if the template refuses the messages.
-
-    A question H and its answer Y, whose template begins turns with <s> and <|head|>; and the question
-    with the generation prompt, after which the target writes the answer:
+    A question H and its answer Y, in a template whose turns begin with <s> and <|head|>; and the question with the
+    generation prompt, after which the target writes the answer:
 
         <s>H<|head|>Y</s>
         <s>H<|head|>
+
+    Args:
+        tokenizer: its chat template renders the messages.
+        messages: each with role and content.
+        template: name of an fschat template to use instead. Default: None.
+        add_generation_prompt: end with the text after which the target answers. Default: True.
+        tools: JSON schemas of functions that the target may call. Default: None.
+        chat_template_kwargs: variables of the chat template, such as enable_thinking. Default: None.
+
+    Raises: InputError as `check_template` does, and if the template refuses the messages.
     """
     if any(message["role"] == "developer" for message in messages):
         messages = adapt_roles(messages, get_template_source(tokenizer, template, tools))
@@ -116,11 +116,11 @@ def _apply_chat_template(
     tools: Tools,
     chat_template_kwargs: Variables,
 ) -> str:
-    """The text of the messages by the tokenizer's own template. Raises InputError as `render` does."""
+    """Render messages by the tokenizer's chat template. Raises InputError as `render` does."""
     check_template(tokenizer)
     variables: dict[str, Any] = {}
     if chat_template_kwargs:
-        # Names that transformers keeps to itself, such as chat_template, are no variables.
+        # Parameters of apply_chat_template, such as chat_template, are no variables of the template.
         reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters) - {"documents"}
         names = reserved & set(chat_template_kwargs)
         if names:
@@ -135,7 +135,7 @@ def _apply_chat_template(
     variables["add_generation_prompt"] = add_generation_prompt
     try:
         return str(tokenizer.apply_chat_template(list(messages), **variables))
-    except Exception as error:  # Jinja's, and those of the template's expressions
+    except Exception as error:  # errors of Jinja, and of the template's expressions
         kind = type(error).__name__
         raise InputError(
             f"the chat template refuses these messages: {kind}: {get_first_line(error)}"
@@ -149,13 +149,21 @@ def encode_messages(
     context: int | None = None,
     **options: Any,
 ) -> list[int]:
-    """Token ids of the messages, with one start token. options: those of `render`.
+    """Encode messages as token ids, with one start token.
 
-    The tokenizer's own template writes the start token itself, as in
-    `tokenizer.apply_chat_template`. fschat leaves it to the tokenizer, as in
-    `fastchat.llm_judge.gen_model_answer`.
-    context: tokens that the target holds. Raises TooLong for a text that needs more in any case, and
-    InputError as `render` does.
+    The tokenizer's chat template writes the start token itself, as in `tokenizer.apply_chat_template`. fschat leaves
+    it to the tokenizer, as in `fastchat.llm_judge.gen_model_answer`.
+
+    Args:
+        tokenizer: encodes the text, and renders it if `template` is None.
+        messages: each with role and content.
+        template: name of an fschat template to use instead. Default: None.
+        context: the target's context length in tokens. Default: None, no limit.
+        options: further options of `render`.
+
+    Raises:
+        TooLong: for a text that cannot fit `context` tokens.
+        InputError: as `render` does.
     """
     text = check_fits_context(render(tokenizer, messages, template, **options), tokenizer, context)
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -166,7 +174,7 @@ def encode_messages(
 
 
 def list_start_tokens(tokenizer: "PreTrainedTokenizerBase", template: Template = None) -> list[int]:
-    """The special tokens that the tokenizer puts before a text, for text that fschat rendered."""
+    """The special tokens that the tokenizer puts before a text that fschat rendered; [] for its own template."""
     if template is None:
         return []
     probe = tokenizer("a", return_special_tokens_mask=True)
@@ -179,7 +187,7 @@ def list_start_tokens(tokenizer: "PreTrainedTokenizerBase", template: Template =
 
 
 def get_stops(template: Template = None) -> Stops:
-    """The stop strings and tokens of an fschat template; the tokenizer's own template has none."""
+    """The stop strings and stop tokens of an fschat template; the tokenizer's chat template has none."""
     if template is None:
         return Stops()
     conversation = load_fschat_template(template)
@@ -191,7 +199,7 @@ def get_stops(template: Template = None) -> Stops:
 
 
 def list_special_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:
-    """The special tokens and their ids."""
+    """Map each special token of the tokenizer to its id."""
     ids = {}
     for token_id, token in tokenizer.added_tokens_decoder.items():
         if token.special:
@@ -201,13 +209,13 @@ def list_special_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:
 
 @lru_cache
 def load_fschat_template(name: str) -> "Conversation":
-    """Raises InputError for a name that stands for no template of text."""
+    """Load an fschat template. Raises InputError for an unknown name, or a template without a text form."""
     from fastchat.conversation import conv_templates, get_conv_template
 
     if name not in conv_templates:
-        close = difflib.get_close_matches(name, conv_templates, cutoff=0.4)
+        similar_names = difflib.get_close_matches(name, conv_templates, cutoff=0.4)
         raise InputError(
-            f"no fschat template is called {name!r}; try {', '.join(close) or TEMPLATE_EXAMPLES}"
+            f"no fschat template is called {name!r}; try {', '.join(similar_names) or TEMPLATE_EXAMPLES}"
         )
     template = get_conv_template(name)
     if template.sep_style is None:
@@ -218,7 +226,7 @@ def load_fschat_template(name: str) -> "Conversation":
 
 
 def _render_messages(name: str, messages: Messages, add_generation_prompt: bool) -> str:
-    """The text of the messages. Raises InputError for what the template has no place for."""
+    """Render messages by an fschat template. Raises InputError for messages that the template cannot show."""
     conversation = load_fschat_template(name).copy()
     roles = dict(zip(("user", "assistant"), conversation.roles, strict=False))
     for number, message in enumerate(messages, 1):

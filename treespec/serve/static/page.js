@@ -1,5 +1,5 @@
 "use strict";
-// Text of the model reaches the page by textContent and setAttribute alone; the
+// Text of the model reaches the page only by textContent and setAttribute; the
 // Content-Security-Policy forbids every other script, style and address.
 const by = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
@@ -18,7 +18,7 @@ function chance(value) {
   return value > 0 && value < 0.005 ? "< 0.01" : value.toFixed(2);
 }
 
-// 1. What may be chosen.
+// 1. The choices of verifier and tree.
 async function call(path, body, signal) {
   const headers = {"Content-Type": "application/json"};
   if (by("key").value) headers.Authorization = "Bearer " + by("key").value;
@@ -57,7 +57,7 @@ function begin() {
   setUp().catch((error) => by("log").append(element("p", String(error.message), "error")));
 }
 
-// 2. An answer, a cycle at a time.
+// 2. Stream an answer, cycle by cycle.
 async function* cycles(body, signal) {
   const response = await call("/cycles", body, signal);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -83,7 +83,7 @@ function number(id) {
 }
 
 async function ask(text) {
-  // 1. The turn on the page.
+  // 1. Add the turn to the page.
   const before = conversation;
   const log = by("log"), answer = element("div", "", "turn answer");
   const words = element("span", ""), figures = element("div", "", "figures");
@@ -95,7 +95,7 @@ async function ask(text) {
   by("send").hidden = true;
   by("stop").hidden = false;
 
-  // 2. Its cycles.
+  // 2. Show its cycles as they arrive.
   const drafts = by("drafts").checked;
   const body = {messages, drafts};
   body.temperature = number("temperature") ?? 0;
@@ -114,7 +114,7 @@ async function ask(text) {
         said += part.text;
         count += part.tokens.length;
       }
-      // Without the prompt's prefill; the head's seconds are a part of the drafting's.
+      // The prefill is not counted; the head's seconds are part of the drafter's.
       for (const stage of ["draft", "target", "verify", "commit"]) seconds += cycle.seconds[stage];
       last = cycle;
       const tau = (count / cycle.number).toFixed(2), rate = (count / seconds).toFixed(1);
@@ -127,7 +127,7 @@ async function ask(text) {
     if (error.name !== "AbortError") answer.append(element("p", String(error.message), "error"));
   }
 
-  // 3. What the next turn knows of it.
+  // 3. Keep the turn in the conversation.
   if (last && conversation === before) {
     conversation = [...messages, {role: "assistant", content: said.trim()}];
   }
@@ -143,8 +143,8 @@ function show(tokens, tau = "–", rate = "–") {
   by("tokens").textContent = tokens || "–";
 }
 
-// A cycle's part of the answer, a part for each token. Where a character spreads over tokens, its
-// piece is one part with all of its tokens.
+// The parts that a cycle adds to the answer: one per token. If a character spans several tokens, they
+// are one part.
 function parts(cycle) {
   const rest = cycle.path.map((node) => ({text: cycle.texts[node], shown: cycle.shown[node],
                                           p: cycle.p[node], q: cycle.q[node]}));
@@ -168,7 +168,7 @@ function token(part) {
   return span;
 }
 
-// 3. Probabilities beside the pointer, or beside the token that the arrow keys chose.
+// 3. Show probabilities next to the pointer, or next to the token that the arrow keys selected.
 function tip(of) {
   const text = of?.dataset?.tip;
   by("tip").hidden = !text;
@@ -214,7 +214,7 @@ function draw(tree) {
     by("why").textContent = "One token at a time: nothing is drafted.";
     return;
   }
-  // 1. Nodes, and as one more the target's own token; parents come before children.
+  // 1. List the nodes, then the token sampled from the target; parents come before children.
   const nodes = tree.shown.map((shown, i) => {
     const kind = i === 0 || tree.path.includes(i) ? "kept" : "";
     return {shown, parent: tree.parents[i], q: tree.q[i], p: tree.p[i], kind};
@@ -226,7 +226,7 @@ function draw(tree) {
     if (i) nodes[node.parent].children.push(node);
   });
 
-  // 2. Places: a leaf takes a row, a parent the middle of its children.
+  // 2. Position them: a leaf takes a row, a parent the middle of its children.
   let rows = 0;
   (function place(node) {
     node.children.forEach(place);
@@ -240,7 +240,7 @@ function draw(tree) {
   const svg = drawn("svg", {width: depth * wide + box + 8, height: rows * high + 8,
                              role: "img", "aria-label": tree.explained});
 
-  // 3. Edges below nodes.
+  // 3. Draw edges below nodes.
   for (const node of nodes.slice(1)) {
     const above = nodes[node.parent], from = x(above) + box, to = x(node), middle = (from + to) / 2;
     const start = y(above) + 10, end = y(node) + 10;

@@ -33,8 +33,9 @@ from treespec.draft.auto.cost import CycleCost
 from treespec.draft.auto.measure import MEASURED_NODES
 from treespec.draft.calibration import Calibration
 from treespec.draft.drafter import Frontier
+from treespec.draft.heads.block import BlockProposer
+from treespec.draft.heads.eagle import EagleProposer
 from treespec.draft.heads.loading import build_new_head
-from treespec.draft.heads.proposers import BlockProposer, EagleProposer
 from treespec.draft.lookup.one_hot import OneHotDrafter
 from treespec.draft.lookup.suffix import Suffix
 from treespec.draft.lookup.suffix_cache import SuffixCaches

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from treespec.draft.auto.cost_model import PRIOR_CYCLES, CacheOrModel
-from treespec.draft.heads.proposers import EagleProposer
+from treespec.draft.heads.eagle import EagleProposer
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.engine.request import Request
 from treespec.model.cache import TreeCache

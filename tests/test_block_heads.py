@@ -11,8 +11,8 @@ from models import as_undrafted, close, draft_tree, follow, random_head, seeded,
 
 from treespec.api.spec import Spec
 from treespec.draft.drafter import Frontier
+from treespec.draft.heads.block import BlockProposer
 from treespec.draft.heads.loading import roll_out_drafts
-from treespec.draft.heads.proposers import BlockProposer
 from treespec.sampling.probs import SamplingParams
 from treespec.sampling.sampler import list_node_paths
 

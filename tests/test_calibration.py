@@ -18,8 +18,8 @@ from treespec.draft.calibration import (
     load_calibration,
     save_calibration,
 )
+from treespec.draft.heads.eagle import EagleProposer
 from treespec.draft.heads.loading import roll_out_drafts
-from treespec.draft.heads.proposers import EagleProposer
 from treespec.draft.models.model import ModelProposer
 from treespec.model.target import Target
 

@@ -15,7 +15,7 @@ from treespec.draft.auto import measure
 from treespec.draft.auto.cost import COST_FORMAT, CycleCost, read_cost
 from treespec.draft.auto.cost_model import CacheOrModel, Correction, CostModel, CostModels, Prediction, limit_sum
 from treespec.draft.auto.measure import list_dependencies, load_or_measure_cost, measure_costs
-from treespec.draft.heads.proposers import EagleProposer
+from treespec.draft.heads.eagle import EagleProposer
 from treespec.files.atomic import write_json
 from treespec.kernels.processor import describe_processor
 from treespec.trees.most_likely import estimate_length

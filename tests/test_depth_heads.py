@@ -8,8 +8,8 @@ from models import as_undrafted, close, follow, prompt, random_head, random_mode
 
 from treespec.api.spec import Spec
 from treespec.draft.drafter import Frontier
+from treespec.draft.heads.hydra import HydraProposer
 from treespec.draft.heads.loading import attach_to_target, build_new_head, build_proposer, roll_out_drafts
-from treespec.draft.heads.proposers import HydraProposer
 from treespec.draft.vocabulary import restrict
 from treespec.eval.acceptance.sources import gather_step_logits
 from treespec.eval.texts import Passage

@@ -12,8 +12,8 @@ from torch.nn.functional import softmax
 from training import batch_of, config_without_files, train_to_end
 from transformers import LlamaConfig
 
+from treespec.draft.heads.eagle import EagleProposer
 from treespec.draft.heads.loading import roll_out_drafts
-from treespec.draft.heads.proposers import EagleProposer
 from treespec.draft.vocabulary import expand_logits
 from treespec.heads.checkpoint import load_head
 from treespec.heads.formats.eagle3_fields import list_head_parts

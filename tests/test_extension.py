@@ -50,7 +50,7 @@ def read(config, tensors):
     return config, tensors
 """,
     "mine_drafting": """
-from treespec.draft.heads.proposers import MedusaProposer
+from treespec.draft.heads.medusa import MedusaProposer
 
 class ROW(MedusaProposer):
     pass

@@ -297,8 +297,8 @@ def measure():
 
     from treespec.api.spec import Spec
     from treespec.draft.auto.cost import CycleCost
+    from treespec.draft.heads.eagle import EagleProposer
     from treespec.draft.heads.loading import build_new_head
-    from treespec.draft.heads.proposers import EagleProposer
     from treespec.draft.tree_drafter import TreeDrafter
     from treespec.heads.registry import HEAD_KINDS
     from treespec.model import cuda_graphs as graphs

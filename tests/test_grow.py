@@ -6,13 +6,18 @@ import pytest
 import torch
 from models import TableConfig, TableModel, draft_tree, follow, random_head, seeded
 
-from treespec.draft.heads.proposers import EagleProposer
+from treespec.draft.builders import CycleBuilder
+from treespec.draft.drafter import Frontier
+from treespec.draft.heads.eagle import EagleProposer
+from treespec.draft.models.branch import Levels
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.model.target import Target
 from treespec.sampling.probs import SamplingParams
+from treespec.trees.dynamic import DynamicTree
 from treespec.trees.mask import build_ancestor_mask
 from treespec.trees.policy import parse_policy
 from treespec.verify.registry import SCHEMES, load_verifier
+from treespec.verify.topk import TopK
 
 TEXT = torch.tensor([1, 2, 0, 3, 1])
 FEATURES = torch.randn(5, 4, generator=seeded(0))
@@ -70,3 +75,63 @@ def test_nothing_is_drafted_before_anything_was_observed(table):
     model, head = table
     fresh = TreeDrafter(EagleProposer(head, model), parse_policy("eagle"), SCHEMES["topk"])
     assert draft_tree(fresh, torch.tensor([3]), SamplingParams(), torch.Generator()).tokens.tolist() == [3]
+
+
+def test_a_cycle_pairs_each_feature_with_the_next_token(table, monkeypatch):
+    """Five tokens as `treespec.draft.heads.base` draws them: a b c d e are 1 2 0 3 1, and x y are 2 0."""
+    model, head = table
+    steps = []
+    forward = EagleProposer.forward
+
+    def record(proposer, tokens, features, places, seen):
+        states = forward(proposer, tokens, features, places, seen)
+        steps.append((features[0], tokens[0].tolist(), states[0].clone()))
+        return states
+
+    monkeypatch.setattr(EagleProposer, "forward", record)
+    proposer = EagleProposer(head, model)
+    proposer.observe([FEATURES[:4]], [TEXT])
+    assert proposer.states[0].tokens.tolist() == [2, 0, 3, 1]
+    (logits,) = proposer.begin(TEXT[-1:], model.build_cache())
+    features, tokens, states = steps[0]
+    assert (features == proposer.fuse_features(FEATURES[:4])).all()
+    assert tokens == [2, 0, 3, 1]
+    assert torch.equal(logits[0], proposer.compute_draft_logits(states[3]))
+    proposer.extend([Frontier(torch.tensor([2]), torch.tensor([0]))])
+    assert torch.equal(steps[1][0], states[3:])
+    assert steps[1][1] == [2]
+    proposer.observe([FEATURES[3:]], [torch.tensor([1, 2, 0])])
+    assert proposer.states[0].tokens.tolist() == [2, 0]
+    assert proposer.cache.lengths == [4]
+    proposer.rewind([2])
+    assert (len(proposer.states[0]), proposer.cache.lengths) == (0, [2])
+
+
+R, A, B, C, D, E, F = range(7)
+
+
+def test_a_dynamic_tree_expands_and_keeps_the_best_nodes():
+    """The tree that `treespec.trees.shape` draws, and the frontier of `treespec.draft.drafter`."""
+    at_root = [0, 0.6, 0.3, 0.1, 0, 0, 0]
+    at_a = [0.1, 0.1, 0.1, 0.4, 0.3, 0, 0]
+    at_b = [0, 0, 0, 0, 0, 0.5, 0.5]
+    root, below_a, below_b = torch.tensor([at_root, at_a, at_b]).log().split(1)
+    greedy = SamplingParams(0.0)
+    growth = DynamicTree(depth=2, topk=2, nodes=5).grow(
+        CycleBuilder(torch.tensor([R]), root, greedy, seeded(0), TopK())
+    )
+    frontier = next(growth)
+    assert frontier.tokens.tolist() == [A, B]
+    assert (frontier.sibling_slots.tolist(), frontier.parent_rows.tolist()) == ([0, 1], [0, 0])
+    with pytest.raises(StopIteration) as end:
+        growth.send(torch.cat([below_a, below_b]))
+    assert end.value.value.tokens.tolist() == [R, A, B, C, D]
+    assert end.value.value.parents.tolist() == [-1, 0, 0, 1, 1]
+    assert Frontier(torch.tensor([C, F]), torch.tensor([0, 3]), 2).parent_rows.tolist() == [0, 1]
+
+
+def test_a_drafted_node_sees_what_its_parent_saw_and_itself():
+    levels = Levels(torch.ones(1, 1, 0, dtype=torch.bool))
+    levels.extend(torch.tensor([[0, 0]]))
+    levels.extend(torch.tensor([[0, 0, 1]]))
+    assert levels.seen[0].int().tolist() == [[1, 0, 1, 0, 0], [1, 0, 0, 1, 0], [0, 1, 0, 0, 1]]

@@ -15,7 +15,7 @@ import treespec
 from treespec import load
 from treespec.api.spec import Spec
 from treespec.draft.drafter import Drafter, PerText
-from treespec.draft.heads.proposers import EagleProposer
+from treespec.draft.heads.eagle import EagleProposer
 from treespec.draft.lookup.guess import Guess
 from treespec.draft.lookup.one_hot import TextDrafter
 from treespec.draft.source import as_source

@@ -292,3 +292,16 @@ def test_a_folder_that_cannot_be_written_ends_no_answer(tmp_path, caplog):
     first = spec.generate(prompt(), max_new_tokens=12)
     assert "the suffix cache goes on without its folder" in caplog.text
     assert spec.generate(prompt(), max_new_tokens=12).stats.cycles < first.stats.cycles
+
+
+def test_the_last_three_tokens_are_found_before_the_token_that_followed():
+    """As `treespec.draft.lookup.matches` and `suffix_cache` draw them."""
+    a, b, c, d, end = 1, 2, 3, 4, -1
+    tokens = np.array([a, b, c, a, b, c, a, b])
+    length, ends = find_longest_match(tokens, tokens, 3)
+    assert (length, ends.tolist()) == (3, [5])
+    cache = SuffixCache(5)
+    cache.add([a, b])
+    assert cache.tokens.tolist() == [a, b, end]
+    cache.add([c, d])
+    assert cache.tokens.tolist() == [b, end, c, d, end]

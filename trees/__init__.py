@@ -1,1 +1,1 @@
-"""What a token tree is, and the policies that shape it."""
+"""Token trees, and the policies that choose their shapes."""

@@ -1,4 +1,4 @@
-"""Trees that follow the draft or the clock: EAGLE-2's, DDTree's, and `auto`."""
+"""Trees whose shape depends on the draft or on measured times: EAGLE-2's, DDTree's, and `auto`."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,26 +10,26 @@ from treespec.trees.shape import Builder, Growth, Policy
 
 @dataclass(frozen=True)
 class AutoTree(Policy):
-    """A tree as large as pays on this machine: each node and each level must earn its time.
+    """Chooses the tree with the most tokens per second: each node and each level must be worth its time.
 
-    Let the text run at R tokens a second so far. A tree that takes C seconds and yields E expected
-    tokens is best where E - R C is largest; the ratio of all tokens to all seconds is then largest too
-    (Dinkelbach 1967). So node n + 1 pays while Pr(it is reached) > R (T(n + 1) - T(n)), T(n) the
-    seconds of a target forward over n nodes. A level pays while it adds more tokens than R times the
-    seconds of a draft step.
+    Let the sequence run at R tokens per second so far, and let a tree take C seconds and yield E expected
+    tokens. The best tree has the largest E - R C; it also has the largest ratio of tokens to seconds
+    (Dinkelbach 1967). T(n) are the seconds of a target forward over n nodes. Node n + 1 is worth adding
+    while Pr(it is reached) > R (T(n + 1) - T(n)). A level is worth adding while it brings more tokens than
+    R times the seconds of a draft step.
 
         nodes n                       1   2   3   4   5   6
         reach of the n-th best        1   .7  .5  .3  .2  .1
         R T(n)                        1   1.1 1.2 1.5 2.0 2.5
         E - R T(n)                    0   .6  1.0 1.0 .7  .3      take three nodes
 
-    Its children are a function of the draft's scores. The number of draws at a node must not depend on
-    the drawn tokens, so the tree does not take draws.
+    The children are the most likely tokens, never draws: the number of draws at a node must not depend on
+    the drawn tokens.
 
-    The limits of the trees that the cost model may choose (`treespec.draft.auto.builder`):
-    nodes: the largest N, root included.
-    depth: the largest number of levels of drafted tokens.
-    topk: the largest number of nodes expanded per level, and of children per node.
+    Attributes:
+        nodes: the largest N that the cost model (`treespec.draft.auto.builder`) may choose, root included.
+        depth: the largest number of levels of draft tokens.
+        topk: the largest number of nodes expanded per level, and of children per node.
     """
 
     name = "auto"
@@ -44,14 +44,15 @@ class AutoTree(Policy):
 
 @dataclass(frozen=True)
 class DynamicTree(Policy):
-    """EAGLE-2's dynamic tree (Li et al. 2024, 2406.16858): expand the most likely nodes, keep the best.
+    """EAGLE-2's dynamic tree (Li et al. 2024, 2406.16858): expands the most likely nodes, keeps the best.
 
-    It needs children that are a deterministic function of the text: a choice among sampled tokens by
-    their own probability would bias the output.
+    Its children must be a deterministic function of the sequence. Choosing among sampled tokens by their
+    probability would bias the output.
 
-    depth: levels of drafted tokens.
-    topk: nodes expanded per level, and children per expanded node.
-    nodes: N after the rerank, root included.
+    Attributes:
+        depth: levels of draft tokens.
+        topk: nodes expanded per level, and children per expanded node.
+        nodes: N after the reranking, root included.
     """
 
     name = "dynamic"
@@ -76,18 +77,20 @@ class DynamicTree(Policy):
 class DDTree(Policy):
     """DDTree (2604.12989): the best tree of a size for a head that drafts all levels at once.
 
-    The distribution of a level depends on the text alone. So the probability of a path is the product of
-    one probability a level, and the tree of the most likely paths is known once the head has run
-    (`treespec.trees.most likely`):
+    The distribution of a level depends only on the sequence, not on the tokens drafted above. So the
+    probability of a path is a product of one probability per level, and the tree of the most likely paths is
+    known as soon as the head has run (`treespec.trees.most_likely`):
 
         level 1    a .6  b .3      paths    a .6   ac .42   b .3   bc .21   ad .12   …
         level 2    c .7  d .2      tree of five nodes:   root ─┬─ a ── c
                                                                └─ b ── c
 
-    Sampled children make a tree of the same shape: it is fixed by the levels' distributions before
-    anything is drawn. There a child of rank r is the r-th draw.
+    With sampled children the tree has the same shape, which the levels' distributions fix before anything
+    is drawn. A child of rank r is then the r-th draw.
 
-    nodes: N, root included. depth: levels of drafted tokens, as far as the head drafts them.
+    Attributes:
+        nodes: N, root included.
+        depth: the largest number of levels of draft tokens; a head may draft fewer.
     """
 
     name = "ddtree"
@@ -105,5 +108,5 @@ class DDTree(Policy):
             return (
                 yield from build.grow_fixed(build_most_likely_tree(levels.tolist(), self.nodes))
             )
-        # No path below a node that a level of nodes - 1 leaves out is among the most likely of all.
+        # nodes - 1 nodes a level suffice: a path through any other node is not among the nodes - 1 best.
         return (yield from build.grow_ranked(len(levels), self.nodes - 1, self.nodes))

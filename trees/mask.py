@@ -1,6 +1,6 @@
-"""Masks: which nodes and which columns of the cache each node of a token tree attends to.
+"""Builds masks: which tree nodes and which cache columns each node of a token tree attends to.
 
-The five-node example of this package, node 0 being the root:
+The five-node example of this package; node 0 is the root:
 
       0            row i: the nodes that node i attends to
      / \\                0 1 2 3 4
@@ -10,12 +10,13 @@ The five-node example of this package, node 0 being the root:
                     3    x x . x
 parents -1 0 0 1 2  4    x . x . x
 
-Below, two texts of 3 and 1 committed positions share a cache. Both have the example as their tree.
-A forward writes both trees at column 3, behind the longer text:
+Below, two sequences of 3 and 1 committed positions share a cache. Both have the example as their tree.
+A forward writes both trees from column 3 on, where the longer sequence ends:
 
-    columns              0 1 2 | 3 4 5 6 7      `compute_positions`       node 4 sees (`build_attention_mask`)
-    first text           a b c | 0 1 2 3 4      0 1 2 3 4 4 5 5   x x x x . x . x
-    second text          p . . | 0 1 2 3 4      0 1 2 1 2 2 3 3   x . . x . x . x
+                                                `compute_positions`   node 4 sees
+    columns              0 1 2 | 3 4 5 6 7      of all columns        (`build_attention_mask`)
+    first sequence       a b c | 0 1 2 3 4      0 1 2 3 4 4 5 5       x x x x . x . x
+    second sequence      p . . | 0 1 2 3 4      0 1 2 1 2 2 3 3       x . . x . x . x
 """
 
 from collections.abc import Sequence
@@ -27,11 +28,12 @@ from treespec.trees.tree import build_range, cache_tensor, to_device
 
 
 def build_ancestor_mask(parents: Tensor) -> Tensor:
-    """[..., N, N] bool: row i marks node i and its ancestors.
+    """Returns [..., N, N] bool: row i marks node i and its ancestors.
 
     parents: [..., N] int64, parents[0] = -1 and parents[i] < i.
-    With P the matrix that has 1 at each node's parent, (1 + P)^-1 = 1 - P + P² - …: node i has ±1 at
-    its ancestors, as one path leads to each, and 0 elsewhere.
+
+    Let P[i, parents[i]] = 1. The inverse (1 + P)^-1 = 1 - P + P² - … is ±1 at a node and its ancestors,
+    because exactly one path leads up to each of them, and 0 elsewhere.
     """
     n = parents.shape[-1]
     device = parents.device
@@ -41,48 +43,52 @@ def build_ancestor_mask(parents: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(above, itself, upper=False, unitriangular=True) != 0
 
 
-def build_attention_mask(seen: Tensor, places: Tensor) -> Tensor:
-    """[B, N, T] bool: the columns of its own text and of its own tree that each node sees.
+def build_attention_mask(seen: Tensor, positions: Tensor) -> Tensor:
+    """Returns [B, N, T] bool: the columns of its sequence and of its tree that each node sees.
 
-    seen: [B, N, U] bool, which of the last U columns each of the last N sees: `build_ancestor_mask`, or
-    that and the nodes of earlier forwards. places: [B, T] int64 positions of all columns
-    (`compute_positions`). A text ends where its root stands, in the first of the U columns; a column before
-    them is empty if its position is the root's or a later one.
+    The first of the last U columns holds the root, whose position is the length of the sequence. So a column
+    before them is empty if its position is the root's or a later one.
+
+    seen: [B, N, U] bool, which of the last U columns each of the last N columns sees:
+        `build_ancestor_mask`, with the nodes of earlier forwards before it if there are any.
+    positions: [B, T] int64, of all columns (`compute_positions`).
     """
     n, u = seen.shape[1:]
-    text_columns = (places[:, :-u] < places[:, -u, None])[:, None]
-    return torch.cat([text_columns.expand(-1, n, -1), seen], dim=2)
+    committed = (positions[:, :-u] < positions[:, -u, None])[:, None]
+    return torch.cat([committed.expand(-1, n, -1), seen], dim=2)
 
 
-def build_window_mask(places: Tensor, nodes: int, window: int) -> Tensor:
-    """[B, N, T] bool: the columns inside the sliding window of each of the last N columns.
+def build_window_mask(positions: Tensor, nodes: int, window: int) -> Tensor:
+    """Returns [B, N, T] bool: the columns inside the sliding window of each of the last N columns.
 
-    A layer's mask is this one and `build_attention_mask`. In the drawing, a window of 2 leaves node 4 its
-    parent, node 2, and itself.
+    A layer's mask is the intersection of this one and `build_attention_mask`. In the drawing, node 4 with a
+    window of 2 sees its parent, node 2, and itself.
 
-    places: [B, T] positions of all columns (`compute_positions`).
+    The window counts positions, not columns. Depths along a branch are consecutive, so it cuts a node's
+    oldest ancestors, no matter how many columns its siblings fill.
+
+    positions: [B, T] of all columns (`compute_positions`).
     nodes: N.
-    window: positions that a node sees, its own included. Depths along a branch are consecutive, so
-    a window over positions cuts a node's oldest ancestors, whatever columns its siblings fill.
+    window: positions that a node sees, including its own.
     """
-    return places[:, None] > places[:, -nodes:, None] - window
+    return positions[:, None] > positions[:, -nodes:, None] - window
 
 
-def chunk_mask(places: Tensor, nodes: int, chunk: int) -> Tensor:
-    """[B, N, T] bool: the columns in the same chunk of positions (Llama 4's local attention).
+def chunk_mask(positions: Tensor, nodes: int, chunk: int) -> Tensor:
+    """Returns [B, N, T] bool: the columns in the same chunk of positions (Llama 4's local attention).
 
-    In the drawing, chunks of 4 positions leave node 4 of the first text its parent and itself.
+    In the drawing, node 4 of the first sequence with chunks of 4 positions sees its parent and itself.
 
-    places, nodes: as for `build_window_mask`. chunk: positions of a chunk.
+    positions, nodes: as for `build_window_mask`. chunk: positions of a chunk.
     """
-    chunks = places // chunk
+    chunks = positions // chunk
     return chunks[:, None] == chunks[:, -nodes:, None]
 
 
 def build_committed_mask(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """[B, 1, end] bool: the columns that hold each text, up to the end of the longest.
+    """Returns [B, 1, end] bool: the columns that hold each sequence, up to the end of the longest.
 
-    Texts of 3 and 1 positions, as in the drawing:
+    Sequences of 3 and 1 positions, as in the drawing:
 
         first     x x x
         second    x . .
@@ -98,16 +104,16 @@ def build_committed_mask(lengths: Sequence[int], device: torch.device) -> Tensor
 
 
 def build_first_half_mask(size: int, device: torch.device) -> Tensor:
-    """[1, 1, 2 size] bool: true in the first half."""
+    """Returns [1, 1, 2 size] bool: true in the first half."""
     return (build_range(2 * size, device) < size)[None, None]
 
 
 def compute_positions(depth: Tensor, lengths: Sequence[int]) -> Tensor:
-    """[B, end + N] int64: the position in its text of every cache column and of every tree node.
+    """Returns [B, end + N] int64: the position of every cache column and of every tree node.
 
-    depth: [B, N] int64. A node stands at position length + depth of its text.
-    lengths: committed positions of each of the B texts. The trees start at column `end`, the
-    longest of them.
+    A node has the position length + depth. The trees begin at column `end`, the largest length.
+
+    depth: [B, N] int64, of the nodes. lengths: committed positions of each of the B sequences.
     """
     earlier = build_range(max(lengths), depth.device).expand(len(depth), -1)
     if len(lengths) == 1:

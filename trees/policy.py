@@ -1,4 +1,4 @@
-"""Tree policies by name, as `--tree` takes them. It loads neither torch nor numpy."""
+"""Parses the tree policies that `--tree` names. This module loads neither torch nor numpy."""
 
 import difflib
 import re
@@ -23,19 +23,23 @@ from treespec.trees.static import (
 class TreeSyntax:
     """One form of a `--tree` value.
 
-    example: a value of this form, for the help.
-    read: turns the text after "name:" into the policy; None where that text is malformed.
+    Attributes:
+        example: a value of this form, for the help.
+        read: turns the text after "name:" into a policy; it returns None if that text is malformed.
     """
 
     example: str
     read: Callable[[str], Policy | None]
 
 
-def build_options_form(kind: type[Policy], shown: str = "") -> TreeSyntax:
-    """`dynamic`, or `dynamic:depth=6,topk=10`. shown: the option of the example."""
+def build_options_form(kind: type[Policy], example_option: str = "") -> TreeSyntax:
+    """Returns the form of a policy with named options: `dynamic`, or `dynamic:depth=6,topk=10`.
+
+    example_option: the option that the example sets; "" for none.
+    """
     example = kind.name
-    if shown:
-        example = f"{kind.name}:{shown}={getattr(kind, shown)}"
+    if example_option:
+        example = f"{kind.name}:{example_option}={getattr(kind, example_option)}"
 
     def read(text: str) -> Policy:
         return kind(**parse_tree_options(kind, text))
@@ -44,7 +48,10 @@ def build_options_form(kind: type[Policy], shown: str = "") -> TreeSyntax:
 
 
 def build_sized_form(example: str, form: str, tree: Callable[..., Policy]) -> TreeSyntax:
-    """A tree by its sizes. form: a pattern with a group for each, "" for a tree without sizes."""
+    """Returns the form of a tree given by its sizes.
+
+    form: a pattern with one group for each size; "" for a tree without sizes.
+    """
 
     def read(text: str) -> Policy | None:
         sizes = re.fullmatch(form, text)
@@ -56,7 +63,7 @@ def build_sized_form(example: str, form: str, tree: Callable[..., Policy]) -> Tr
 
 
 def read_levels(text: str) -> Policy | None:
-    """`3x2x1` as a tree of so many children at each level; None for another form."""
+    """Reads `3x2x1`, the number of children at each level; returns None for another form."""
     if not re.fullmatch(r"\d+(x\d+)*", text):
         return None
     return build_level_tree(*map(int, text.split("x")))
@@ -78,15 +85,15 @@ TREE_SYNTAX = f"{', '.join(TREE_EXAMPLES.values())}, or a JSON file of paths"
 
 @cache
 def list_forms() -> dict[str, TreeSyntax]:
-    """The forms by name, with those of installed packages."""
+    """Returns all forms by name, including those of installed packages."""
     installed = entry_points(group="treespec.trees")
     return TREE_FORMS_TABLE | {point.name: point.load() for point in installed}
 
 
 def parse_policy(spec: str) -> Policy:
-    """The policy that a `--tree` value names; `TREE_SYNTAX` lists the forms. 2x4 is short for balanced:2x4.
+    """Returns the policy that a `--tree` value names; `TREE_SYNTAX` lists the forms.
 
-    Raises TreeError for an unknown name, a malformed value or a bad tree file.
+    2x4 is short for balanced:2x4. Raises TreeError for an unknown name, a malformed value or a bad tree file.
     """
     name, _, text = spec.partition(":")
     form = list_forms().get(name)
@@ -105,11 +112,11 @@ def parse_policy(spec: str) -> Policy:
 
 
 def parse_tree_options(kind: type[Policy], text: str) -> dict[str, float]:
-    """`depth=6,topk=10` as arguments of the policy.
+    """Parses `depth=6,topk=10` into keyword arguments of the policy.
 
-    Raises TreeError for an unknown option and for a value that is no number.
+    Raises TreeError for an unknown option and for a value that is not a number.
     """
-    known = {option.name: option for option in fields(kind)}
+    options = {option.name: option for option in fields(kind)}
     values: dict[str, float] = {}
     parts = []
     if text:
@@ -117,12 +124,12 @@ def parse_tree_options(kind: type[Policy], text: str) -> dict[str, float]:
     for part in parts:
         name, _, number = part.partition("=")
         try:
-            if known[name].type is int:
+            if options[name].type is int:
                 values[name] = int(number)
             else:
                 values[name] = float(number)
         except (KeyError, ValueError):
-            choice = ", ".join(f"{option.name}={option.default}" for option in known.values())
+            choice = ", ".join(f"{option.name}={option.default}" for option in options.values())
             raise TreeError(
                 f"tree '{kind.name}:{text}': {part!r} is not understood; its options are {choice}"
             ) from None

@@ -1,4 +1,4 @@
-"""The range of an option's number: finite, between two bounds."""
+"""The allowed range of an option's number."""
 
 import math
 from dataclasses import dataclass
@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Range:
-    """A range of finite numbers; None is no bound.
+    """A range of finite numbers.
 
-    least, most: bounds that belong to the range. above, below: bounds that do not.
-    whole: whether only whole numbers belong to it.
+    Attributes:
+        least, most: inclusive bounds; None: unbounded.
+        above, below: exclusive bounds; None: unbounded.
+        whole: whether only integers belong to the range.
     """
 
     least: float | None = None
@@ -26,7 +28,7 @@ class Range:
         return self._is_within(value) and math.isfinite(value)
 
     def _is_within(self, value: float) -> bool:
-        """Whether a number fits the bounds."""
+        """Whether a number lies between the bounds."""
         if self.least is not None and value < self.least:
             return False
         if self.above is not None and value <= self.above:
@@ -36,14 +38,14 @@ class Range:
         return self.below is None or value < self.below
 
     def parse(self, text: str) -> float:
-        """The number that a text writes, which need not belong to the range. Raises ValueError."""
+        """Converts text to a number, without checking that it is in the range. Raises ValueError."""
         if self.whole:
             return int(text)
         return float(text)
 
     @property
     def bounds(self) -> str:
-        """Such as `1 to 64`, or `above 0 and below 1`."""
+        """The bounds in words, such as `1 to 64` or `above 0 and below 1`."""
         if self.least is not None and self.most is not None:
             return f"{format_bound(self.least)} to {format_bound(self.most)}"
         ends = {
@@ -64,7 +66,7 @@ class Range:
         return f"{kind} {self.bounds}"
 
 
-# Nodes of a tree, root included; a mask has the square of their number.
+# Nodes of a tree, root included. A mask has N² entries.
 NODES_RANGE = Range(least=2, most=4096, whole=True)
 # Levels of drafted tokens; the draft model runs once for each.
 DEPTH_RANGE = Range(least=1, most=64, whole=True)
@@ -73,7 +75,7 @@ CHILDREN_RANGE = Range(least=1, most=256, whole=True)
 
 
 def format_bound(number: float) -> str:
-    """A bound as people read it: 1,000,000 or 0.001."""
+    """Formats a bound for people: 1,000,000 or 0.001."""
     if isinstance(number, int):
         return f"{number:,}"
     return f"{number:g}"

@@ -1,4 +1,15 @@
-"""The seam of tree policies: what each declares, and what it grows a tree with."""
+"""The interface of tree policies: the attributes that each declares, and the builder that it calls.
+
+One cycle of DynamicTree(depth=2, topk=2, nodes=5) at the root r. A level drafts the children of the frontier;
+it expands the two best of them. In the end the five best nodes, with the root, are kept:
+
+    level 1      candidates  a .6   b .3             expands a b
+    level 2      candidates  c .24  d .18  below a
+                             e .15  f .15  below b   the last level: expands none
+    kept tree    r ─┬─ a ─┬─ c        reach: r 1, a .6, b .3, c .24, d .18
+                    │     └─ d        e and f are cut
+                    └─ b
+"""
 
 from collections.abc import Generator
 from dataclasses import Field, fields
@@ -11,19 +22,19 @@ if TYPE_CHECKING:
 
     from treespec.trees.tree import TokenTree
 
-# Yields the nodes whose children are to be drafted and is sent the draft logits [F, V] below them, or
-# a tensor and is sent its numbers on the host.
+# A generator. It yields a frontier and receives the draft logits [F, V] of its nodes' children, or it yields a
+# tensor on a device and receives its copy on the host.
 Growth: TypeAlias = "Generator[Any, Any, TokenTree]"
 
 
 class TreeError(ValueError):
-    """A tree that cannot be built. The message names the tree and the remedy."""
+    """Raised for a tree that cannot be built. The message names the tree and the remedy."""
 
     exit_code = 2
 
 
 class Builder(Protocol):
-    """Builds one cycle's tree in any of these ways; each is the growth of that tree.
+    """What `Policy.grow` builds one cycle's tree with. Each `grow_` method returns a generator (`Growth`).
 
     one_hot: whether this cycle's children are the most likely tokens, not draws.
     """
@@ -32,29 +43,38 @@ class Builder(Protocol):
     def one_hot(self) -> bool: ...
 
     def predict_levels(self, depth: int, ranks: int) -> "Generator[Any, Any, np.ndarray]":
-        """[D, R] the largest probabilities of up to `depth` levels, of a head that has all at once."""
+        """Returns [D, R] the largest probabilities of up to `depth` levels; the head drafts all levels at once.
+
+        ranks: the largest R.
+        """
         ...
 
     def grow_fixed(self, shape: Any) -> Growth:
-        """A `StaticTree`."""
+        """Grows a tree of a fixed shape. shape: a `StaticTree`."""
         ...
 
     def grow_ranked(self, depth: int, topk: int, nodes: int) -> Growth:
-        """The `nodes` most likely nodes, the root included; each level expands `topk` nodes."""
+        """Grows the tree of the `nodes` most likely nodes, root included; each level expands `topk` nodes."""
         ...
 
 
 class Policy:
-    """How many draws each node gets, and where the tree stops.
+    """Decides how many draws each node gets, and where the tree ends.
 
-    A policy is a frozen dataclass; its fields are its options, and `ranges` says what they may be.
-    Raises TreeError for an option out of its range.
+    A policy is a frozen dataclass. Its fields are its options.
 
-    name: on the command line (`--tree`). reranks: it keeps nodes by the drafted tokens where they
-    are the most likely ones. repeats: the draft logits alone decide its tree there. timed: it needs
-    the measured cost of a cycle. may_draw: its children may be draws. at_once: it needs
-    the distributions of all levels before the first. max_draws: at a node; None: no more than the scheme
-    answers. depth: the largest number of levels.
+    Attributes:
+        name: on the command line (`--tree`).
+        ranges: the allowed values of each option.
+        reranks: whether it prunes nodes by draft probability; only if children are the most likely tokens.
+        repeats: whether its tree then depends only on the draft logits, so that a CUDA graph can replay it.
+        timed: whether it needs the measured cost of a cycle.
+        may_draw: whether its children may be draws.
+        at_once: whether it needs the distributions of all levels before the first.
+        depth: the largest number of levels.
+
+    Raises:
+        TreeError: an option is out of its range.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
@@ -69,6 +89,7 @@ class Policy:
 
     @property
     def max_draws(self) -> int | None:
+        """The largest number of draws at a node; None: as many as the scheme verifies."""
         return None
 
     def __post_init__(self) -> None:
@@ -79,15 +100,15 @@ class Policy:
 
     @property
     def max_depth(self) -> int:
-        """The largest number of levels of drafted tokens."""
+        """The largest number of levels of draft tokens."""
         return self.depth
 
     def grow(self, build: Builder) -> Growth:
-        """One cycle's tree."""
+        """Grows the tree of one cycle with the builder's methods."""
         raise NotImplementedError
 
     def __str__(self) -> str:
-        """The kind of tree and its options."""
+        """Returns the kind of tree and its options, for people."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         options = [f"{name}={value}" for name, value in values.items() if value is not None]
         return f"{self.name} tree ({', '.join(options)})"

@@ -1,6 +1,6 @@
-"""Trees of a fixed shape: chains, balanced trees, EAGLE-1's and Medusa's trees, lists of paths.
+"""Trees of a fixed shape: chains, balanced trees, EAGLE-1's and Medusa's trees, and tree files.
 
-A tree file is a JSON list of paths, as people write them, or paths with a checksum.
+A tree file is a JSON list of paths, or an object with `paths` and their `checksum`.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ EAGLE_PATHS = """
 """
 
 # Medusa's 63 nodes for Vicuna-7B (Cai et al. 2024, the released configuration).
-# `treespec.trees.most likely` is the method that chose them.
+# `treespec.trees.most_likely` is the method by which they were chosen.
 MEDUSA_PATHS = """
 0 1 2 3 4 5 6 7 8 9 00 01 02 03 04 05 06 07 08 09 10 11 12 13 14 15 16 20 21 22 30 31 40 50 60
 70 80 90 000 001 002 003 004 005 006 007 008 009 010 011 012 020 021 030 040 050 060 070 100 101
@@ -34,16 +34,20 @@ MEDUSA_PATHS = """
 """
 
 
-MAX_ERROR_LEVELS = 99  # levels and characters that an error needs at most
+MAX_ERROR_LEVELS = 99  # levels that are built before an error, and characters that it quotes
 
 
 @dataclass(frozen=True)
 class StaticTree(Policy):
     """A tree given by its paths: (0, 2) is the third draw below the first draw at the root.
 
-    A gap in the ordinals, (0,) and (2,) without (1,), is a draw that is verified but has no node.
-    Raises TreeError for a tree without paths, for a path without its parent, and for a tree that is
-    too large or too deep.
+    A gap in the ordinals, such as (0,) and (2,) without (1,), is a draw that is verified but has no node.
+
+    Attributes:
+        paths: of all nodes, sorted level by level; the root's () comes first and may be left out by callers.
+
+    Raises:
+        TreeError: the tree has no paths, lacks a path's parent, or is too large or too deep.
     """
 
     name = "static"
@@ -79,39 +83,39 @@ class StaticTree(Policy):
 
     @property
     def size(self) -> int:
-        """N, the root included."""
+        """The number of nodes N, root included."""
         return len(self.paths)
 
     @property
     def max_draws(self) -> int:
-        """K: the largest number of draws at a node."""
+        """The largest number of draws K at a node."""
         return max(path[-1] + 1 for path in self.paths[1:])
 
     def count_draws(self, path: tuple[int, ...]) -> int:
-        """The number of draws at the node of a path."""
+        """Returns the number of draws at the node of a path."""
         return max(child[-1] + 1 for child in self.paths[1:] if child[:-1] == path)
 
     def limit_draws(self, draws: int) -> "StaticTree":
-        """The tree with only the first `draws` draws of every node."""
+        """Returns the tree with only the first `draws` draws at every node."""
         return StaticTree(tuple(path for path in self.paths[1:] if max(path) < draws))
 
     def cut(self, depth: int) -> "StaticTree":
-        """The tree without the levels below `depth`."""
+        """Returns the tree without the levels deeper than `depth`."""
         return StaticTree(tuple(path for path in self.paths[1:] if len(path) <= depth))
 
 
 def build_chain(depth: int) -> StaticTree:
-    """A chain: one draw at each of `depth` nodes."""
+    """Builds a chain: one draw at each of `depth` nodes."""
     return build_balanced_tree(1, depth)
 
 
 def build_balanced_tree(children: int, depth: int) -> StaticTree:
-    """Every node above `depth` has `children` children."""
+    """Builds the tree in which every node above `depth` has `children` children."""
     return build_level_tree(*[children] * min(depth, MAX_ERROR_LEVELS))
 
 
 def build_level_tree(*children: int) -> StaticTree:
-    """A node has as many children as its level says. 2x1x2, seven nodes below the root:
+    """Builds a tree from the number of children of each node of a level. 2x1x2 has eight below the root:
 
         root ─┬─ 0 ── 00 ─┬─ 000
               │           └─ 001
@@ -120,15 +124,15 @@ def build_level_tree(*children: int) -> StaticTree:
 
     4x1x1: independent paths (SpecInfer). 1x3x1: delayed expansion (2602.16994). Raises TreeError.
     """
-    shown = "x".join(map(str, children))[:MAX_ERROR_LEVELS]
+    sizes = "x".join(map(str, children))[:MAX_ERROR_LEVELS]
     fits = all(count in NODES_RANGE or count == 1 for count in children)
     if not fits or len(children) not in DEPTH_RANGE:
         raise TreeError(
-            f"a tree of {shown}: children must be from 1 to {NODES_RANGE.most}, depth {DEPTH_RANGE.bounds}"
+            f"a tree of {sizes}: children must be from 1 to {NODES_RANGE.most}, depth {DEPTH_RANGE.bounds}"
         )
     if 1 + sum(accumulate(children, mul)) not in NODES_RANGE:
         raise TreeError(
-            f"a tree of {shown} has over {NODES_RANGE.most:,} nodes: take fewer children or less depth"
+            f"a tree of {sizes} has over {NODES_RANGE.most:,} nodes: take fewer children or less depth"
         )
     paths: list[tuple[int, ...]] = []
     for depth in range(1, len(children) + 1):
@@ -137,22 +141,22 @@ def build_level_tree(*children: int) -> StaticTree:
 
 
 def build_eagle_tree() -> StaticTree:
-    """EAGLE-1's tree: 25 nodes and the root."""
+    """Builds EAGLE-1's tree: 25 nodes and the root."""
     return parse_digits(EAGLE_PATHS)
 
 
 def build_medusa_tree() -> StaticTree:
-    """Medusa's tree: 63 nodes and the root."""
+    """Builds Medusa's tree: 63 nodes and the root."""
     return parse_digits(MEDUSA_PATHS)
 
 
 def parse_digits(paths: str) -> StaticTree:
-    """The tree of paths whose ordinals are digits."""
+    """Builds the tree of paths such as `01 020`, in which every digit is an ordinal."""
     return StaticTree(tuple(tuple(map(int, digits)) for digits in paths.split()))
 
 
 def read_tree_file(path: str | Path) -> StaticTree:
-    """The tree in a file that holds a list such as [[0], [1], [0, 0]], or `format_tree` a tree.
+    """Reads a tree file: a list such as [[0], [1], [0, 0]], or the object that `format_tree` writes.
 
     Raises TreeError, which names the file and the wrong path.
     """
@@ -164,7 +168,7 @@ def read_tree_file(path: str | Path) -> StaticTree:
     except (ValueError, RecursionError) as error:
         raise TreeError(f"tree file {path} is not JSON: {error}") from error
 
-    # 2. Take the paths, and compare their checksum where the file has one.
+    # 2. Take the paths, and compare their checksum if the file has one.
     paths: object = content
     if isinstance(content, dict):
         paths = content.get("paths")
@@ -186,18 +190,18 @@ def read_tree_file(path: str | Path) -> StaticTree:
 
 
 def format_tree(tree: StaticTree) -> str:
-    """The content of a tree's file: its paths and their checksum."""
+    """Returns the content of a tree file: the paths and their checksum."""
     paths = [list(path) for path in tree.paths[1:]]
     return json.dumps({"paths": paths, "checksum": hash_paths(paths)}) + "\n"
 
 
 def hash_paths(paths: Sequence[object]) -> str:
-    """The checksum of the paths, SHA-256 of their JSON."""
+    """Returns the checksum of the paths, SHA-256 of their JSON."""
     return hashlib.sha256(json.dumps(paths).encode()).hexdigest()
 
 
 def validate_paths(paths: Sequence[object]) -> Iterable[tuple[int, ...]]:
-    """The paths of a file as tuples. Raises TreeError, which counts to the first bad entry."""
+    """Returns the paths of a file as tuples. Raises TreeError with the number of the first bad entry."""
     if len(paths) >= MAX_FILE_NODES:
         raise TreeError(
             f"{len(paths)} paths are over {MAX_FILE_NODES} nodes with the root: take fewer"
@@ -205,13 +209,13 @@ def validate_paths(paths: Sequence[object]) -> Iterable[tuple[int, ...]]:
     seen: set[tuple[int, ...]] = set()
     for number, path in enumerate(paths, 1):
         if not is_path(path):
-            wrong = f"is no path: write a list of whole numbers from 0 to {MAX_FILE_NODES - 1}, as [0, 0]"
+            problem = f"is no path: write a list of whole numbers from 0 to {MAX_FILE_NODES - 1}, as [0, 0]"
         elif tuple(path) in seen:
-            wrong = "stands there twice: delete one"
+            problem = "stands there twice: delete one"
         else:
             seen.add(tuple(path))
             continue
-        raise TreeError(f"entry {number}, {shorten(json.dumps(path), 40)}, {wrong}")
+        raise TreeError(f"entry {number}, {shorten(json.dumps(path), 40)}, {problem}")
     return seen
 
 

@@ -1,4 +1,4 @@
-"""A token tree: the draft that a target scores in one forward and a verifier judges."""
+"""A token tree: the draft that a target scores in one forward and that a verifier accepts a path of."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,15 +11,18 @@ from torch.nn.functional import pad
 
 
 def to_device(values: Any, device: torch.device) -> Tensor:
-    """Numbers or a tensor on a device. CPU data is copied from pinned memory, without waiting."""
+    """Copies numbers or a tensor to a device. CPU data is copied from pinned memory, without blocking."""
     tensor = torch.as_tensor(values)
     if device.type == "cpu" or tensor.device.type != "cpu":
         return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)  # only a pinned copy runs by itself
+    return tensor.pin_memory().to(device, non_blocking=True)  # only pinned copies do not block
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors of one device on the host, in one copy, so that it waits once. All get a common dtype."""
+    """Copies tensors of one device to the host in one copy, so that the host waits only once.
+
+    All are promoted to a common dtype.
+    """
     if not tensors:
         return []
     flat = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
@@ -29,26 +32,28 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @lru_cache(1024)
 def cache_tensor(make: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
-    """The tensor `make(*args, **options)`, kept for later cycles. Training may use it too: it is made outside
-    of inference mode.
+    """Caches the tensor that `make(*args, **options)` returns, for later cycles.
+
+    It is created outside inference mode, so that training may use it too.
     """
     with torch.inference_mode(mode=False):
         return make(*args, **options)
 
 
 def build_range(count: int, device: torch.device) -> Tensor:
-    """[count] int64: 0, 1, 2, …"""
+    """Returns [count] int64: 0, 1, 2, …"""
     return cache_tensor(torch.arange, 1 << count.bit_length(), device=device)[:count]
 
 
 @dataclass(frozen=True)
 class Draws:
-    """The draws at B nodes, in draw order. A field that no scheme filled is None.
+    """The draws at B nodes, in draw order.
 
-    tokens: [B, K] int64. A repeated token is a draw of its own; -1 is an absent draw.
-    sure: [B, K] bool, the tokens that are taken from q for sure, not drawn.
-    uniforms: [B, K, 2] float64 in [0, 1), independent of the tokens; `optimal` scores draws with
-    them.
+    Attributes:
+        tokens: [B, K] int64. A repeated token is a separate draw; -1 is an absent draw.
+        sure: [B, K] bool, whether a token was taken from q with certainty instead of drawn; None: all drawn.
+        uniforms: [B, K, 2] float64 in [0, 1), independent of the tokens: `optimal` scores draws with them.
+            None: the scheme needs none.
     """
 
     tokens: Tensor
@@ -56,8 +61,7 @@ class Draws:
     uniforms: Tensor | None = None
 
     def apply_to_fields(self, change: Callable[[Tensor], Tensor]) -> "Draws":
-        """Apply `change` to every field that is not None."""
-
+        """Applies `change` to every field that is not None."""
         sure = self.sure
         if sure is not None:
             sure = change(sure)
@@ -67,11 +71,11 @@ class Draws:
         return Draws(change(self.tokens), sure, uniforms)
 
     def select_rows(self, nodes: Tensor | slice) -> "Draws":
-        """The draws at these rows."""
+        """Returns the draws in these rows."""
         return self.apply_to_fields(lambda field: field[nodes])
 
     def select_columns(self, order: Tensor) -> "Draws":
-        """The draws in these columns of each row. order: [B, M] int64."""
+        """Returns the draws in these columns of each row. order: [B, M] int64."""
 
         def take(field: Tensor) -> Tensor:
             if field.dim() == 3:  # [B, K, 2] uniforms
@@ -85,9 +89,10 @@ class Draws:
 class Drafts:
     """The distributions and the draws at the I inner nodes of a tree.
 
-    nodes: [I] int64 node numbers.
-    q: [I, V] probabilities that a node's draws came from.
-    draws: one row for each of the I nodes.
+    Attributes:
+        nodes: [I] int64 node numbers.
+        q: [I, V] the draft distribution at each node.
+        draws: the draws from q, one row for each of the I nodes.
     """
 
     nodes: Tensor
@@ -97,14 +102,15 @@ class Drafts:
 
 @dataclass(frozen=True)
 class TokenTree:
-    """N nodes; node 0 is the root, the last committed token.
+    """A tree of N nodes; node 0 is the root, the last committed token.
 
-    tokens: [N] int64; -1 where a node's draw is absent.
-    parents: [N] int64, parents[0] = -1 and parents[i] < i.
-    depth: [N] int64, depth[0] = 0.
-    ancestors: [N, N] bool; row i marks node i and its ancestors.
-    drafts: the distributions and draws; None if the children were chosen deterministically (top-k,
-    retrieval).
+    Attributes:
+        tokens: [N] int64; -1 if a node's draw is absent.
+        parents: [N] int64, parents[0] = -1 and parents[i] < i.
+        depth: [N] int64, depth[0] = 0.
+        ancestors: [N, N] bool; row i marks node i and its ancestors.
+        drafts: the distributions and draws; None if the children were chosen deterministically (top-k,
+            retrieval).
 
     Five nodes with the tokens r a b c d:
 
@@ -112,7 +118,8 @@ class TokenTree:
              └─ 2 b ── 4 d        parents    -1 0  0  1  2
                                   depth      0  1  1  2  2      ancestors: see `treespec.trees.mask`
 
-    A verifier takes a node's first child with a token, so it never reaches the node of a repeat.
+    A verifier follows a node's first child that has the accepted token. So it never reaches the node of a
+    repeated draw.
     """
 
     tokens: Tensor
@@ -123,22 +130,22 @@ class TokenTree:
 
 
 def build_root_tree(token: Tensor) -> TokenTree:
-    """The tree of one-token-at-a-time decoding: a root without children. token: [1] int64."""
+    """Builds the tree of one-token-at-a-time decoding: a root without children. token: [1] int64."""
     zero = torch.zeros(1, dtype=torch.int64, device=token.device)
     return TokenTree(token, zero - 1, zero, torch.ones(1, 1, dtype=torch.bool, device=token.device))
 
 
 def prepend_chain(root: Tensor, chain: Sequence[int], tree: TokenTree) -> TokenTree:
-    """The tree below the last token of a chain, which hangs below the root.
+    """Puts a chain of tokens between the root and a tree; the tree's root carries the chain's last token.
 
-    A root r, the chain a b, and a tree below b. The chain's nodes have no draws.
+    A root r, the chain a b, and a tree below b. The nodes r and a get no draws:
 
         r ─── a ─── b ─┬─ c        nodes 0 1 2 3 4
                        └─ d
 
-    root: [1] int64, on the host. chain: n ≥ 1 tokens; the tree's root carries the last one.
+    root: [1] int64, on the host. chain: n ≥ 1 tokens.
     """
-    # 1. The chain's nodes come first.
+    # 1. The root and the chain come first.
     n = len(chain)
     device = tree.tokens.device
     nodes = torch.arange(n, device=device)
@@ -157,36 +164,39 @@ def prepend_chain(root: Tensor, chain: Sequence[int], tree: TokenTree) -> TokenT
 
 
 def cut_below(tree: TokenTree, deepest: int) -> tuple[TokenTree, list[int]]:
-    """The tree without the nodes deeper than `deepest`, and its nodes' numbers in the whole tree.
+    """Removes the nodes deeper than `deepest`; also returns the old numbers of the nodes that stay.
 
-    Nodes at the depth `deepest` have no draws any more. That depends on no token, so a lossless verifier
-    stays lossless. Five nodes, cut below depth 1:
+    Nodes at depth `deepest` lose their draws. No token influences the cut, so a lossless verifier stays
+    lossless. Five nodes, cut below depth 1:
 
-        0 ─┬─ 1 ── 3         0 ─┬─ 1        numbers in the whole tree: 0 1 2
-           └─ 2 ── 4            └─ 2        the draws of nodes 1 and 2 go
+        0 ─┬─ 1 ── 3         0 ─┬─ 1        old numbers: 0 1 2
+           └─ 2 ── 4            └─ 2        the draws at nodes 1 and 2 are removed
     """
     # 1. The nodes that stay, and their new numbers.
     stays = tree.depth <= deepest
-    kept = stays.nonzero().flatten()
-    number = stays.cumsum(0) - 1
-    parents = tree.parents[kept]
-    parents = number[parents.clamp_min(0)].where(parents >= 0, parents)
-    ancestors = tree.ancestors[kept][:, kept]
+    old_numbers = stays.nonzero().flatten()
+    new_numbers = stays.cumsum(0) - 1
+    parents = tree.parents[old_numbers]
+    parents = new_numbers[parents.clamp_min(0)].where(parents >= 0, parents)
+    ancestors = tree.ancestors[old_numbers][:, old_numbers]
 
     # 2. Their draws.
     drafts = None
     if tree.drafts is not None:
         rows = (tree.depth[tree.drafts.nodes] < deepest).nonzero().flatten()
         if len(rows):
-            nodes = number[tree.drafts.nodes[rows]]
+            nodes = new_numbers[tree.drafts.nodes[rows]]
             drafts = Drafts(nodes, tree.drafts.q[rows], tree.drafts.draws.select_rows(rows))
-    cut = TokenTree(tree.tokens[kept], parents, tree.depth[kept], ancestors, drafts)
-    return cut, kept.tolist()
+    cut = TokenTree(tree.tokens[old_numbers], parents, tree.depth[old_numbers], ancestors, drafts)
+    return cut, old_numbers.tolist()
 
 
 def argsort_descending(scores: Tensor, count: int | None = None) -> Tensor:
-    """[..., min(count, M)] numbers of the best candidates, best first; by default of all. scores: [..., M].
+    """Returns [..., min(count, M)] the indices of the highest scores, highest first.
 
-    Of equal scores the earlier candidate wins, which is the shallower one.
+    Of equal scores the earlier one comes first: candidates are numbered level by level, so that is the
+    shallower one.
+
+    scores: [..., M]. count: None: all M.
     """
     return scores.sort(descending=True, stable=True).indices[..., :count]

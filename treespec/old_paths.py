@@ -18,6 +18,7 @@ NEW_PATHS = {  # old path -> new path; other modules of a listed package keep th
     "treespec.draft.trained": "treespec.draft.heads",
     "treespec.draft.trained.kinds": "treespec.draft.heads.loading",
     "treespec.draft.trained.pairs": "treespec.draft.heads.base",
+    "treespec.draft.trained.proposers": "treespec.draft.heads.registry",
     "treespec.requests": "treespec.engine",
     "treespec.requests.endpoint": "treespec.files.openai_client",
     "treespec.shaping": "treespec.sampling",

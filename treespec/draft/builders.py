@@ -1,4 +1,4 @@
-"""Builds the trees of one sequence, as its policy asks (`treespec.trees.shape.Builder`)."""
+"""Builds the trees of one sequence with its policy, which calls a `CycleBuilder` (`treespec.trees.shape`)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,11 +28,14 @@ from treespec.verify.topk import TopK
 
 
 class TreeBuilder:
-    """The trees of one sequence by a policy.
+    """Builds the trees of one sequence with a policy, and keeps what it learns between cycles.
 
-    scheme: makes the draws above temperature 0. calibration: of the head, where it has one. costs: the
-    measured cost by batch size; called where a cycle needs it.
-    choice: between its trees and a suffix cache's.
+    Attributes:
+        policy: shapes the trees.
+        scheme: makes the draws above temperature 0.
+        calibration: the head's; None: it has none.
+        costs: the measured cost by batch size; the first call measures it.
+        choice: decides between its trees and those of a suffix cache.
     """
 
     def __init__(
@@ -50,13 +53,13 @@ class TreeBuilder:
 
     @property
     def seconds(self) -> float | None:
-        """Modelled seconds of the cycle that runs; None: the policy models no time."""
+        """Modelled seconds of the present cycle; None: the policy models no time."""
         return None
 
     def should_skip_cycle(self, params: SamplingParams, batch: int = 1) -> bool:
-        """Whether the sequence has no drafts in this cycle. Called once a cycle, before `grow`.
+        """Whether the sequence drafts nothing in this cycle. Call it once a cycle, before `grow`.
 
-        batch: sequences that the cycle decodes together.
+        batch: the number of sequences that the cycle decodes together.
         """
         return False
 
@@ -68,40 +71,41 @@ class TreeBuilder:
         generator: torch.Generator,
         ahead: Callable[[], Tensor] | None = None,
     ) -> Growth:
-        """Grow the tree of one cycle.
+        """Grows the tree of one cycle.
 
         Args:
             root: [1] int64, the last committed token; [B, 1] of a batch whose trees grow together.
             logits: [1, V] draft logits of its children; [B, 1, V] of a batch.
-            params: how draft logits become the distribution that children are drawn from.
-            generator: of the draws.
-            ahead: gives the draft logits [D, N] of all levels, where a draft model has them at once.
+            params: turn draft logits into the distribution that children are drawn from.
+            generator: the source of randomness of the draws.
+            ahead: returns [D, N] draft logits of all levels; None: the draft model drafts level by level.
         """
         scheme = self.scheme
-        if params.greedy:  # the most likely tokens, whatever the scheme
+        if params.greedy:  # the children are the most likely tokens under every scheme
             scheme = TopK()
         return self.grow_shape(CycleBuilder(root, logits, params, generator, scheme, ahead))
 
     def build_graph_key(self) -> Policy | None:
-        """What shapes the tree of the cycle that runs, if that and the draft alone do."""
+        """Returns the policy of this cycle if its tree depends only on the policy and the draft, else None."""
         if self.policy.repeats:
             return self.policy
         return None
 
     def grow_shape(self, cycle: "CycleBuilder") -> Growth:
-        """The tree of the cycle that runs."""
+        """Grows the tree of the present cycle."""
         return self.policy.grow(cycle)
 
     def update(self, path: Sequence[int]) -> None:
-        """Learn from a verdict. path: the accepted nodes, without the root."""
+        """Learns from a verification. path: the accepted nodes, without the root."""
 
 
 @dataclass(frozen=True)
 class CycleBuilder:
-    """Grows the tree of one sequence in one cycle, as its policy asks (`treespec.trees.shape.Builder`).
+    """Grows the tree of one sequence in one cycle; its policy calls these methods (`treespec.trees.shape.Builder`).
 
-    root, logits, params, generator, ahead: as `TreeBuilder.grow` takes them. scheme: makes the draws of
-    this cycle.
+    Attributes:
+        root, logits, params, generator, ahead: as in `TreeBuilder.grow`.
+        scheme: makes the draws of this cycle.
     """
 
     root: Tensor
@@ -118,43 +122,43 @@ class CycleBuilder:
     def predict_levels(self, depth: int, ranks: int) -> Growing[np.ndarray]:
         assert self.ahead
         levels = compute_probs(self.ahead()[:depth], self.params)
-        most = min(ranks, levels.shape[1])
+        topk = min(ranks, levels.shape[1])
         if self.scheme.max_draws:
-            most = min(most, self.scheme.max_draws)
-        top = yield select_topk(levels, most)[0].double()
-        return top.numpy()
+            topk = min(topk, self.scheme.max_draws)
+        probabilities = yield select_topk(levels, topk)[0].double()
+        return probabilities.numpy()
 
     def grow_fixed(self, shape: StaticTree) -> Growth:
-        """One draft step and one batch of draws for each level."""
+        """Grows a tree of a fixed shape, with one draft step and one batch of draws for each level."""
         tokens = [self.root]
         levels = list[Drawn]()
         logits = self.logits
-        fixed = get_layout(shape, logits.device)
-        above = None
-        for level in fixed.levels:
-            # 1. The draft logits below the level's inner nodes. A child whose draw is absent is
-            #    drafted for as token 0.
-            if above is not None:
-                last = tokens[-1][level.nodes - above.first].clamp_min(0)
-                logits = yield Frontier(last, level.parent_rows)
-            above = level
+        layout = get_layout(shape, logits.device)
+        level_above = None
+        for level in layout.levels:
+            # 1. The draft logits of the children of the level's inner nodes. An absent draw counts as token 0.
+            if level_above is not None:
+                frontier_tokens = tokens[-1][level.nodes - level_above.first].clamp_min(0)
+                logits = yield Frontier(frontier_tokens, level.parent_rows)
+            level_above = level
 
             # 2. The draws at all of these nodes.
             q, draws = self.draw(logits, level.draws)
 
-            # 3. The children's tokens, and what the verifier needs.
+            # 3. The children's tokens, and the draws that the verifier needs.
             tokens.append(draws.tokens[level.rows, level.columns])
             levels.append(Drawn(level.nodes, q, draws))
         drafts = None
         if not self.scheme.deterministic:
             drafts = concat_levels(levels)
-        return TokenTree(torch.cat(tokens), fixed.parents, fixed.depth, fixed.ancestors, drafts)
+        return TokenTree(torch.cat(tokens), layout.parents, layout.depth, layout.ancestors, drafts)
 
     def draw(self, logits: Tensor, counts: Tensor) -> tuple[Tensor, Draws]:
-        """q [F, V] at F nodes, and the draws from it [F, K].
+        """Draws children at F nodes; returns q [F, V] and the draws from it [F, K].
 
-        logits: [F, V]. counts: [F] draws at each node. A scheme whose draws are a function of q takes the
-        logits for it, and as many draws at each node as the most that one has.
+        A deterministic scheme ranks the logits themselves, and takes max(counts) tokens at each node.
+
+        logits: [F, V]. counts: [F] int64 on the host, the number of draws at each node.
         """
         if self.scheme.deterministic:
             return logits, self.scheme.draw(logits, int(counts.max()), self.generator)
@@ -168,11 +172,15 @@ class CycleBuilder:
 
 @dataclass
 class TopRanking:
-    """EAGLE-2's ranking by log-probability (`treespec.trees.dynamic`).
+    """Grows EAGLE-2's tree: it ranks paths by log-probability (`treespec.trees.dynamic`).
 
-    depth: levels, at most. topk: children per node. nodes: N to keep, the root included, once the
-    last level is there. expanded: nodes per level; None: topk of them. Scores are those of paths; no
-    child's is above its parent's.
+    The score of a node is that of its path; no child's score is above its parent's.
+
+    Attributes:
+        depth: the largest number of levels.
+        topk: children per node.
+        nodes: N to keep after the last level, the root included.
+        expanded: nodes to expand per level; None: topk of them.
     """
 
     depth: int
@@ -183,7 +191,7 @@ class TopRanking:
     def score_children(
         self, above: Tensor | None, logits: Tensor, depth: int
     ) -> tuple[Tensor, Tensor]:
-        """[..., F, K] tokens and scores of the most likely children of F nodes, the most likely first.
+        """Returns [..., F, K] tokens and scores of the most likely children of F nodes, the most likely first.
 
         above: [..., F] scores of the nodes; None for the root. logits: [..., F, V]. depth: of the nodes.
         """
@@ -198,7 +206,10 @@ class TopRanking:
         return tokens, above[..., None] + scores
 
     def choose_width(self, level: int, scores: list[Tensor]) -> int:
-        """How many of the best nodes of a level to expand; 0 ends the tree. scores: of all levels."""
+        """Returns the number of nodes of a level to expand, the best ones; 0 ends the tree.
+
+        level: from 1, the level of the nodes. scores: [..., M] of each level so far.
+        """
         if level >= self.depth:
             return 0
         if self.expanded is None:
@@ -206,36 +217,36 @@ class TopRanking:
         return self.expanded
 
     def grow(self, root: Tensor, logits: Tensor) -> Growing[tuple[TokenTree, Tensor]]:
-        """The growth of the tree, and the columns [N] that it keeps (`select_best_tree`).
+        """Grows the tree; returns it and the columns [N] that it keeps (`select_best_tree`).
 
         root: [1] int64. logits: [1, V] draft logits of its children. With [B, 1] and [B, 1, V] the
-        trees of a batch grow together: all that it yields and returns is [B, ...] then.
+        trees of a batch grow together, and all that is yielded and returned is [B, ...].
         """
-        drafted = [root]
+        level_tokens = [root]
         orders = list[Tensor]()
         scores = list[Tensor]()
         above = None
         for level in range(1, self.depth + 1):
             # 1. The most likely children of each frontier node are candidates.
             tokens, reach = self.score_children(above, logits, level - 1)  # [..., F, K]
-            drafted.append(tokens.flatten(-2))
+            level_tokens.append(tokens.flatten(-2))
             scores.append(reach.flatten(-2))
 
-            # 2. The best of them are the next frontier. Where it is all, no order is needed.
+            # 2. The best of them are the next frontier. If all of them are expanded, they keep their order.
             expanded = self.choose_width(level, scores)
             if not expanded:
                 break
             above = scores[-1]
-            last = drafted[-1]
-            order = build_range(above.shape[-1], root.device).expand_as(last)
+            frontier_tokens = level_tokens[-1]
+            order = build_range(above.shape[-1], root.device).expand_as(frontier_tokens)
             if expanded < above.shape[-1]:
                 above, best = above.sort(descending=True, stable=True)
                 above = above[..., :expanded]
                 order = to_device(best[..., :expanded], root.device)
-                last = last.gather(-1, order)
+                frontier_tokens = frontier_tokens.gather(-1, order)
             orders.append(order)
-            below = yield Frontier(last, orders[-1], tokens.shape[-1])
-            logits = below.unflatten(0, last.shape)
+            frontier_logits = yield Frontier(frontier_tokens, order, tokens.shape[-1])
+            logits = frontier_logits.unflatten(0, frontier_tokens.shape)
 
         # 3. Keep the best of all candidates.
-        return select_best_tree(drafted, orders, scores, self.nodes)
+        return select_best_tree(level_tokens, orders, scores, self.nodes)

@@ -1,7 +1,8 @@
-"""Predict from q alone how likely a head's most likely tokens are the target's choice.
+"""Predicts from q how likely a head's most likely tokens are the target's choice.
 
-A logistic model, fitted once on held-out text, gives Pr(the r-th most likely token is the target's choice at
-temperature 0) from its q, its rank and the depth. Rates and factors of the draft logits stand beside it.
+A logistic model, fitted once on held-out text, predicts Pr(the r-th most likely token is the target's choice at
+temperature 0) from its q, its rank and the depth. A calibration also has acceptance rates, and factors of the
+draft logits.
 """
 
 import math
@@ -29,13 +30,18 @@ MIN_CALIBRATED_PROBABILITY = 1e-6
 
 @dataclass(frozen=True)
 class Calibration:
-    """Saved as calibration.json beside the head.
+    """A head's calibration, saved beside it as calibration.json. Each field may be empty.
 
-    greedy: weights of the model. rates: by temperature, Pr(the first, second, … draw without replacement
-    is accepted), counted while the target writes. The key 0.01 stands for temperature 0. sharpness: factors
-    of the draft logits by draft step above temperature 0, the last one for all further steps; none: 1.
-    Heads are less sure than their target, and sharper drafts are accepted more often; whatever they are,
-    drafting is lossless. Each may be empty. Raises ValueError for numbers that no fit gives.
+    Attributes:
+        greedy: weights of the logistic model.
+        rates: for each temperature, Pr(the first, second, … draw without replacement is accepted), counted
+            on text of the target. The key 0.01 stands for temperature 0.
+        sharpness: factors of the draft logits for each draft step above temperature 0, the last one for all
+            further steps; empty: 1. Heads are less confident than their target, so sharper drafts are accepted
+            more often. Drafting is lossless with any factors.
+
+    Raises:
+        ValueError: a number is missing, not finite, or not above 0.
     """
 
     greedy: tuple[float, ...] = ()
@@ -56,10 +62,10 @@ class Calibration:
             raise ValueError("weights or rates are not numbers")
 
     def predict_certain_choice(self, top: np.ndarray, depth: int) -> np.ndarray:
-        """[F, K] Pr(the r-th most likely token is the target's choice at temperature 0), at a depth.
+        """Returns [F, K] Pr(the r-th most likely token is the target's choice at temperature 0).
 
-        top: [F, K] the largest probabilities at temperature 1, descending. Without a fitted model they
-        are the result.
+        top: [F, K] the largest probabilities at temperature 1, descending; returned as they are without a
+        fitted model. depth: of the F nodes.
         """
         if not self.greedy:
             return top
@@ -69,20 +75,20 @@ class Calibration:
         return probabilities / probabilities.sum(-1, keepdims=True).clip(1)
 
 
-def find_nearest(known: Mapping[str, Known], temperature: float) -> Known:
-    """The entry for the temperature nearest to this one, which is above 0."""
-    return known[min(known, key=lambda t: abs(math.log(float(t) / temperature)))]
+def find_nearest(by_temperature: Mapping[str, Known], temperature: float) -> Known:
+    """Returns the entry whose temperature is nearest to this one, which must be above 0."""
+    return by_temperature[min(by_temperature, key=lambda t: abs(math.log(float(t) / temperature)))]
 
 
 def build_calibration_features(top: np.ndarray, depth: int) -> np.ndarray:
-    """[F, K, 4] what the model sees of the K largest probabilities [F, K] of nodes at a depth."""
+    """Returns [F, K, 4] the model's inputs. top: [F, K] the largest probabilities of nodes at a depth."""
     top = top.clip(MIN_CALIBRATED_PROBABILITY, 1 - MIN_CALIBRATED_PROBABILITY)
     ranks = np.log(np.arange(1, top.shape[1] + 1))
     return np.stack(np.broadcast_arrays(1.0, np.log(top / (1 - top)), ranks, depth), -1)
 
 
 def scale_by_sharpness(logits: "Tensor", depth: int, sharpness: tuple[float, ...]) -> "Tensor":
-    """Draft logits of any shape for the children of nodes at a depth. sharpness: as of `Calibration`."""
+    """Multiplies draft logits for the children of nodes at a depth by the factor of `Calibration.sharpness`."""
     if not sharpness:
         return logits
     return logits * sharpness[min(depth, len(sharpness) - 1)]
@@ -96,7 +102,7 @@ def save_calibration(calibration: Calibration, folder: str | Path) -> None:
 
 
 def load_calibration(folder: str | Path) -> Calibration | None:
-    """The calibration beside a head, or None without one.
+    """Reads the calibration beside a head; returns None without one.
 
     Raises InputError for a damaged file and for one of another format.
     """
@@ -108,8 +114,8 @@ def load_calibration(folder: str | Path) -> Calibration | None:
         greedy = tuple(map(float, fields["greedy"]))
         sharpness = tuple(map(float, fields["sharpness"]))
         rates = {}
-        for temperature, of_children in fields["rates"].items():
-            rates[temperature] = tuple(map(float, of_children))
+        for temperature, child_rates in fields["rates"].items():
+            rates[temperature] = tuple(map(float, child_rates))
         return Calibration(greedy, rates, sharpness)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise InputError(f"{file} is not understood: {RECALIBRATE_ADVICE}") from error

@@ -1,4 +1,13 @@
-"""The seams of drafting: state by sequence, draft models that give logits, drafters that give trees."""
+"""The interfaces of drafting: `Proposer` computes draft logits, `Drafter` returns trees.
+
+Both are an `Observer`, which keeps a state for each sequence of the batch. A frontier of two nodes, a and b,
+whose four children follow; the next frontier expands c and f:
+
+    r ─┬─ a ─┬─ c        frontier    tokens   sibling_slots   children   parent_rows
+       │     └─ d        level 1     a b      0 1             2          0 0          both below r, row 0
+       └─ b ─┬─ e        level 2     c f      0 3             2          0 1          below a and b, rows 0 1
+             └─ f        slot: the number of a node among c d e f, all children of the frontier above
+"""
 
 import time
 from abc import ABC, abstractmethod
@@ -18,7 +27,9 @@ from treespec.sampling.sampler import Path, Sampler
 from treespec.trees.shape import Policy
 from treespec.trees.tree import TokenTree
 
-PREFILL_AT = 32  # more new tokens than any accepted path: this is a prompt, run it at once
+PREFILL_AT = (
+    32  # more new tokens than an accepted path has: they are a prompt, which is run at once
+)
 
 
 State = TypeVar("State")
@@ -27,7 +38,10 @@ State = TypeVar("State")
 def join_states(
     states: Sequence[State], others: Sequence[Sequence[State]], row: int | None
 ) -> list[State]:
-    """The states of one batch, then those of other batches. row: only that one of each other batch."""
+    """Returns the states of one batch, then those of other batches.
+
+    row: take only this row of each other batch; None: all rows.
+    """
     joined = list(states)
     for other in others:
         joined += other if row is None else other[row : row + 1]
@@ -35,16 +49,16 @@ def join_states(
 
 
 class PerText:
-    """State of B sequences in attributes that `per_text` names, for drafters written before `Observer.states`.
+    """Keeps the state of B sequences in the attributes that `per_text` names.
 
-    Such an attribute is a list with one entry a sequence, or an object with a `join` and a `select` of
-    its own: a cache, say.
+    It serves drafters written before `Observer.states`. Such an attribute is a list with one entry per
+    sequence, or an object that has `join` and `select`, such as a cache.
     """
 
     per_text: tuple[str, ...] = ()
 
     def join(self, others: Sequence[Self], row: int | None = None) -> None:
-        """Append the sequences of others. row: only that one of each."""
+        """Appends the sequences of other batches. row: only this row of each; None: all rows."""
         for name in self.per_text:
             rows = getattr(self, name)
             other_rows = [getattr(other, name) for other in others]
@@ -54,28 +68,29 @@ class PerText:
                 rows.join(other_rows, row)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep the sequences in these rows, in this order."""
+        """Keeps the sequences in these rows, in this order."""
         for name in self.per_text:
-            held = getattr(self, name)
-            if isinstance(held, list):
-                setattr(self, name, [held[row] for row in rows])
+            state = getattr(self, name)
+            if isinstance(state, list):
+                setattr(self, name, [state[row] for row in rows])
             else:
-                held.select(rows)
+                state.select(rows)
 
 
 class Observer(PerText, ABC):
     """Observes B sequences, one at first, and drafts for them.
 
-    states: what it keeps of each sequence: an object a sequence, in the order of the batch's rows; empty
-    where it keeps nothing. What a class keeps for the batch as a whole, such as a cache, it joins and
-    selects next to them in a `join` and a `select` of its own.
+    A class with state for the batch as a whole, such as a cache, overrides `join` and `select` to change it too.
+
+    Attributes:
+        states: one object per sequence, in the order of the batch's rows; empty if it keeps none.
     """
 
     states: Sequence[Any] = ()
 
     @abstractmethod
     def new(self) -> Self:
-        """Another one with the same models and options, for one sequence that is not yet observed."""
+        """Returns an observer with the same models and options, for one sequence that is not yet observed."""
 
     def join(self, others: Sequence[Self], row: int | None = None) -> None:
         super().join(others, row)
@@ -88,32 +103,36 @@ class Observer(PerText, ABC):
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """Target layers whose inputs it observes as features; () is the last hidden state."""
+        """The target layers whose inputs it observes as features; (): it observes the last hidden state."""
         return ()
 
     @property
     def models(self) -> Sequence[nn.Module]:
-        """The draft models that it computes with besides the target."""
+        """The draft models that it runs besides the target."""
         return ()
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
-        """Each sequence grew by n positions: their features [n, H], and their tokens and one more,
-        [n + 1], on the host.
+        """Takes note of n committed positions for each sequence.
+
+        features: [n, H] of these positions, for each sequence. tokens: [n + 1] on the host, their tokens and the
+        token after them, for each sequence.
         """
         return
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        """Keep the first `lengths` observed positions of each; other sequences may follow them."""
+        """Forgets all but the first `lengths` observed positions of each sequence, which may continue otherwise."""
         return
 
 
 @dataclass(frozen=True)
 class Frontier:
-    """Nodes whose children are to be drafted.
+    """Nodes whose children are to be drafted. All fields of a batch's joint frontier are [B, F].
 
-    tokens: [F] draft tokens, numbered as the logits are. places: [F] the place of each node among the
-    children of the frontier above, each of whose nodes has so many `children`; by default the row of
-    its parent there, 0 for the root. Frontiers of a batch together are [B, F].
+    Attributes:
+        tokens: [F] draft tokens, numbered as the logits are.
+        sibling_slots: [F] the number of each node among all children of the frontier above; the root's is 0.
+        children: the number of children that each node of the frontier above has. With the default, 1, a
+            slot is the row of the parent.
     """
 
     tokens: Tensor
@@ -122,16 +141,17 @@ class Frontier:
 
     @property
     def parent_rows(self) -> Tensor:
-        """[F] the row of each node's parent in the frontier above."""
+        """[F] int64, the row of each node's parent in the frontier above."""
         return self.sibling_slots if self.children == 1 else self.sibling_slots // self.children
 
 
 @dataclass(frozen=True)
 class GrowthKey:
-    """What trees depend on besides roots, draft logits, noise and what was observed.
+    """All that trees depend on besides roots, draft logits, noise and observed positions.
 
-    policies: of each sequence, what shapes its tree. noise_params: the sampling parameters of all sequences,
-    where the logits become scores by noise; None without noise.
+    Attributes:
+        policies: the policy of each sequence's tree.
+        noise_params: the sampling parameters that turn logits and noise into scores; None: without noise.
     """
 
     policies: tuple[Policy, ...]
@@ -139,14 +159,15 @@ class GrowthKey:
 
 
 Grow = Callable[[Tensor, Sequence[Tensor | None], Tensor | None], list[TokenTree]]
-Frontiers = Sequence[Frontier | None]  # by sequence; None: it has no node to draft below
+Frontiers = Sequence[Frontier | None]  # of each sequence; None: it has no node to draft below
 
 
 def pad_frontiers(frontiers: Frontiers, device: torch.device) -> tuple[Tensor, Tensor, list[int]]:
-    """Frontiers of B sequences side by side: [B, F] tokens, [B, F] parent rows, nodes of each.
+    """Pads the frontiers of B sequences with 0 to one size.
 
-    Shorter frontiers are padded with 0. None counts as a frontier without nodes. Frontiers of a batch
-    together count as one.
+    None counts as a frontier without nodes. A batch's joint frontier counts as one of B F nodes.
+
+    Returns [B, F] tokens, [B, F] parent rows, and the number of nodes of each frontier.
     """
     first = frontiers[0]
     if first and first.tokens.dim() == 2:
@@ -165,21 +186,24 @@ def pad_frontiers(frontiers: Frontiers, device: torch.device) -> tuple[Tensor, T
 
 
 class Proposer(Observer):
-    """Draft logits for tree nodes, a level at a time.
+    """Computes draft logits for tree nodes, a level at a time.
 
-    The calls of a cycle: begin, extend for each level, observe.
-    head: the trained head that it drafts with, if any.
-    at_once: whether the distribution of a level depends on the sequence alone; `levels` then gives
-    those of all levels.
+    The calls of a cycle: `begin`, `extend` for each level, `observe`.
+
+    Attributes:
+        head: the trained head that it drafts with; None: it has none.
+        at_once: whether a level's distribution depends only on the sequence, not on the tokens drafted above;
+            `compute_all_levels` then returns the logits of all levels.
+        vocab_size: V of the target.
     """
 
     head: Head | None = None
     at_once: bool = False
-    vocab_size: int  # V of the target
+    vocab_size: int
 
     @property
     def name(self) -> str:
-        """For people; "" stands for its class."""
+        """A name for people; "" stands for the name of the class."""
         return f"{self.head.kind} head" if self.head else ""
 
     @property
@@ -188,7 +212,7 @@ class Proposer(Observer):
 
     @property
     def max_depth(self) -> int | None:
-        """Levels that it can draft; None: any number."""
+        """The number of levels that it can draft; None: any number."""
         return self.head.max_depth if self.head else None
 
     @property
@@ -203,21 +227,22 @@ class Proposer(Observer):
     @property
     def identity(self) -> object:
         """All that the cost of its forwards depends on, in JSON's types."""
-        drafted = self.vocab_size if self.vocabulary is None else len(self.vocabulary)
-        return [self.head.config if self.head else None, drafted]
+        draft_tokens = self.vocab_size if self.vocabulary is None else len(self.vocabulary)
+        return [self.head.config if self.head else None, draft_tokens]
 
     @abstractmethod
     def begin(self, roots: Tensor, cache: TreeCache) -> list[Tensor | None]:
-        """For each sequence [1, N] draft logits for the children of its root.
+        """Starts a cycle: drafts the children of each sequence's root.
 
-        None for a sequence of which nothing was observed. roots: [B] int64, on the host. cache: the target's keys
-        and values of the committed sequences, for drafts by the target itself. Keys and values
-        written after them are dropped.
+        roots: [B] int64, on the host. cache: the target's cache of the committed sequences, for drafts by
+        the target itself; keys and values written after these sequences are dropped.
+
+        Returns [1, N] draft logits for each sequence; None for a sequence without observed positions.
         """
 
     @abstractmethod
     def extend(self, frontiers: Frontiers) -> list[Tensor]:
-        """For each sequence [F, N] draft logits for its frontier's children; [0, N] without one."""
+        """Drafts the children of each sequence's frontier: [F, N] draft logits, [0, N] without a frontier."""
 
     def grow_by_graph(
         self,
@@ -227,31 +252,36 @@ class Proposer(Observer):
         noise: Tensor | None,
         key: GrowthKey,
     ) -> list[TokenTree]:
-        """The trees below the roots, which a proposer may grow by a recorded CUDA graph.
+        """Grows the trees below the roots; a proposer may record this as a CUDA graph and replay it.
 
         Args:
-            grow: grows the trees by `extend`. They are a function of these arguments and of what was
-                observed.
+            grow: builds the trees with `extend`. Its result is a pure function of its arguments, the observed
+                positions and `key`.
             roots: [B] int64, on the host.
-            logits: [1, N] of each sequence, which `begin` returned.
-            noise: [B, D, N] of the levels, where it decides with the logits.
-            key: what else the trees depend on: those of one key may repeat one graph.
+            logits: [1, N] draft logits of each sequence, which `begin` returned.
+            noise: [B, D, N] of the levels; None: the logits alone rank the tokens.
+            key: what else the trees depend on. Calls with equal keys may replay one graph.
+
+        Returns:
+            The tree of each sequence.
         """
         return grow(roots, logits, noise)
 
     def compute_all_levels(self, row: int) -> Tensor:
-        """[D, N] draft logits of all levels of a sequence's tree, between `begin` and `extend`."""
+        """Returns [D, N] draft logits of all levels of a sequence's tree. Call it after `begin`, before `extend`."""
         raise TypeError(f"{type(self).__name__} drafts level by level")
 
 
 class Drafter(Observer):
-    """Token trees for B sequences. The calls of a cycle: draft_trees, update, observe.
+    """Drafts token trees for B sequences. The calls of a cycle: `draft_trees`, `update`, `observe`.
 
-    `TreeDrafter` grows trees over any `Proposer`. Drafters without a model return whole trees.
+    `TreeDrafter` grows trees with any `Proposer`. Drafters without a model return complete trees.
 
-    name: for people; "" stands for its class. policy: of the trees that it grows; None: their shape
-    is its own. one_hot: whether its tokens lack a draft distribution. forward_seconds: seconds spent
-    in a draft model's forwards so far.
+    Attributes:
+        name: for people; "" stands for the name of the class.
+        policy: the policy of its trees; None: it chooses their shape itself.
+        one_hot: whether its tokens have no draft distribution.
+        forward_seconds: seconds spent in a draft model's forwards so far.
     """
 
     name: str = ""
@@ -265,14 +295,18 @@ class Drafter(Observer):
         return False
 
     def enter(self, memory: str | None) -> None:
-        """A sequence begins in the only row. memory: the suffix cache to draft from; None: none.
+        """Tells the drafter that a sequence begins in its only row.
 
-        A drafter that keeps no completions does nothing here, nor in `remember`.
+        memory: the name of the suffix cache to draft from; None: none. A drafter that keeps no completions
+        does nothing here, nor in `remember`.
         """
         return
 
     def remember(self, memory: str, answer: Sequence[int]) -> None:
-        """A completion has ended. It begins with the last tokens of its prompt."""
+        """Adds a finished completion to a suffix cache.
+
+        memory: the name of the cache. answer: the last tokens of the prompt, then the completion.
+        """
         return
 
     @abstractmethod
@@ -284,27 +318,31 @@ class Drafter(Observer):
         cache: TreeCache,
         now: Callable[[], float] = time.perf_counter,
     ) -> list[TokenTree]:
-        """The tree below the last committed token of each sequence.
+        """Drafts the tree below the last committed token of each sequence.
 
-        roots: [B] int64, on the host. distributions: of each. cache: the target's. A drafter may write after the
-        committed sequences, and leaves the cache as it found it. now: the clock in seconds that
-        times forwards.
+        Args:
+            roots: [B] int64, on the host: the last committed tokens.
+            distributions: the sampler of each sequence.
+            generators: the random generator of each sequence.
+            cache: the target's. A drafter may write after the committed sequences; in the end it restores
+                the cache.
+            now: the clock in seconds that times forwards.
         """
 
     def draft_logits(self, row: int) -> dict[Path, Tensor]:
-        """The [V] draft logits of a row's tree of this cycle, by the path of each node with drafted children.
+        """Returns [V] draft logits of a row's tree of this cycle, by the path of each node with drafted children.
 
-        They are kept where `Distribution.wants_draft_logits` asks for them; from M draft models they are [M, V].
+        They are kept only if `Sampler.wants_draft_logits`. With M draft models they are [M, V].
         """
         return {}
 
     def update(self, paths: Sequence[Sequence[int]]) -> None:
-        """Feedback after a cycle: accepted nodes of each tree, without the root."""
+        """Learns from a cycle. paths: the accepted nodes of each tree, without the root."""
         return
 
     def copy_with_costs(self, times: CostBy) -> "Drafter":
-        """As `new`, for a verifier that takes any tree. It drafts no more than pays, if it can.
+        """Returns a new drafter, as `new` does, that limits its trees to the nodes worth their time, if it can.
 
-        times: measures when it is called first.
+        It is for a verifier that takes any tree. times: the cost by batch size; the first call measures it.
         """
         return self.new()

@@ -1,4 +1,4 @@
-"""Which verifier, tree and drafter go together. It checks names and small files, not weights.
+"""Checks which verifier, tree and drafter go together, by names and small files, not by weights.
 
 This module must not load torch before it needs a scheme's code.
 """
@@ -25,11 +25,12 @@ ALL_LEVEL_DRAFTERS = ", ".join(row.name for row in DRAFTERS.values() if row.at_o
 
 @dataclass(frozen=True)
 class ProposerInfo:
-    """What the pairing rules ask about a draft model, known before its weights are read.
+    """The facts of a draft model that the pairing rules need, known before its weights are read.
 
-    trained: whether it is a trained head.
-    deepest: the largest number of levels that it drafts; None: any number.
-    at_once: whether the distribution of a level depends on the text alone, so that all are known at first.
+    Attributes:
+        trained: whether it is a trained head.
+        deepest: the largest number of levels that it drafts; None: any number.
+        at_once: whether it drafts all levels at once, because a level depends only on the sequence.
     """
 
     trained: bool = False
@@ -43,15 +44,15 @@ ANY_DRAFT_MODEL = ProposerInfo(at_once=True)  # a draft model that goes with eve
 def check_fit(
     policy: Policy, scheme: "SchemeInfo | Scheme", model: ProposerInfo = ANY_DRAFT_MODEL
 ) -> None:
-    """Raises InputError where policy, scheme and draft model cannot be paired."""
-    # 1. The draft model gives a level at a time.
+    """Raises InputError if policy, scheme and draft model cannot be paired."""
+    # 1. The policy needs all levels at once, and the draft model drafts one at a time.
     if policy.at_once and not model.at_once:
         raise InputError(
             f"the tree {policy.name} needs a head that drafts all levels at once ({ALL_LEVEL_DRAFTERS}): take "
             "--tree dynamic with --verifier topk, or --tree eagle"
         )
 
-    # 2. The children are draws, of which the policy would keep some.
+    # 2. The scheme draws children, and the policy would keep only some of them.
     if not policy.may_draw and not scheme.deterministic:
         raise InputError(
             f"the {policy.name} tree cannot go with verifier {scheme.name}: it keeps children by the "
@@ -59,7 +60,7 @@ def check_fit(
             "static tree), or --verifier topk"
         )
 
-    # 3. More draws at a node than the scheme answers.
+    # 3. More draws at a node than the scheme verifies.
     draws = policy.max_draws
     if draws and scheme.max_draws and draws > scheme.max_draws:
         narrower = f"balanced:{scheme.max_draws}x3"
@@ -88,9 +89,9 @@ def check_depth(policy: Policy, model: ProposerInfo) -> None:
 
 
 def choose_default_tree(scheme: "Scheme", deepest: int | None) -> Policy:
-    """The tree without `--tree`: one chosen by its cost for children that are not drawn, else the scheme's.
+    """Returns the tree without `--tree`: `auto` for a deterministic scheme, else the scheme's default.
 
-    deepest: levels that can be drafted; None: any number.
+    deepest: the number of levels that can be drafted; None: any number.
     """
     if scheme.deterministic:
         if deepest:
@@ -106,8 +107,7 @@ def check_named(
 ) -> None:
     """Raises InputError for a verifier and tree that do not go with a drafter.
 
-    tree: None is the verifier's own. A head that is missing or damaged passes: loading it raises
-    the error.
+    A missing or damaged head passes: loading it raises the error. tree: None: the verifier's default.
     """
     if spec.kind.one_hot:
         check_one_hot(spec.kind.name, verifier, tree)
@@ -118,7 +118,7 @@ def check_named(
 
 
 def describe_draft_model(spec: DrafterSpec) -> ProposerInfo:
-    """The draft model that a drafter names, as far as its files and names tell."""
+    """Describes the draft model that a drafter names, as far as names and small files tell."""
     if not spec.kind.is_head:
         return ProposerInfo()
     folder = Path(spec.place).expanduser()
@@ -133,10 +133,9 @@ def describe_draft_model(spec: DrafterSpec) -> ProposerInfo:
 
 
 def check_one_hot(name: str, verifier: "VerifierInfo | Verifier", tree: object) -> None:
-    """The pairing rule of drafters whose tokens have no draft distribution.
+    """Raises InputError for a scheme or tree that a drafter without draft distributions cannot go with.
 
-    Raises InputError for a scheme that needs one, and for a tree. It does so at temperature 0 too,
-    where all schemes agree.
+    It takes no tree, and no scheme that needs a distribution, also not at temperature 0, where all schemes agree.
     """
     if not verifier.scheme.deterministic:
         raise InputError(

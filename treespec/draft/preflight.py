@@ -1,4 +1,4 @@
-"""What can be wrong with a drafter's files, found before torch loads."""
+"""Checks a drafter's files before torch loads."""
 
 import json
 from pathlib import Path
@@ -33,9 +33,11 @@ def check_feature_width(head: str, target: str) -> None:
     """Raises InputError for a missing or damaged head, and for a target of another width."""
     check_head_files(head)
     width = read_width(target)
-    own = read_width(head)
-    if width and own and own != width:
-        raise InputError(f"head {head} is for features of width {own}, the target's are {width}")
+    head_width = read_width(head)
+    if width and head_width and head_width != width:
+        raise InputError(
+            f"head {head} is for features of width {head_width}, the target's are {width}"
+        )
 
 
 def check_model(spec: DrafterSpec, target: str) -> None:
@@ -53,14 +55,14 @@ def check_mtp(spec: DrafterSpec, target: str) -> None:
 
 
 def list_tensor_files(name: str, revision: str | None = None) -> dict[str, Path]:
-    """The file of each tensor of a target. name: a directory, or a hub id that is in the cache.
+    """Maps each tensor of a target to its file. name: a directory, or a hub id that is in the cache.
 
     Raises InputError for a target without safetensors files, and for a damaged one.
     """
     from huggingface_hub import snapshot_download
     from safetensors import safe_open
 
-    found: dict[str, Path] = {}
+    file_of_tensor: dict[str, Path] = {}
     try:
         folder = Path(name)
         if name and not folder.is_dir():
@@ -70,17 +72,17 @@ def list_tensor_files(name: str, revision: str | None = None) -> dict[str, Path]
             files = sorted(folder.glob("*.safetensors"))
         for file in files:
             with safe_open(file, framework="numpy") as stored:
-                found |= dict.fromkeys(stored.keys(), file)
+                file_of_tensor |= dict.fromkeys(stored.keys(), file)
     except Exception as error:  # a damaged file may raise anything
         raise InputError(
             f"--drafter mtp: cannot read the safetensors files of {name}: {get_first_line(error)}"
         ) from error
-    if not found:
+    if not file_of_tensor:
         raise InputError(
             f"--drafter mtp: {name or 'this model object'} has no safetensors files: name a directory "
             "or a hub id with them"
         )
-    return found
+    return file_of_tensor
 
 
 def check_suffix_cache(spec: DrafterSpec, target: str) -> None:

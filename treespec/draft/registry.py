@@ -1,7 +1,7 @@
-"""The table of drafters, and their options. It loads no torch.
+"""The table of drafters, and their options. This module loads no torch.
 
-All that differs by drafter stands in its row; `--help`, the checks before loading, the pages and
-export read the table.
+A drafter's row holds all that differs between drafters. `--help`, the checks before loading, the pages and export
+read the table.
 """
 
 from dataclasses import dataclass
@@ -17,13 +17,18 @@ HEAD_LOADER = "treespec.draft.heads.loading:load_trained"
 class DrafterKind:
     """A row of the table. A name such as `module:function` is imported when it is needed.
 
-    forms: how it is written; `--help` shows the first. loads: (DrafterSpec, target) -> a proposer
-    or a drafter. summary, source: what it drafts from, and the paper.
-    checks: (DrafterSpec, the target's directory) raises InputError for missing or damaged files
-    before torch loads. place: whether a directory, file or hub id comes first: "" no, "must", "may".
-    options: a frozen dataclass.
-    one_hot: whether its tokens are found, not drawn: they have no draft distribution.
-    at_once: whether a head drafts all levels from the sequence alone.
+    Attributes:
+        name: of the drafter.
+        forms: how users write it; `--help` shows the first.
+        loads: path of a function (DrafterSpec, target) -> a proposer or a drafter.
+        summary: the source of its drafts, in a few words.
+        source: the paper.
+        checks: path of a function (DrafterSpec, the target's directory), which raises InputError for missing or
+            damaged files before torch loads.
+        place: whether a directory, file or hub id comes first: "" no, "must" or "may".
+        options: a frozen dataclass; None: it has no options.
+        one_hot: whether its tokens have no draft distribution, because they are found, not drawn.
+        at_once: whether a head drafts all levels at once, because a level depends only on the sequence.
     """
 
     name: str
@@ -65,7 +70,7 @@ CHECKS_MODULE = "treespec.draft.preflight"
 
 
 def build_head_row(name: str, summary: str, source: str = "", **facts: Any) -> DrafterKind:
-    """The row of a trained head."""
+    """Builds the row of a kind of trained head."""
     checks = f"{CHECKS_MODULE}:check_head"
     return DrafterKind(
         name, (f"{name}:HEAD",), HEAD_LOADER, summary, source, checks, "must", **facts

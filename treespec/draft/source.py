@@ -1,4 +1,4 @@
-"""The source of drafts, as `Spec` sees it: what it can do, and a drafter over it."""
+"""`DraftSource`: a loaded draft model or drafter, from which `Spec` builds a drafter for each sequence."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,10 +24,11 @@ from treespec.verify.walk import Verifier
 @final
 @dataclass(frozen=True)
 class DraftSource:
-    """It holds no sequence: each drafter over it starts with one, of which it has observed nothing.
+    """Builds drafters, and keeps no state of sequences.
 
-    drafting: a draft model, over which a `TreeDrafter` grows trees, or a drafter of whole trees.
-    cache: the suffix cache that drafts next to a draft model.
+    Attributes:
+        drafting: a draft model, with which a `TreeDrafter` grows trees, or a drafter of complete trees.
+        cache: the suffix cache that drafts next to a draft model; None: none.
     """
 
     drafting: Proposer | Drafter
@@ -57,7 +58,7 @@ class DraftSource:
 
     @property
     def models(self) -> Sequence[nn.Module]:
-        """The draft models that it computes with besides the target."""
+        """The draft models that it runs besides the target."""
         return self.drafting.models
 
     def build_drafter(
@@ -67,12 +68,18 @@ class DraftSource:
         calibration: Calibration | None,
         times: CostBy,
     ) -> Drafter:
-        """A drafter for one sequence. tree: None is the default for the verifier.
+        """Builds a drafter for one sequence.
 
-        times: measures when it is called first. Raises InputError for a tree and verifier that do
-        not go with it.
+        Args:
+            tree: None: the verifier's default.
+            verifier: verifies the trees.
+            calibration: the head's; None: it has none.
+            times: the cost by batch size; its first call measures it.
+
+        Raises:
+            InputError: tree and verifier do not go with this drafter.
         """
-        # 1. A drafter of whole trees.
+        # 1. A drafter of complete trees.
         if not isinstance(self.drafting, Proposer):
             if self.drafting.one_hot:
                 check_one_hot(self.name, verifier, tree)
@@ -97,7 +104,7 @@ Drafting: TypeAlias = DraftSource | Head | Proposer | Drafter | TextDrafter
 
 
 def as_source(drafting: Drafting, target: Target) -> DraftSource:
-    """Turn anything that drafts into a source."""
+    """Wraps a head, proposer or drafter in a source."""
     if isinstance(drafting, DraftSource):
         return drafting
     if isinstance(drafting, TextDrafter):
@@ -108,7 +115,7 @@ def as_source(drafting: Drafting, target: Target) -> DraftSource:
 
 
 def load_source(spec: DrafterSpec, target: Target) -> DraftSource:
-    """Load what `--drafter` names. Raises InputError, and whatever loading raises."""
+    """Loads the drafter that `--drafter` names. Raises InputError, and any error of loading."""
     drafting = resolve_name(spec.kind.loads)(spec, target)
     if not spec.cache:
         return as_source(drafting, target)

@@ -1,7 +1,7 @@
-"""Trees that grow level by level: one draft step extends the trees of all sequences by a level.
+"""Grows trees level by level: one draft step extends the trees of all sequences by a level.
 
-A sequence's logits processors change the draft logits, each row by the path to its node. Forced tokens,
-which they leave no choice about, are a chain above the drafted tree.
+A sequence's logits processors change the draft logits of each node, depending on the path to it. If they allow
+only one token, it is forced: forced tokens form a chain above the drafted tree.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -33,7 +33,13 @@ from treespec.verify.topk import TopK
 
 @dataclass(frozen=True)
 class Drawn:
-    """One level: its F inner nodes [F] int64, their q [F, V] and their draws [F, K]."""
+    """The draws of one level.
+
+    Attributes:
+        nodes: [F] int64, the numbers of its inner nodes.
+        q: [F, V] the draft distribution at each of them.
+        draws: [F, K] the draws from q.
+    """
 
     nodes: Tensor
     q: Tensor
@@ -41,89 +47,95 @@ class Drawn:
 
 
 Grown = TypeVar("Grown")
-# A generator that yields a frontier of F nodes and is sent the draft logits [F, V] below them, or a
-# tensor and is sent its numbers on the host.
+# A generator. It yields a frontier and receives the draft logits [F, V] of its nodes' children, or it yields a
+# tensor on a device and receives its copy on the host.
 Growing = Generator[Frontier | Tensor, Tensor, Grown]
 Growth = Growing[TokenTree]
 
 
-# For each sequence the draft logits [F, V] below its frontier; None is a finished tree.
+# Returns for each sequence the draft logits [F, V] of its frontier's children; a frontier None is a finished tree.
 Extend = Callable[[Frontiers], list[Tensor]]
 
 
 def grow_together(extend: Extend, growths: Sequence[Growing[Grown]]) -> list[Grown]:
-    """Run the growth of each sequence, a level of all at a time, and return the trees.
+    """Runs the growth of each sequence, a level of all at a time, and returns the trees.
 
-    The host waits once for the numbers that all of them ask for.
+    All device tensors that the growths yield in one round are copied together: the host waits once.
     """
-    grown: dict[int, Grown] = {}
+    trees: dict[int, Grown] = {}
 
-    def step(row: int, answer: Tensor | None) -> Frontier | Tensor | None:
+    def step(row: int, reply: Tensor | None) -> Frontier | Tensor | None:
         try:
-            return next(growths[row]) if answer is None else growths[row].send(answer)
+            return next(growths[row]) if reply is None else growths[row].send(reply)
         except StopIteration as end:
-            grown[row] = end.value
+            trees[row] = end.value
             return None
 
-    found = [step(row, None) for row in range(len(growths))]
-    while len(grown) < len(growths):
-        asked = {row: part for row, part in enumerate(found) if isinstance(part, Tensor)}
-        if asked:
-            for row, numbers in zip(asked, to_host([*asked.values()]), strict=True):
-                found[row] = step(row, numbers)
+    requests = [step(row, None) for row in range(len(growths))]
+    while len(trees) < len(growths):
+        tensors = {row: part for row, part in enumerate(requests) if isinstance(part, Tensor)}
+        if tensors:
+            for row, host_copy in zip(tensors, to_host([*tensors.values()]), strict=True):
+                requests[row] = step(row, host_copy)
         else:
-            frontiers = cast(Frontiers, found)
-            below = extend(frontiers)
-            found = [part and step(row, below[row]) for row, part in enumerate(frontiers)]
-    return [grown[row] for row in range(len(growths))]
+            frontiers = cast(Frontiers, requests)
+            logits = extend(frontiers)
+            requests = [part and step(row, logits[row]) for row, part in enumerate(frontiers)]
+    return [trees[row] for row in range(len(growths))]
 
 
 def select_best_tree(
     tokens: Sequence[Tensor], orders: Sequence[Tensor], scores: Sequence[Tensor], nodes: int
 ) -> tuple[TokenTree, Tensor]:
-    """The tree of the best candidates, or [...] trees of a batch, and their columns [..., N].
+    """Keeps the best candidates; returns their tree and their columns [..., N]. All may be [...] of a batch.
 
-    Candidates are numbered level by level, after a column of nothing and the root's. Two levels; both
-    nodes of the first are expanded, b before a:
+    Column 0 is padding, column 1 the root; then come the candidates level by level, and the orders. Two levels;
+    both nodes of the first are expanded, b before a, so c and d are below b:
 
-        column    0 1  2 3  4 5 6 7  8 9          kept      1 3 4 2    the best first: r b c a
-        row       0 r  a b  c d e f  1 0          tokens    r b c a
-        link      0 0  0 0  8 8 9 9               place     0 0 1 0    the row at `link`: the parent's
-        first     0 0  1 1  2 2 2 2               parent    0 1 3 1    place after column `first`
+        column    0 1  2 3  4 5 6 7  8 9          kept      1 3 4 2    columns, the best first: r b c a
+        row       0 r  a b  c d e f  1 0          tokens    r b c a    `row` at the kept columns
+        link      0 0  0 0  8 8 9 9               slot      0 0 1 0    `row` at `link`: the parent's slot
+        first     0 0  1 1  2 2 2 2               parent    0 1 3 1    its column: `first` + slot
                                                   node     -1 0 1 0    its number among the kept
 
-    A likely path lies where `commit` leaves it. Of equals the parent comes first, so with a node its
-    parent is kept.
+    Nodes are sorted best first, so that `commit` rarely has to copy columns. No child's score is above its
+    parent's, and of equal scores the parent comes first; so a kept node's parent is kept.
 
-    tokens: of the root and of each level, [..., M]. orders: the places in each level but the last of
-    its expanded nodes [..., F]. scores: of each level, [..., M]. nodes: N, the root included.
+    Args:
+        tokens: [..., M] of the root and of each level.
+        orders: [..., F] the slots of the expanded nodes in each level but the last.
+        scores: [..., M] of each level.
+        nodes: N, the root included.
     """
-    # 1. Rank all columns. What is no number is the largest: nothing is first, the root second.
+    # 1. Rank all columns. NaN sorts as the largest: padding comes first, the root second.
     first = scores[0]
     device = tokens[0].device
     *batch, children = first.shape
-    unbeaten = cache_tensor(
+    largest = cache_tensor(
         torch.full, (*batch, 2), torch.nan, dtype=first.dtype, device=first.device
     )
-    ranked = to_device(argsort_descending(torch.cat([unbeaten, *scores], -1)), device)
+    ranked = to_device(argsort_descending(torch.cat([largest, *scores], -1)), device)
     kept = ranked[..., 1 : nodes + 1]
 
-    # 2. Tokens and parents of those to keep.
+    # 2. Tokens and parents of the kept columns.
     widths = tuple(order.shape[-1] for order in orders)
     facts = cache_tensor(build_column_facts, widths, children, device)
-    known = facts[:4, kept]
+    kept_facts = facts[:4, kept]
     zero = cache_tensor(torch.zeros, (*batch, 1), dtype=torch.int64, device=device)
     row = torch.cat([zero, *tokens, *orders], -1)
-    drafted, place = row.expand(2, *row.shape).gather(-1, known[1:3])
-    number = torch.empty_like(ranked).scatter_(-1, ranked, facts[4].expand_as(ranked))
-    parents = number.gather(-1, known[3] + place)
-    return TokenTree(drafted, parents, known[0], build_ancestor_mask(parents)), kept
+    kept_tokens, parent_slots = row.expand(2, *row.shape).gather(-1, kept_facts[1:3])
+    node_of_column = torch.empty_like(ranked).scatter_(-1, ranked, facts[4].expand_as(ranked))
+    parents = node_of_column.gather(-1, kept_facts[3] + parent_slots)
+    tree = TokenTree(kept_tokens, parents, kept_facts[0], build_ancestor_mask(parents))
+    return tree, kept
 
 
 def build_column_facts(widths: tuple[int, ...], children: int, device: torch.device) -> Tensor:
-    """[5, 2 + M] of each column of `select_best_tree`: depth, itself, link and first; and -1, 0, 1, 2, …
+    """Returns [5, 2 + M] facts of each column of `select_best_tree`, which its figure shows.
 
-    widths: expanded nodes of each level but the last.
+    The rows are depth, the column's number, `link`, `first`, and the numbers -1, 0, 1, 2, …
+
+    widths: the number of expanded nodes of each level but the last. children: of each expanded node.
     """
     counts = torch.tensor([2, *(children * width for width in (1, *widths))])
     column = torch.arange(int(counts.sum()))
@@ -135,7 +147,7 @@ def build_column_facts(widths: tuple[int, ...], children: int, device: torch.dev
 
 
 def concat_levels(levels: list[Drawn]) -> Drafts | None:
-    """The distributions and draws of all levels; None without any level."""
+    """Joins the distributions and draws of all levels; returns None without levels."""
     if not levels:
         return None
     nodes = torch.cat([level.nodes for level in levels])
@@ -144,8 +156,7 @@ def concat_levels(levels: list[Drawn]) -> Drafts | None:
 
 
 def stack_draws(draws: list[Draws]) -> Draws:
-    """The draws of several levels as one table. Absent draws pad the narrower levels."""
-
+    """Joins the draws of several levels into one table; absent draws pad the narrower levels."""
     tokens = pad_and_concat([level.tokens for level in draws], -1)
     sure = None
     if draws[0].sure is not None:
@@ -157,7 +168,7 @@ def stack_draws(draws: list[Draws]) -> Draws:
 
 
 def pad_and_concat(levels: Sequence[Any], fill: float = 0.0) -> Tensor:
-    """[I, V] or [I, K, ...]: the rows of several levels. `fill` pads the narrower levels in K.
+    """Concatenates the rows of several levels [F, K, ...]. `fill` pads the narrower levels in K.
 
     Levels [1, 3] and [2, 2]:
 
@@ -178,11 +189,12 @@ def pad_and_concat(levels: Sequence[Any], fill: float = 0.0) -> Tensor:
 
 @dataclass(frozen=True)
 class ShapedDrafts:
-    """Draft logits as a sequence's processors change them.
+    """Draft logits after a sequence's logits processors.
 
-    in_draft: [F, N] over the draft vocabulary, to draw from. A row whose tokens are all forbidden keeps its
-    logits: its draws must come from some distribution, and the target refuses them all.
-    in_target: [F, V] over the target's vocabulary, -inf where a token is forbidden or cannot be drafted.
+    Attributes:
+        in_draft: [F, N] over the draft vocabulary, to draw from. A row whose tokens are all forbidden keeps
+            its logits: its draws must come from some distribution, and the target rejects them all.
+        in_target: [F, V] over the target's vocabulary; -inf if a token is forbidden or cannot be drafted.
     """
 
     in_draft: Tensor
@@ -192,16 +204,16 @@ class ShapedDrafts:
 def process_draft_logits(
     sampler: Sampler, paths: Sequence[Path], logits: Tensor, vocabulary: Tensor | None, size: int
 ) -> ShapedDrafts:
-    """Draft logits as the target's are shaped, over a draft vocabulary of N tokens or all V = `size`.
+    """Applies a sequence's logits processors to draft logits, as they are applied to the target's.
 
     Args:
-        by: the sequence's distribution, whose shapers these are.
+        sampler: holds the sequence's processors.
         paths: of the F nodes, in the target's tokens.
-        logits: [F, N] draft logits below the nodes.
-        vocabulary: [N] the target's token for each draft token; None: all V, in order.
-        size: V.
+        logits: [F, N] draft logits of the nodes' children.
+        vocabulary: [N] int64, the target's token for each draft token; None: all V, in order.
+        size: V, the size of the target's vocabulary.
     """
-    # 1. One row a path, over all V tokens.
+    # 1. One row per path, over all V tokens.
     rows = to_float(logits)
     if vocabulary is None:
         in_target = sampler.process_logits(paths, rows)
@@ -210,7 +222,7 @@ def process_draft_logits(
         in_target = sampler.process_logits(paths, spread(rows, vocabulary, size, -torch.inf))
         in_draft = in_target[:, vocabulary]
 
-    # 2. Rows without an allowed token stay.
+    # 2. Rows without an allowed token stay as they were.
     is_empty = in_draft.amax(-1, keepdim=True) == -torch.inf
     return ShapedDrafts(torch.where(is_empty, rows, in_draft), in_target)
 
@@ -222,32 +234,37 @@ def prepend_forced_chain(
     scheme: Scheme,
     generator: torch.Generator,
 ) -> TokenTree:
-    """A tree with forced tokens above it (`treespec.trees.tree.prepend_chain`).
+    """Puts forced tokens between the root and a tree (`treespec.trees.tree.prepend_chain`).
 
-    A forced token is a draw from a one-hot q, so every verifier answers it as any other draw.
-    root: [1] int64, on the host. chain: n tokens; the tree's root carries the last one. scheme: of the draws.
+    A forced token is a draw from a one-hot q, so every verifier treats it as any other draw.
+
+    root: [1] int64, on the host. chain: n forced tokens; the tree's root carries the last one.
+    scheme: makes the draws.
     """
-    # 1. Without draft distributions, the children are a function of the text anyway.
-    hung = prepend_chain(root, chain, tree)
-    drafts = hung.drafts
+    # 1. Without draft distributions the children are a deterministic function of the sequence: no draws needed.
+    chained_tree = prepend_chain(root, chain, tree)
+    drafts = chained_tree.drafts
     if drafts is None:
-        return hung
+        return chained_tree
 
     # 2. The draws at the chain's nodes.
     q = one_hot(to_device(chain, drafts.q.device), drafts.q.shape[-1]).to(drafts.q)  # [n, V]
     draws = scheme.draw(q, 1, generator)
 
-    # 3. They stand before the tree's.
+    # 3. They come before the tree's draws.
     nodes = torch.arange(len(chain), device=drafts.nodes.device)
-    of_chain = Drawn(nodes, q, draws)
-    of_tree = Drawn(drafts.nodes, drafts.q, drafts.draws)
-    return replace(hung, drafts=concat_levels([of_chain, of_tree]))
+    chain_level = Drawn(nodes, q, draws)
+    tree_levels = Drawn(drafts.nodes, drafts.q, drafts.draws)
+    return replace(chained_tree, drafts=concat_levels([chain_level, tree_levels]))
 
 
 def to_draft_ids(
     chain: Sequence[int], vocabulary: Tensor | None, device: torch.device
 ) -> Tensor | None:
-    """[n] the draft tokens of a chain; None where one of them is not in the draft vocabulary [N]."""
+    """Converts a chain of the target's tokens to draft tokens [n]; None if one is not in the vocabulary.
+
+    vocabulary: [N] int64 ascending, the target's token for each draft token; None: all, in order.
+    """
     tokens = to_device(chain, device)
     if vocabulary is None:
         return tokens
@@ -260,14 +277,16 @@ def to_draft_ids(
 class ForcedDrafter(Drafter):
     """Drafts below the forced tokens of each sequence.
 
-    scheme: of the draws. forced: the forced tokens of this cycle, by sequence.
+    Attributes:
+        scheme: makes the draws.
+        forced: the forced tokens of each sequence in this cycle.
     """
 
     scheme: Scheme = TopK()
     forced: Sequence[ForcedTokens] = ()
 
     def end(self, row: int, root: int) -> int:
-        """The token below which a sequence's tree is drafted."""
+        """Returns the token below which a sequence's tree is drafted: its last forced token, or the root."""
         chain = self.forced[row].ids
         if not chain:
             return root
@@ -276,15 +295,15 @@ class ForcedDrafter(Drafter):
     def prepend_forced_all(
         self, roots: Tensor, trees: Sequence[TokenTree], generators: Sequence[torch.Generator]
     ) -> list[TokenTree]:
-        """The trees below the forced tokens. Each tree's root is the last of them (`end`).
+        """Puts each sequence's forced tokens above its tree, whose root is the last of them (`end`).
 
         roots: [B] int64, on the host.
         """
-        hung_trees = []
+        chained_trees = []
         for root, forced, tree, generator in zip(
             roots.split(1), self.forced, trees, generators, strict=True
         ):
             if forced.ids:
                 tree = prepend_forced_chain(root, forced.ids, tree, self.scheme, generator)
-            hung_trees.append(tree)
-        return hung_trees
+            chained_trees.append(tree)
+        return chained_trees

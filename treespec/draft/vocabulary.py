@@ -1,8 +1,8 @@
 """A smaller draft vocabulary: a head drafts only the most frequent tokens.
 
-FR-Spec (Zhao et al. 2025, 2502.14856). A draft step then multiplies by N rows of the output
-embedding instead of V. The target's p stays whole; q is a distribution over the N tokens, 0
-elsewhere. So the text keeps the target's distribution.
+FR-Spec (Zhao et al. 2025, 2502.14856). A draft step multiplies by N rows of the output embedding instead of V.
+The target's p is unchanged; q is a distribution over the N tokens, 0 elsewhere. So the output keeps the target's
+distribution.
 """
 
 import json
@@ -26,7 +26,7 @@ DRAFT_VOCABULARY_ADVICE = (
 
 
 def restrict(head: Head, target: Target, tokens: Tensor) -> None:
-    """Make a head draft only these tokens of its target, before either is packed.
+    """Restricts a head to these tokens of its target. Call it before either is packed.
 
     tokens: [N] int64 ascending. Raises InputError if the output embedding is no plain linear layer
     or is offloaded, and if the head drafts none of the tokens.
@@ -41,30 +41,30 @@ def restrict(head: Head, target: Target, tokens: Tensor) -> None:
 
 
 def expand_logits(logits: Tensor, head: Head, target: Target) -> Tensor:
-    """[..., N] logits of a head's draft tokens -> [..., V], -inf for tokens it does not draft."""
+    """Expands a head's logits [..., N] to [..., V], with -inf for tokens that it does not draft."""
     if head.vocabulary is None:
         return logits
     return spread(logits, head.vocabulary, target.vocab_size, -torch.inf)
 
 
 def spread(rows: Tensor, vocabulary: Tensor, size: int, fill: float = 0.0) -> Tensor:
-    """[..., N] over a draft vocabulary [N] -> [..., V] over V = `size` tokens, `fill` elsewhere."""
+    """Expands rows [..., N] over a draft vocabulary [N] to [..., V] over V = `size` tokens, `fill` elsewhere."""
     return rows.new_full((*rows.shape[:-1], size), fill).index_copy_(-1, vocabulary, rows)
 
 
 def to_target_tokens(tree: TokenTree, vocabulary: Tensor, size: int) -> TokenTree:
-    """Renumber a tree from a draft vocabulary [N] to the target's V = `size` tokens.
+    """Converts a tree from draft tokens to the target's V = `size` tokens.
 
-    Its root is the target's token already.
+    Its root is already the target's token. vocabulary: [N] the target's token for each draft token.
     """
 
-    def named(tokens: Tensor) -> Tensor:
+    def to_target(tokens: Tensor) -> Tensor:
         return torch.where(tokens < 0, tokens, vocabulary[tokens.clamp_min(0)])
 
-    tokens = torch.cat([tree.tokens[..., :1], named(tree.tokens[..., 1:])], -1)
+    tokens = torch.cat([tree.tokens[..., :1], to_target(tree.tokens[..., 1:])], -1)
     drafts = tree.drafts
     if drafts:
-        draws = replace(drafts.draws, tokens=named(drafts.draws.tokens))
+        draws = replace(drafts.draws, tokens=to_target(drafts.draws.tokens))
         drafts = Drafts(drafts.nodes, spread(drafts.q, vocabulary, size), draws)
     return replace(tree, tokens=tokens, drafts=drafts)
 
@@ -72,10 +72,11 @@ def to_target_tokens(tree: TokenTree, vocabulary: Tensor, size: int) -> TokenTre
 def find_most_frequent(
     texts: Sequence[Tensor], number: int, target: Target
 ) -> tuple[Tensor, float]:
-    """The tokens of a draft vocabulary, [number] int64 ascending, and their share of the texts.
+    """Returns the most frequent tokens, [number] int64 ascending, and their share of all tokens of the texts.
 
-    texts: int64 tokens, [T] each. The end tokens of the target are among them in any case, as every
-    text draws one. Ties go to lower tokens. Raises InputError unless `number` is from 1 to V - 1.
+    The target's end tokens are always among them, because every sequence ends with one. Ties go to lower tokens.
+
+    texts: [T] int64 each. Raises InputError unless `number` is from 1 to V - 1.
     """
     if not 0 < number < target.vocab_size:
         raise InputError(
@@ -90,7 +91,7 @@ def find_most_frequent(
 
 
 def save_vocabulary(tokens: Tensor, coverage: float, folder: str | Path) -> None:
-    """Write the vocabulary file, whole or not at all. Raises InputError if that fails."""
+    """Writes the vocabulary file atomically. Raises InputError if that fails."""
     fields = add_checksum({"coverage": round(coverage, 6), "tokens": tokens.tolist()})
     write_text(
         Path(folder) / DRAFT_VOCABULARY_FILE, json.dumps(fields) + "\n"
@@ -98,7 +99,7 @@ def save_vocabulary(tokens: Tensor, coverage: float, folder: str | Path) -> None
 
 
 def load_vocabulary(folder: str | Path, vocab_size: int) -> Tensor | None:
-    """[N] int64 tokens, or None without a file.
+    """Reads the [N] int64 tokens of a draft vocabulary; returns None without a file.
 
     Raises InputError for anything but ascending tokens below V.
     """

@@ -1,1 +1,1 @@
-"""`auto`: the cost model of a cycle, and the tree and the choices that follow from it."""
+"""`auto`: a cost model of the cycle, which chooses the tree and whether to draft at all."""

@@ -1,4 +1,4 @@
-"""A tree chosen each cycle by what nodes and levels bring and cost (`treespec.trees.dynamic`)."""
+"""Chooses the tree of each cycle by the expected tokens and the cost of nodes and levels (`treespec.trees.dynamic`)."""
 
 import math
 from collections.abc import Sequence
@@ -27,18 +27,21 @@ from treespec.trees.layout import get_layout
 from treespec.trees.most_likely import estimate_length
 from treespec.trees.static import StaticTree
 
-# Grid of the logarithm of the corrections, of first children and of others. Trees are solved at every fifth
-# point: a text meets few of them, and graphs soon repeat their drafts.
+# Grid of the logarithm of the corrections, of first children and of others. Trees are solved only at every fifth
+# point: few distinct trees occur, so CUDA graphs are reused.
 GRID_STEPS = np.array([0.1, 0.3])
 SOLVE_EVERY_POINTS = 5
-SLOPE_NODES = 4  # nodes over which the price of one more is averaged: measured times have steps
+SLOPE_NODES = 4  # nodes over which the cost of one more is averaged: measured times have steps
 
 
 @dataclass(frozen=True)
 class PlannedTree:
     """A tree fixed before anything is drafted.
 
-    speed: expected tokens per second. prediction: by the rates, before any correction.
+    Attributes:
+        tree: its shape.
+        speed: expected tokens per second.
+        prediction: by the rates, without corrections.
     """
 
     tree: StaticTree
@@ -47,7 +50,7 @@ class PlannedTree:
 
 
 def plan_tree(model: CostModel, tree: AutoTree) -> PlannedTree:
-    """The chain or Sequoia's tree with the most tokens per second, by the rates as corrected so far."""
+    """Finds the chain or Sequoia's tree with the most tokens per second, by the corrected rates."""
     grains = np.rint(np.log(model.rate_correction.factors) / GRID_STEPS)  # [2, 2]
     return _plan_at_point(model.cost, model.rates, tuple(grains.flat), tree)
 
@@ -56,9 +59,9 @@ def plan_tree(model: CostModel, tree: AutoTree) -> PlannedTree:
 def _plan_at_point(
     cost: CycleCost, rates: tuple[float, ...], grains: tuple[float, ...], tree: AutoTree
 ) -> PlannedTree:
-    """`plan_tree` at a point of the grid. grains: four, as `Correction.factors` has them.
+    """Plans the tree for a point of the grid: of the trees solved around it, the fastest at the point.
 
-    The point lies between solved ones. Of the trees of those around it, the fastest at the point is taken.
+    grains: the point, in steps of the grid; the four entries of `Correction.factors`.
     """
     point = np.reshape(grains, (2, 2)) / SOLVE_EVERY_POINTS
     corrected = _scale_rates(rates, point)
@@ -82,21 +85,21 @@ def _plan_at_point(
 def _solve_at_point(
     cost: CycleCost, rates: tuple[float, ...], point: tuple[tuple[int, int], ...], tree: AutoTree
 ) -> PlannedTree:
-    """The fastest chain at a point where trees are solved, or the fastest tree if that is faster.
+    """Solves for the fastest chain at a point, or the fastest tree if that is faster.
 
-    point: of the grid of trees, the root's children and deeper ones; of each the first child and the others.
+    point: in steps of SOLVE_EVERY_POINTS; rows: the root's children, deeper ones; columns: first children, others.
     """
     # 1. The tree.
     corrected = _scale_rates(rates, np.array(point))
-    most = min(cost.nodes[-1], tree.nodes)
-    fastest, speed = cost.find_best_tree(corrected[:, :1], most, tree.depth)
+    max_nodes = min(cost.nodes[-1], tree.nodes)
+    fastest, speed = cost.find_best_tree(corrected[:, :1], max_nodes, tree.depth)
     if len(rates) > 1:
-        branching, branching_speed = cost.find_best_tree(corrected, most, tree.depth)
+        branching, branching_speed = cost.find_best_tree(corrected, max_nodes, tree.depth)
         if branching_speed > speed:
             fastest = branching
             speed = branching_speed
 
-    # 2. What it predicts.
+    # 2. Its prediction.
     parents = get_layout(fastest, torch.device("cpu")).parents.numpy()
     predicted = np.ones(len(fastest.paths))
     for node, path in enumerate(fastest.paths[1:], start=1):
@@ -107,9 +110,9 @@ def _solve_at_point(
 
 
 def _scale_rates(rates: tuple[float, ...], point: np.ndarray) -> np.ndarray:
-    """[2, K] the rates at a point of the grid of trees, of the root's children and of deeper ones.
+    """Returns [2, K] the rates at a point, of the root's children and of deeper ones.
 
-    point: [2, 2] of the root's children and of deeper ones; of each the first child and the others.
+    point: [2, 2], as in `_solve_at_point`.
     """
     factors = np.exp(GRID_STEPS * SOLVE_EVERY_POINTS * point)
     is_other = np.arange(len(rates)).clip(max=1)
@@ -118,10 +121,9 @@ def _scale_rates(rates: tuple[float, ...], point: np.ndarray) -> np.ndarray:
 
 @final
 class CostAwareRanking(TopRanking):
-    """The ranking by expected tokens and their cost: a level more, of the nodes that pay, while that is
-    likely to pay; then the best size.
+    """Ranks nodes by expected tokens and their cost: it expands nodes worth their time, then keeps the best size.
 
-    Scores are Pr(the target chooses each token of the path).
+    The score of a node is Pr(the target chooses every token of its path).
     """
 
     def __init__(
@@ -137,7 +139,7 @@ class CostAwareRanking(TopRanking):
         self.calibration = calibration
         self.forward = model.forward[: tree.nodes]
         self.predicted = list[np.ndarray]()
-        self.tops = model.rates[0]  # of the most likely child of each level
+        self.tops = model.rates[0]  # sum of the most likely child's probability over all levels
 
     def score_children(
         self, above: Tensor | None, logits: Tensor, depth: int
@@ -157,25 +159,25 @@ class CostAwareRanking(TopRanking):
         return tokens, torch.from_numpy(reach)
 
     def choose_width(self, level: int, scores: list[Tensor]) -> int:
-        # 1. The best size of all candidates so far, and what one more node costs there.
+        # 1. The best size of all candidates so far, and the price in tokens of one more node there.
         model = self.model
         cost = self.model.cost
         rate = max(model.plain, model.speed)  # tokens that a second is worth
         self.nodes = find_best_size(np.sort(torch.cat(scores).numpy())[::-1], self.forward, rate)
         end = min(self.nodes + SLOPE_NODES, len(self.forward))
-        more = float(self.forward[end - 1] - self.forward[self.nodes - 1])
-        price = rate * more / max(end - self.nodes, 1)
+        extra_seconds = float(self.forward[end - 1] - self.forward[self.nodes - 1])
+        price = rate * extra_seconds / max(end - self.nodes, 1)
         if model.trying:
             self.nodes = max(self.nodes, 2)
 
-        # 2. Nodes of the last level whose children are likely to pay.
+        # 2. Nodes of the last level whose children are likely to be worth their time.
         self.tops += float(self.predicted[-1][0, 0])
-        next_one = self.tops / (level + 1) * float(model.logit_correction.factors[1, 0])
+        next_rate = self.tops / (level + 1) * float(model.logit_correction.factors[1, 0])
         best = np.sort(scores[-1].numpy())[::-1][: self.topk]
         levels_left = self.depth - level
         if not levels_left:
             return 0
-        child_rate = min(next_one, MAX_CHILD_PROBABILITY)
+        child_rate = min(next_rate, MAX_CHILD_PROBABILITY)
         return count_expansions(
             best,
             child_rate,
@@ -186,8 +188,8 @@ class CostAwareRanking(TopRanking):
         )
 
     def predict_outcome(self, kept: np.ndarray, parents: np.ndarray) -> Prediction:
-        """Of the tree of the kept columns [N] of `best_tree`. parents: [N]."""
-        columns = [np.ones(2)]  # of nothing and the root
+        """Predicts the outcome of a tree. kept: [N] its columns (`select_best_tree`). parents: [N]."""
+        columns = [np.ones(2)]  # padding and the root
         for level in self.predicted:
             columns.append(level.ravel())
         probabilities = np.concatenate(columns)
@@ -199,11 +201,18 @@ class CostAwareRanking(TopRanking):
 def count_expansions(
     reach: np.ndarray, rate: float, price: float, step: float, row: float, levels: int
 ) -> int:
-    """How many of the best nodes of a level to expand; 0 ends the tree.
+    """Returns the number of a level's best nodes to expand; 0 ends the tree.
 
-    Below a node of reach r a chain is expected, of reach r·rate, r·rate², …; each of its nodes
-    costs `price`. A level costs `step`, and `row` for each node but one. The number of nodes and
-    levels that brings most decides. All in tokens. reach: [M] descending.
+    Below a node of reach r a chain is expected, of reach r·rate, r·rate², …. The number of nodes and levels with
+    the largest gain minus cost decides. All costs are in tokens.
+
+    Args:
+        reach: [M] Pr(a node is accepted), descending.
+        rate: Pr(a child is accepted | its parent is).
+        price: of each node of a chain.
+        step: of each level.
+        row: of each expanded node but the first.
+        levels: the largest number of further levels.
 
         reach .8 .2   rate .7   price .1   step .2    one level of the first node    .56 - .1 - .2         = .26
                                                         two levels of it              .26 + .39 - .1 - .2   = .35
@@ -221,9 +230,13 @@ def count_expansions(
 
 @final
 class AutoBuilder(TreeBuilder):
-    """models: the cost models of the sequence; None before the first cycle. shape: the best of the trees
-    of fixed shape in the cycle that runs. by_level: whether trees may also be chosen level by level. On an
-    accelerator the host would wait for each level.
+    """Builds the trees of `auto`: of a fixed shape, or chosen level by level if that is faster.
+
+    Attributes:
+        models: the cost models of the sequence; None before the first cycle.
+        shape: the best tree of fixed shape in the present cycle.
+        by_level: whether trees may also be chosen level by level. Not on an accelerator: the host would wait for
+            each level.
     """
 
     policy: AutoTree
@@ -237,7 +250,7 @@ class AutoBuilder(TreeBuilder):
         return self.models.current.cycle_seconds
 
     def should_skip_cycle(self, params: SamplingParams, batch: int = 1) -> bool:
-        """Where no tree is expected to be faster than one token at a time."""
+        """Whether no tree is expected to be faster than one-token decoding, and none is tried."""
         if not self.models:
             assert self.costs
             rates = None
@@ -262,7 +275,7 @@ class AutoBuilder(TreeBuilder):
         return self.shape.tree
 
     def grow_shape(self, cycle: CycleBuilder) -> Growth:
-        """The most likely tokens level by level where that is faster, else a tree of fixed shape."""
+        """Grows the most likely tokens level by level if that is faster, else a tree of fixed shape."""
         assert self.models
         model = self.models.current
         self.by_level = cycle.logits.device.type == "cpu"

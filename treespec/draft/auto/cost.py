@@ -1,6 +1,6 @@
-"""The cost model of a cycle as a value: a line of the target's forward, a draft level, an overhead.
+"""`CycleCost`: the seconds of a cycle's parts, measured for one sequence and derived for a batch.
 
-Three measured figures; those of a batch follow from them.
+T(n) is the time of the target's forward over a tree of n nodes, interpolated between measured sizes:
 
     T(n)     12 ms ┤           .─'      a tree of n nodes and d levels takes
              10 ms ┤._____.──''         T(n) + overhead + begin + d · level
@@ -24,20 +24,24 @@ from treespec.trees.sequoia import solve_trees
 from treespec.trees.static import StaticTree
 
 COST_FORMAT = 2
-LAST_SLOPE_NODES = 1_000_000  # nodes: the line's last slope goes on to here
-ROW_PRICE_NODES = 7  # nodes over which the price of one more row of a draft level is averaged
+LAST_SLOPE_NODES = 1_000_000  # nodes up to which T is extrapolated with its last slope
+ROW_PRICE_NODES = 7  # nodes over which the cost of one more row of a draft level is averaged
 
 
 @dataclass(frozen=True)
 class CycleCost:
-    """Seconds of a cycle's parts, for one batch size; measured for one sequence.
+    """Seconds of a cycle's parts, for one batch size.
 
-    nodes, forward: T(n) at some tree sizes n (of each sequence), the root included: the target's
-    forward, and verification and commit of one-token decoding.
-    level: a level of drafts that expands one node. begin: what the first level takes beyond that.
-    overhead: what verification and commit of a tree take beyond those of one-token decoding.
+    Attributes:
+        nodes: measured tree sizes n of each sequence, the root included.
+        forward: T(n) of these sizes: seconds of the target's forward, with verification and commit of
+            one-token decoding.
+        level: seconds of one draft level that expands one node.
+        begin: extra seconds of the first draft level.
+        overhead: extra seconds of verification and commit of a tree, compared with one-token decoding.
 
-    Raises ValueError for numbers that no measurement gives.
+    Raises:
+        ValueError: a number is negative or not finite, or there are fewer than two sizes.
     """
 
     nodes: tuple[int, ...]
@@ -56,38 +60,40 @@ class CycleCost:
 
     @cached_property
     def _line(self) -> tuple[np.ndarray, np.ndarray]:
-        """Corners of T: sizes and seconds, which never fall."""
+        """The corners of T: sizes, and seconds, made non-decreasing."""
         sizes = np.array(self.nodes, dtype=float)
         seconds = np.maximum.accumulate(self.forward)
         slope = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
-        last = seconds[-1] + slope * (LAST_SLOPE_NODES - sizes[-1])
-        return np.append(sizes, LAST_SLOPE_NODES), np.append(seconds, last)
+        last_seconds = seconds[-1] + slope * (LAST_SLOPE_NODES - sizes[-1])
+        return np.append(sizes, LAST_SLOPE_NODES), np.append(seconds, last_seconds)
 
     def interpolate_forward(self, nodes: Any) -> Any:
-        """T at any sizes: a float, or an array for an array of them."""
+        """Returns T(nodes): a float, or an array for an array of sizes."""
         sizes, seconds = self._line
         return np.interp(nodes, sizes, seconds)
 
     def predict_forward_seconds(self, most: int) -> np.ndarray:
-        """[most] T over 1, 2, … nodes."""
+        """Returns [most] T(n) for n = 1, 2, …, most."""
         seconds: np.ndarray = self.interpolate_forward(np.arange(1, most + 1))
         return seconds
 
     @cached_property
     def seconds_per_extra_row(self) -> float:
-        """Seconds of each further node that a draft level expands: as the target's forward grows."""
-        one, several = self.interpolate_forward([1, ROW_PRICE_NODES])
-        return self.level * float(several / max(one, math.ulp(1.0)) - 1) / (ROW_PRICE_NODES - 1)
+        """Extra seconds for each further node that a draft level expands; it grows as the target's forward does."""
+        one_node, several_nodes = self.interpolate_forward([1, ROW_PRICE_NODES])
+        ratio = several_nodes / max(one_node, math.ulp(1.0))
+        return self.level * float(ratio - 1) / (ROW_PRICE_NODES - 1)
 
     def select_batch_size(self, batch: int) -> "CycleCost":
-        """Of several sequences together, by that of one: their forward computes the nodes of all.
+        """Returns the cost of a batch of sequences, derived from the cost of one.
 
-        A level of drafts takes longer as the target's forward does; the rest is done for each.
+        The target's forward computes the nodes of all sequences. A draft level slows down by the same factor
+        as the target's forward. The overhead is spent for each sequence.
         """
         forward = tuple(self.interpolate_forward(np.multiply(self.nodes, batch)).tolist())
-        grows = forward[0] / max(self.forward[0], math.ulp(1.0))
-        level = self.level * grows
-        begin = self.begin * grows
+        factor = forward[0] / max(self.forward[0], math.ulp(1.0))
+        level = self.level * factor
+        begin = self.begin * factor
         return CycleCost(self.nodes, forward, level, begin, batch * self.overhead)
 
     @property
@@ -96,48 +102,50 @@ class CycleCost:
         return 1 / max(self.forward[0], math.ulp(1.0))
 
     def predict_cycle(self, nodes: Any, levels: Any, inner: Any = 0) -> Any:
-        """Seconds of a cycle with a tree: a float, or an array if an argument is one.
+        """Returns the seconds of a cycle with a tree: a float, or an array if an argument is one.
 
-        levels: 0 where no draft model runs. inner: nodes with children.
+        nodes: of the tree. levels: draft levels; 0 if no draft model runs. inner: nodes with children.
         """
-        tree = self.interpolate_forward(nodes) + self.overhead * (np.asarray(nodes) > 1)
-        drafts = self.level * levels + self.begin * (np.asarray(levels) > 0)
-        return tree + drafts + self.seconds_per_extra_row * np.maximum(inner - levels, 0)
+        tree_seconds = self.interpolate_forward(nodes) + self.overhead * (np.asarray(nodes) > 1)
+        draft_seconds = self.level * levels + self.begin * (np.asarray(levels) > 0)
+        row_seconds = self.seconds_per_extra_row * np.maximum(inner - levels, 0)
+        return tree_seconds + draft_seconds + row_seconds
 
     def find_best_tree(self, rates: np.ndarray, nodes: int, depth: int) -> tuple[StaticTree, float]:
-        """The tree with the most expected tokens per second, of at most `nodes` and `depth`.
+        """Finds the tree of at most `nodes` nodes and `depth` levels with the most expected tokens per second.
 
-        rates: [2, K] Pr(the k-th child is accepted), of the root's children and of deeper ones.
+        rates: [2, K] Pr(the k-th child is accepted), first of the root's children, then of deeper ones.
         Returns the tree and its tokens per second.
         """
         trees = solve_trees(rates[1], nodes, depth, rates[0])
-        size = np.arange(2, nodes + 1)
+        sizes = np.arange(2, nodes + 1)
         levels = np.arange(1, depth + 1)[:, None]
         inner = levels
         if rates.shape[1] > 1:
-            inner = np.maximum(size / 2, levels)
-        speed = trees.tokens[1:, 2:] / self.predict_cycle(size, levels, inner)
-        row, column = np.unravel_index(int(speed.argmax()), speed.shape)
-        fastest = trees.build_tree(int(size[column]), int(row) + 1)
-        return fastest, float(speed[row, column])
+            inner = np.maximum(sizes / 2, levels)
+        speeds = trees.tokens[1:, 2:] / self.predict_cycle(sizes, levels, inner)
+        row, column = np.unravel_index(int(speeds.argmax()), speeds.shape)
+        fastest = trees.build_tree(int(sizes[column]), int(row) + 1)
+        return fastest, float(speeds[row, column])
 
 
 def find_best_size(reach: np.ndarray, forward: np.ndarray, rate: float) -> int:
-    """The number of nodes, root included, with the largest E - R T.
+    """Returns the number of nodes, root included, with the largest E - R T (`treespec.trees.dynamic.AutoTree`).
 
     reach: [M] Pr(a node is on the accepted path), descending, without the root.
     forward: seconds of the target's forward over 1, 2, … nodes.
-    rate: R, tokens a second.
+    rate: R, tokens per second.
     """
-    most = min(len(reach) + 1, len(forward))
-    return int((np.append(1.0, reach).cumsum()[:most] - rate * forward[:most]).argmax()) + 1
+    max_nodes = min(len(reach) + 1, len(forward))
+    expected_tokens = np.append(1.0, reach).cumsum()[:max_nodes]
+    return int((expected_tokens - rate * forward[:max_nodes]).argmax()) + 1
 
 
 CostBy = Callable[[int], CycleCost]  # the cost by batch size
 
 
 def read_cost(file: Path) -> CycleCost | None:
-    """The cost of a file; None where it is missing, damaged or not understood."""
+    """Reads a cost from a file; returns None if it is missing, damaged or of another format."""
     with suppress(InputError, LookupError, TypeError, ValueError):
         fields = read_json(file, "it is measured again", COST_FORMAT)["cost"]
         for name in ("nodes", "forward"):

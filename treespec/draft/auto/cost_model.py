@@ -1,11 +1,11 @@
-"""The cost model of one sequence while it is decoded: measured seconds, predicted and actual acceptance.
+"""The cost model of one sequence: it decides by modelled seconds and corrected acceptance rates.
 
-Seconds are modelled, not clocked: the choice of each cycle depends on the sequence's own past and on
-the batch size.
+Seconds are modelled, not clocked. So the choice of each cycle depends only on the sequence's past and on the
+batch size.
 
 A drafter predicts for each node Pr(it is accepted | its parent is). `Correction` is the ratio of actual to
-predicted acceptances at the nodes that were reached: of first children and of the others apart, and of
-the root's children and of deeper ones, because where one draft was right the next is right more often.
+predicted acceptances at the nodes that were reached. It is kept separately for first children and for the
+others, and for the root's children and for deeper ones: after one right draft the next is right more often.
 
     root - a .6 - c .5       accepted: a, and the target's own token after it
          \\ b .2              predicted for the root's first child .6, actual 1; for its others .2, actual 0
@@ -20,60 +20,68 @@ import numpy as np
 
 from treespec.draft.auto.cost import CostBy, CycleCost
 
-RATE_DECAY = 0.98  # weight of the cycles before, a cycle: sequences change their manner
-# acceptances that rates fitted on text, and rates guessed, count for
+RATE_DECAY = (
+    0.98  # factor of the weight of earlier cycles, for each cycle: acceptance drifts in a sequence
+)
+# Prior weight of fitted and of guessed rates, in predicted acceptances.
 FITTED_RATE_WEIGHT = 10.0
 GUESSED_RATE_WEIGHT = 2.0
-GUESSED_RATES = (0.7, 0.1, 0.05)  # rates of a drafter that nothing is known of
-PRIOR_CYCLES = 4  # cycles that the first estimate of the speed counts for
-# bounds of a correction
+GUESSED_RATES = (0.7, 0.1, 0.05)  # of an unknown drafter's first, second, third child
+PRIOR_CYCLES = 4  # weight of the first estimate of the speed, in cycles
+# Bounds of a correction.
 MIN_CORRECTION = 0.02
 MAX_CORRECTION = 1.5
-MAX_CHILD_PROBABILITY = 0.98  # the most that is believed of a child
-RETRY_CYCLES = 8  # cycles without drafts before one is tried again, where drafting nearly pays
-RETRY_POWER = 6  # that number grows with how far off drafting is, to this power
+MAX_CHILD_PROBABILITY = 0.98  # of a node's children together
+RETRY_CYCLES = (
+    8  # cycles without drafts before drafting is tried again, if it is nearly fast enough
+)
+RETRY_POWER = 6  # that number is multiplied by (one-token speed / drafting speed) to this power
 
 
 def limit_sum(probabilities: np.ndarray) -> np.ndarray:
-    """[F, K] probabilities of children with a sum of at most CERTAIN: the others share what the first leaves.
+    """Limits the sum of each row to MAX_CHILD_PROBABILITY: the first child keeps its value, the others are scaled.
+
+    probabilities: [F, K] of the children of F nodes.
 
     .9 .2 .1, at most .98    .9 and .08 for the others    .9 .053 .027
     """
     first = probabilities[:, :1].clip(max=MAX_CHILD_PROBABILITY)
     others = probabilities[:, 1:]
-    left = MAX_CHILD_PROBABILITY - first
-    wanted = others.sum(1, keepdims=True)
-    share = left / np.maximum(wanted, left).clip(np.finfo(float).tiny)
-    return np.concatenate([first, others * share], axis=1)
+    limit = MAX_CHILD_PROBABILITY - first
+    total = others.sum(1, keepdims=True)
+    factor = limit / np.maximum(total, limit).clip(np.finfo(float).tiny)
+    return np.concatenate([first, others * factor], axis=1)
 
 
 @final
 class Correction:
-    """Actual acceptances for each predicted one.
+    """The ratio of actual to predicted acceptances.
 
-    predicted, accepted: [2, 2] of the root's children, and of deeper ones; of first children, and of others.
+    Attributes:
+        predicted, accepted: [2, 2] decayed counts. Rows: the root's children, deeper ones. Columns: first
+            children, the others.
     """
 
     def __init__(self, weight: float) -> None:
-        """weight: acceptances that the predictions themselves count for."""
+        """weight: the prior weight of the ratio 1, in predicted acceptances."""
         self.predicted = np.full((2, 2), weight)
         self.accepted = np.full((2, 2), weight)
 
     @property
     def factors(self) -> np.ndarray:
-        """[2, 2] actual acceptances for one that was predicted."""
+        """[2, 2] actual acceptances per predicted one, within bounds."""
         return (self.accepted / self.predicted).clip(MIN_CORRECTION, MAX_CORRECTION)
 
     def correct_predictions(self, probabilities: np.ndarray, depth: int) -> np.ndarray:
-        """[F, K] predictions for the children of F nodes, the most likely first, at the ratio seen so far.
+        """Multiplies predictions by the ratios so far.
 
-        depth: of the nodes; 0 for the root.
+        probabilities: [F, K] of the children of F nodes, the most likely first. depth: of the nodes; 0: the root.
         """
         is_other = np.arange(probabilities.shape[1]).clip(max=1)
         return limit_sum(probabilities * self.factors[min(depth, 1), is_other])
 
     def update(self, prediction: "Prediction", path: Sequence[int]) -> None:
-        """A tree was verified. path: its accepted nodes, without the root."""
+        """Learns from a verified tree. path: its accepted nodes, without the root."""
         self.predicted = RATE_DECAY * self.predicted
         self.accepted = RATE_DECAY * self.accepted
         for depth, node in enumerate([0, *path]):
@@ -90,9 +98,12 @@ class Correction:
 
 @dataclass(frozen=True)
 class Prediction:
-    """About one cycle's tree. seconds: of the cycle, modelled.
+    """The predicted outcome of one cycle's tree.
 
-    parents: [N] of each node. probabilities: [N] Pr(it is accepted | its parent is).
+    Attributes:
+        seconds: modelled seconds of the cycle.
+        parents: [N] the parent of each node.
+        probabilities: [N] Pr(a node is accepted | its parent is).
     """
 
     seconds: float
@@ -102,11 +113,20 @@ class Prediction:
 
 @final
 class CostModel:
-    """Of one sequence at one batch size.
+    """The cost model of one sequence at one batch size.
 
-    rates: Pr(the first, second, … child of a node is accepted), measured or guessed.
-    by_rates, by_law: corrections of those rates, and of draft distributions.
-    prediction: of the cycle that runs; None: without drafts. corrects: what its outcome updates.
+    Attributes:
+        rates: Pr(the first, second, … child of a node is accepted), measured or guessed.
+        rate_correction, logit_correction: corrections of these rates, and of draft distributions.
+        prediction: of the present cycle; None: it drafts nothing.
+        corrects: the correction that the cycle's outcome updates.
+        plain: tokens per second of one-token decoding.
+        forward: [M] seconds of the target's forward over 1, 2, … nodes.
+        tokens, seconds: decayed sums over the cycles whose tree was chosen level by level.
+        idle: cycles without drafts since the last trial.
+        trials: trials that brought no accepted token, one after another.
+        trying: whether the present cycle is a trial.
+        gap: cycles before the first trial.
     """
 
     prediction: Prediction | None = None
@@ -118,10 +138,14 @@ class CostModel:
         corrections: "Corrections | None" = None,
         batch: int = 1,
     ) -> None:
-        """rates: None where nobody knows them. corrections: those of the sequence; None: new ones.
+        """Creates a model without history.
 
-        batch: sequences that decode together. All of them wait while one tries whether drafting pays, so
-        each tries more rarely.
+        Args:
+            cost: of a cycle at this batch size.
+            rates: None: unknown; guessed rates are taken.
+            corrections: the sequence's; None: new ones.
+            batch: the number of sequences that decode together. All wait while one tries drafting again, so
+                each tries more rarely.
         """
         if corrections is None:
             corrections = build_corrections(rates)
@@ -130,13 +154,11 @@ class CostModel:
         if rates:
             self.rates = rates
         self.plain = cost.baseline_speed
-        self.forward = cost.predict_forward_seconds(
-            cost.nodes[-1]
-        )  # [M] seconds over 1, 2, … nodes
+        self.forward = cost.predict_forward_seconds(cost.nodes[-1])
         self.rate_correction = corrections.by_rates
         self.logit_correction = corrections.by_law
         self.corrects = self.logit_correction
-        self.tokens = 0.0  # of cycles whose tree was chosen level by level
+        self.tokens = 0.0
         self.seconds = 0.0
         self.idle = 0
         self.trials = 0
@@ -145,13 +167,13 @@ class CostModel:
 
     @property
     def cycle_seconds(self) -> float:
-        """Modelled seconds of the cycle that runs."""
+        """Modelled seconds of the present cycle."""
         if self.prediction is None:
             return 1 / self.plain
         return self.prediction.seconds
 
     def start(self, speed: float) -> None:
-        """An estimate of the speed of trees chosen level by level, in tokens per second, for some cycles."""
+        """Sets the first estimate of the speed of trees chosen level by level. speed: tokens per second."""
         if not self.seconds:
             self.tokens = PRIOR_CYCLES * speed / self.plain
             self.seconds = PRIOR_CYCLES / self.plain
@@ -162,9 +184,11 @@ class CostModel:
         return self.tokens / self.seconds
 
     def should_skip_cycle(self, speed: float) -> bool:
-        """Whether this cycle goes without drafts. speed: expected of drafting, in tokens per second.
+        """Whether this cycle drafts nothing.
 
-        The lower it is, and the more trials have brought nothing, the later drafting is tried again.
+        The slower drafting is, and the more trials have failed, the later it is tried again.
+
+        speed: expected tokens per second with drafts.
         """
         self.prediction = None
         self.trying = False
@@ -172,8 +196,8 @@ class CostModel:
             self.idle = 0
             self.trials = 0
             return False
-        far = (self.plain / max(speed, self.plain / 8)) ** RETRY_POWER
-        self.trying = self.idle >= self.gap * 2**self.trials * far
+        slowdown = (self.plain / max(speed, self.plain / 8)) ** RETRY_POWER
+        self.trying = self.idle >= self.gap * 2**self.trials * slowdown
         if self.trying:
             self.idle = 0
             self.trials += 1
@@ -182,12 +206,12 @@ class CostModel:
         return not self.trying
 
     def predict(self, prediction: Prediction, corrects: Correction) -> None:
-        """What the tree of this cycle brings. corrects: `by_rates` or `by_law`."""
+        """Sets the prediction of this cycle. corrects: `rate_correction` or `logit_correction`."""
         self.prediction = prediction
         self.corrects = corrects
 
     def update(self, path: Sequence[int]) -> None:
-        """A cycle has ended. path: the accepted nodes, without the root."""
+        """Learns from a cycle. path: the accepted nodes, without the root."""
         if not self.prediction:
             return
         self.corrects.update(self.prediction, path)
@@ -200,14 +224,19 @@ class CostModel:
 
 @dataclass(frozen=True)
 class Corrections:
-    """Of one sequence. by_rates: of the rates of a cost model. by_law: of draft distributions."""
+    """The corrections of one sequence.
+
+    Attributes:
+        by_rates: of a cost model's rates.
+        by_law: of draft distributions.
+    """
 
     by_rates: Correction
     by_law: Correction
 
 
 def build_corrections(rates: tuple[float, ...] | None) -> Corrections:
-    """The corrections of a sequence at its start. rates: None where nobody knows them."""
+    """Returns the corrections of a new sequence. rates: measured ones; None: unknown."""
     weight = GUESSED_RATE_WEIGHT
     if rates:
         weight = FITTED_RATE_WEIGHT
@@ -216,13 +245,14 @@ def build_corrections(rates: tuple[float, ...] | None) -> Corrections:
 
 @final
 class CostModels:
-    """The cost models of one sequence, by batch size.
+    """The cost models of one sequence, one for each batch size.
 
-    A forward over several sequences costs less for each, and each further node more: with enough of them
-    drafting stops paying. So every batch size has a cost, a speed and pauses of its own. The corrections
-    depend on the sequence alone and are shared.
+    In a larger batch a forward costs less per sequence, and each further node costs more: with enough sequences
+    drafting is slower than not drafting. So every batch size has a model. The corrections depend only on the
+    sequence; the models share them.
 
-    present: the model of the cycle that runs.
+    Attributes:
+        current: the model of the present cycle.
     """
 
     current: CostModel
@@ -234,7 +264,7 @@ class CostModels:
         self._by_cost: dict[CycleCost, CostModel] = {}
 
     def select_for_batch(self, batch: int) -> CostModel:
-        """The model of a cycle of this many sequences. It becomes the present one."""
+        """Returns the model for a batch size and makes it the current one."""
         cost = self.costs(batch)
         if cost not in self._by_cost:
             self._by_cost[cost] = CostModel(cost, self.rates, self.corrections, batch)
@@ -242,16 +272,16 @@ class CostModels:
         return self.current
 
 
-EXPECTED_ACCEPTED_TOKENS = 1.5  # accepted tokens a cycle of a draft model of which nothing is known
-CHOICE_DECAY = 0.9  # weight of the cycles before in `CacheOrModel`, a cycle
+EXPECTED_ACCEPTED_TOKENS = 1.5  # accepted tokens per cycle of an unknown draft model
+CHOICE_DECAY = 0.9  # factor of the weight of earlier cycles in `CacheOrModel`, for each cycle
 
 
 @final
 class CacheOrModel:
-    """Whose drafts a cycle takes: a suffix cache's or the draft model's, whichever predict more.
+    """Chooses between the drafts of a suffix cache and of the draft model for one sequence.
 
-    It keeps what the draft model brought to one sequence so far: tokens, and modelled seconds. So it
-    depends on the sequence's past alone, and no verifier's distribution changes by it.
+    It keeps the tokens and modelled seconds of the draft model's past cycles. The choice depends only on the
+    sequence's past, so no verifier's distribution changes by it.
     """
 
     def __init__(self) -> None:
@@ -262,12 +292,12 @@ class CacheOrModel:
     def should_use_cache(self, score: float, nodes: int, cost: CycleCost | None) -> bool:
         """Whether to take the drafts of a suffix cache.
 
-        score: accepted tokens that they predict. nodes: of their tree. cost: with it tokens per second
-        count, else tokens a cycle.
+        score: the expected number of their accepted tokens. nodes: of their tree. cost: compare tokens per second;
+        None: compare tokens per cycle.
         """
         if cost is None:
             return 1 + score > self.tokens / self.cycles
-        # Before the draft model's first cycle it costs what a chain of two does.
+        # Before its first cycle, the draft model is assumed to draft a chain of two.
         seconds = self.seconds
         if not seconds:
             seconds = PRIOR_CYCLES * cost.predict_cycle(3, 2)
@@ -275,7 +305,7 @@ class CacheOrModel:
         return (1 + score) / cost.predict_cycle(nodes, 0) > max(cost.baseline_speed, model_speed)
 
     def update(self, accepted: int, seconds: float | None) -> None:
-        """A cycle of the draft model has ended. seconds: modelled; None: nobody knows."""
+        """Learns from a cycle of the draft model. accepted: tokens. seconds: modelled; None: unknown."""
         if seconds is not None:
             self.seconds = CHOICE_DECAY * (self.seconds or PRIOR_CYCLES * seconds) + seconds
         self.cycles = CHOICE_DECAY * self.cycles + 1

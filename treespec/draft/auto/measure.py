@@ -1,7 +1,7 @@
-"""Measure what a cycle costs (`CycleCost`) with the decoding code itself: once for a machine and a pair of models.
+"""Measures the cost of a cycle (`CycleCost`) with the decoding code, once per machine and pair of models.
 
-Steps are timed in interleaved rounds. Other work on the machine only adds time, so a step's cost is
-the lower quartile over rounds. The cost is kept in the user's cache, and measured again where it no longer holds.
+Steps are timed in interleaved rounds. Other work on the machine only adds time, so a step's cost is the lower
+quartile over rounds. The cost is kept in the user's cache folder, and measured again if it is no longer valid.
 """
 
 import hashlib
@@ -39,30 +39,29 @@ from treespec.verify.gumbel import AUTO_VERIFIER
 from treespec.verify.walk import judge_all
 
 MEASURED_NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-BATCH_NODES = 256  # nodes of a batch; measured where the context has room for them
-# tokens before the tree, and tokens that the last cycle committed
+BATCH_NODES = 256  # nodes of a batch; measured if the context has room for them
+# Tokens before the tree, and tokens that the last cycle committed.
 CONTEXT_TOKENS = 192
 WAITING_TOKENS = 3
-MAX_MEASURED_LEVELS = 5  # levels, at most
-MAX_FORWARD_RATIO = (
-    6  # one-token forwards: measure no tree larger than the first that costs this much
-)
-# Nodes whose time over one node's may differ by this factor from a kept cost.
+MAX_MEASURED_LEVELS = 5
+# Sizes are measured up to the first whose forward takes this many one-token forwards.
+MAX_FORWARD_RATIO = 6
+# Measure again if T(CHECKED_NODES) / T(1) differs from the kept cost's by more than this factor.
 CHECKED_NODES = 16
 MAX_COST_DRIFT = 1.25
-# rounds; after SECONDS they stop, but not before FEWEST
+# Rounds stop after MEASURING_SECONDS, but not before MIN_ROUNDS.
 MAX_ROUNDS = 12
 MIN_ROUNDS = 4
 MEASURING_SECONDS = 10.0
 
-CHECKED_FILES = set[Path]()  # files whose cost was measured, or found to hold, by this process
+CHECKED_FILES = set[Path]()  # files whose cost this process has measured or found valid
 
 Act = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Step:
-    """What is timed, and what runs before it, as in decoding: it warms the caches."""
+    """A call to time, and the call that precedes it in decoding, which warms the processor's caches."""
 
     before: Act
     timed: Act
@@ -71,9 +70,9 @@ class Step:
 def measure_costs(
     target: Target, proposer: Proposer | None, given: CycleCost | CostBy | None = None
 ) -> CostBy:
-    """The cost by batch size; measured when first asked for.
+    """Returns the cost by batch size; its first call measures it.
 
-    proposer: None measures the target alone. given: take these, whatever the batch.
+    proposer: None: measure only the target. given: a known cost, for all batch sizes or by batch size.
     """
     if isinstance(given, CycleCost):
         return lambda batch: given
@@ -86,15 +85,15 @@ def measure_costs(
 def load_or_measure_cost(
     target: Target, proposer: Proposer | None, folder: Path | None = None
 ) -> CycleCost:
-    """The cost from the cache folder, if it still holds, or measured now, which takes a few seconds."""
+    """Returns the cost from the cache folder if it is still valid, else measures it, which takes a few seconds."""
     about = json.dumps(list_dependencies(target, proposer), default=str).encode()
     if folder is None:
         folder = cache_folder()
     file = folder / f"times-{hashlib.sha256(about).hexdigest()[:16]}.json"
-    kept = read_cost(file)
-    if kept and (file in CHECKED_FILES or is_still_valid(target, kept)):
+    stored_cost = read_cost(file)
+    if stored_cost and (file in CHECKED_FILES or is_still_valid(target, stored_cost)):
         CHECKED_FILES.add(file)
-        return kept
+        return stored_cost
     cost = measure_model_costs(target, proposer)
     CHECKED_FILES.add(file)
     with suppress(InputError):  # a folder that cannot be written: the next run measures again
@@ -105,22 +104,23 @@ def load_or_measure_cost(
 
 @torch.inference_mode()
 def is_still_valid(target: Target, cost: CycleCost) -> bool:
-    """Whether the price of some nodes over one is still what it was: trees are chosen by it.
+    """Whether the ratio T(n) / T(1), by which trees are chosen, is still about that of a stored cost.
 
-    Memory and clock of a machine that others share change from hour to hour.
+    Memory bandwidth and clock of a shared machine change from hour to hour.
     """
     bench = Bench(target, None, CONTEXT_TOKENS)
     nodes = min(CHECKED_NODES, cost.nodes[-1])
     forward_one = partial(bench.forward, bench.build_branch(1))
     forward_more = partial(bench.forward, bench.build_branch(nodes))
     steps = [Step(forward_one, forward_one), Step(forward_more, forward_more)]
-    one, more = time_steps(steps, target.output_device, MIN_ROUNDS)
-    kept = cost.predict_forward_seconds(nodes)
-    return abs(math.log(more / one * kept[0] / kept[-1])) < math.log(MAX_COST_DRIFT)
+    one_node, many_nodes = time_steps(steps, target.output_device, MIN_ROUNDS)
+    stored = cost.predict_forward_seconds(nodes)
+    drift = math.log(many_nodes / one_node * stored[0] / stored[-1])
+    return abs(drift) < math.log(MAX_COST_DRIFT)
 
 
 def list_dependencies(target: Target, proposer: Proposer | None) -> list[object]:
-    """All that the cost depends on, in JSON's types."""
+    """Lists all that the cost depends on, in JSON's types."""
     device = target.output_device
     name = "cpu"
     if device.type == "cuda":
@@ -144,7 +144,10 @@ def list_dependencies(target: Target, proposer: Proposer | None) -> list[object]
 def measure_model_costs(
     target: Target, proposer: Proposer | None, context: int = CONTEXT_TOKENS
 ) -> CycleCost:
-    """proposer: None leaves the drafts at 0. context: tokens before the tree."""
+    """Measures the cost of a cycle.
+
+    proposer: None: the cost of drafts is 0. context: tokens before the tree.
+    """
     bench = Bench(target, proposer, context)
     steps = dict[str, Step]()
     device = target.output_device
@@ -162,7 +165,7 @@ def measure_model_costs(
         steps["levels"] = Step(small_forward, all_levels)
         before_tree = all_levels
 
-    # 2. Forwards over growing numbers of nodes, up to the first that is too dear.
+    # 2. Forwards over growing numbers of nodes, up to the first that takes too long.
     sizes = list(MEASURED_NODES)
     if context + BATCH_NODES <= target.context_length:
         sizes.append(BATCH_NODES)
@@ -213,7 +216,7 @@ class Bench:
             self.proposer.observe([self.features[:-1]], [self.tokens])
 
     def build_branch(self, nodes: int) -> TokenTree:
-        """A tree of one branch; a forward's time does not depend on the shape."""
+        """Builds a tree of one branch; a forward's time does not depend on the shape."""
         number = torch.arange(nodes, device=self.ids.device)
         return TokenTree(self.ids[:nodes], number - 1, number, build_ancestor_mask(number - 1))
 
@@ -221,7 +224,7 @@ class Bench:
         return self.target.forward_trees(self.cache, [tree])[0].logits
 
     def draft(self, shape: StaticTree) -> None:
-        """Draft a chain after observing a few new tokens, by a graph where decoding has one."""
+        """Drafts a chain after observing a few new tokens, by a CUDA graph if decoding uses one."""
         proposer = self.proposer
         depth = shape.max_depth
         ranked = TopRanking(depth, topk=10, nodes=depth + 1, expanded=1)
@@ -240,7 +243,7 @@ class Bench:
         proposer.grow_by_graph(grown, self.tokens[-1:], begun, None, GrowthKey((shape,)))
 
     def end(self, tree: TokenTree, kept: list[int]) -> Step:
-        """A tree is verified and the path `kept` committed."""
+        """Returns the step that verifies a tree and commits a path. kept: nodes of the path, with the root."""
         logits = self.forward(tree)
         sampler = Sampler(SamplingParams())
         generator = torch.Generator(device=self.ids.device)
@@ -256,7 +259,7 @@ class Bench:
 def time_steps(
     steps: Sequence[Step], device: torch.device, rounds: int = MAX_ROUNDS
 ) -> list[float]:
-    """Seconds of each step, over interleaved rounds after one for warming up."""
+    """Returns the seconds of each step, the lower quartile over interleaved rounds after one warm-up round."""
 
     def wait() -> None:
         if device.type != "cpu":

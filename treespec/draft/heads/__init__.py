@@ -1,1 +1,1 @@
-"""Proposers over trained heads."""
+"""Proposers that draft with trained heads."""

@@ -1,10 +1,21 @@
-"""Pairs (feature, following token) of the sequence, which the layers of a draft model take.
+"""Base classes of proposers that run layers over pairs (feature, following token).
 
-EAGLE's heads, block heads and MTP layers read a sequence as pairs. Five tokens, of which e is the root:
+EAGLE's heads, block heads and MTP layers read a sequence as pairs: the target's feature at a position, and
+the token at the next one. Five tokens; the last one, e, is the root:
 
     token      a    b    c    d    e
     feature    f0   f1   f2   f3   .
     pairs      f0,b f1,c f2,d f3,e
+
+The calls of a cycle. Pairs wait until `begin` runs the layers over them; then the cache holds their keys and
+values. u3 and u4 are states of the layers, x and y tokens after e; x is drafted and accepted:
+
+    call                                waiting             cache                     layers read
+    observe(f0 f1 f2 f3, a b c d e)     f0,b f1,c f2,d f3,e -                         -
+    begin(e) -> logits from u3          -                   f0,b f1,c f2,d f3,e       f0,b f1,c f2,d f3,e
+    extend(x) -> logits from u4         -                   f0,b f1,c f2,d f3,e u3,x  u3,x
+    observe(f4 f5, e x y)               f4,x f5,y           f0,b f1,c f2,d f3,e u3,x  -
+    rewind(2)                           -                   f0,b f1,c                 -
 """
 
 from abc import abstractmethod
@@ -27,7 +38,9 @@ from treespec.trees.tree import to_device
 class WaitingPairs:
     """The observed pairs of one sequence that the layers have not yet run over.
 
-    features: [n, F] the target's. tokens: [n] int64, the token after each of these positions.
+    Attributes:
+        features: [n, F] the target's features at n positions.
+        tokens: [n] int64, the token after each of these positions.
     """
 
     features: Tensor
@@ -40,7 +53,7 @@ class WaitingPairs:
         return WaitingPairs(self.features[pairs], self.tokens[pairs])
 
     def append(self, later: "WaitingPairs") -> "WaitingPairs":
-        """These pairs, then later ones."""
+        """Returns these pairs, followed by later ones."""
         if not len(self):
             return later
         features = torch.cat([self.features, later.features])
@@ -48,13 +61,18 @@ class WaitingPairs:
 
 
 class PairProposer(Proposer):
-    """Drafts with a head's layers, which take pairs and keep keys and values of them.
+    """Drafts with a head whose layers read pairs and cache their keys and values.
 
     Observed pairs wait in `states` until `begin` runs the layers over them. A long prompt is run at once;
-    only its last pair waits. cache: keys and values of the pairs that the layers have run over.
+    only its last pair waits.
+
+    Attributes:
+        head: the head; each subclass names its class.
+        states: the waiting pairs of each sequence.
+        cache: keys and values of the pairs that the layers have read, then those of drafted levels.
     """
 
-    head: Any  # of the class that the proposer is for
+    head: Any
     states: list[WaitingPairs]
 
     def __init__(self, head: Any, target: Target) -> None:
@@ -81,17 +99,24 @@ class PairProposer(Proposer):
     def run_layers(
         self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None
     ) -> Tensor:
-        """Run the layers over new pairs. Returns their states [B, n, H]; without layers the features.
+        """Runs the layers over a chunk of new pairs. A head without layers returns the features.
 
-        features: [B, n, F]. tokens: [B, n]. roots: [B] with the last chunk of `begin`, else None.
+        Args:
+            chunk: positions of the pairs, and the columns that each of them sees.
+            features: [B, n, F] the target's features.
+            tokens: [B, n] int64, the token after each of them.
+            roots: [B] int64 with the last chunk of `begin`; None with all other chunks.
+
+        Returns:
+            [B, n, H] the states of the pairs.
         """
         return features
 
     @abstractmethod
     def draft_first_level(self, last: Tensor, roots: Tensor) -> Tensor:
-        """[B, 1, N] draft logits for the children of the roots [B].
+        """Returns [B, 1, N] draft logits for the children of the roots.
 
-        last: [B, H] the states of the sequences' last pairs.
+        last: [B, H] the states of the sequences' last pairs. roots: [B] int64.
         """
 
     @torch.no_grad()
@@ -107,7 +132,7 @@ class PairProposer(Proposer):
 
     @torch.no_grad()
     def run(self, roots: Tensor | None = None) -> Tensor:
-        """Run the layers over the waiting pairs; drafted levels are forgotten.
+        """Runs the layers over the waiting pairs, and drops the keys and values of drafted levels.
 
         Returns [B, H] the states of the sequences' last pairs.
         """
@@ -120,11 +145,11 @@ class PairProposer(Proposer):
             self.cache, counts, self.target.choose_chunk_beside, tokens.device
         ):
             is_last = chunk.columns.stop >= max(counts)
-            ends = None
+            chunk_roots = None
             if is_last:
-                ends = roots
+                chunk_roots = roots
             states = self.run_layers(
-                chunk, features[:, chunk.columns], tokens[:, chunk.columns], ends
+                chunk, features[:, chunk.columns], tokens[:, chunk.columns], chunk_roots
             )
             if not last:
                 last = list(states[:, 0])
@@ -147,25 +172,25 @@ class PairProposer(Proposer):
             self.states = last_pairs
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        cached = self.cache.lengths
+        cached_lengths = self.cache.lengths
         for row, length in enumerate(lengths):
-            self.states[row] = self.states[row][: max(0, length - cached[row])]
-        self.cache.rewind(list(map(min, cached, lengths)))
+            self.states[row] = self.states[row][: max(0, length - cached_lengths[row])]
+        self.cache.rewind(list(map(min, cached_lengths, lengths)))
 
 
 class DeepeningProposer(PairProposer):
-    """Drafts a level from states of the level above."""
+    """Drafts each level from the states of the level above."""
 
     @abstractmethod
     def draft_next_states(self, tokens: Tensor, above: Tensor) -> Tensor:
-        """[B, F, H] states at the frontiers.
+        """Returns [B, F, H] the states of the frontiers' nodes.
 
-        tokens: [B, F] the target's, padded. above: [B, F] the row of each node's parent.
+        tokens: [B, F] the target's tokens, padded. above: [B, F] the row of each node's parent in the frontier above.
         """
 
     @abstractmethod
     def compute_draft_logits(self, states: Tensor) -> Tensor:
-        """[..., N] draft logits of states [..., H] of this level."""
+        """Returns [..., N] draft logits of this level. states: [..., H]."""
 
     @torch.no_grad()
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
@@ -177,15 +202,20 @@ class DeepeningProposer(PairProposer):
 
 
 class AtOnceProposer(PairProposer):
-    """Drafts all levels from the sequence alone."""
+    """Drafts all levels from the sequence, whatever the tokens of the levels above.
+
+    Attributes:
+        level: the level that `extend` drafted last.
+        level_logits: [B, D, N] draft logits of all levels of this cycle.
+    """
 
     at_once = True
     level = 0
-    level_logits: Tensor  # [B, D, N] of all levels of this cycle
+    level_logits: Tensor
 
     @abstractmethod
     def draft_all_levels(self, last: Tensor) -> Tensor:
-        """[B, D, N] draft logits of all levels. last: [B, H] the states of the last pairs."""
+        """Returns [B, D, N] draft logits of all levels. last: [B, H] the states of the last pairs."""
 
     def draft_first_level(self, last: Tensor, roots: Tensor) -> Tensor:
         self.level = 0
@@ -200,8 +230,8 @@ class AtOnceProposer(PairProposer):
         self.level += 1
         logits = []
         for rows, frontier in zip(self.level_logits[:, self.level, None], frontiers, strict=True):
-            nodes = 0
+            node_count = 0
             if frontier:
-                nodes = len(frontier.tokens)
-            logits.append(rows.expand(nodes, -1))
+                node_count = len(frontier.tokens)
+            logits.append(rows.expand(node_count, -1))
         return logits

@@ -1,9 +1,8 @@
-"""Trained heads of any kind: new ones for a target, loaded ones, and what drafts with them.
+"""Builds and loads trained heads of any kind, and the proposers that draft with them.
 
-Two vocabularies of one size may number other tokens. Drafts of the head of one are nonsense for the
-other: the completion is right, and no faster than without a head. So a head's config.json has a few of
-its target's tokens, by number. A target that was tuned further may rename some of them, so a head is
-refused if most differ.
+Two vocabularies of one size may give their ids to different tokens. Drafts of one's head are then useless for the
+other: the output is right, but no faster than without a head. So a head's config.json has a few of its target's
+tokens, by id. A fine-tuned target may rename some of them, so a head is refused only if most differ.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,19 +25,19 @@ from treespec.heads.registry import HEAD_KINDS
 from treespec.model.quantization.layers import get_embedding_table, get_embedding_width, is_plain
 from treespec.model.target import Target
 
-SAMPLE_TOKENS = 16  # tokens that a head names
+SAMPLE_TOKENS = 16  # tokens that a head's config.json has
 TARGET_TOKENS_FIELD = (
     "target_tokens"  # of config.json: tokens that a head was trained with, as {"9": "Ġthe"}
 )
 
 
 def to_dense_embedding(target: Target) -> nn.Parameter:
-    """[V, E] the target's embedding, in floats. Raises InputError if it is offloaded."""
+    """Returns [V, E] the target's embedding, dequantised. Raises InputError if it is offloaded."""
     return get_embedding_table(require_on_device(target.model.get_input_embeddings(), "embedding"))
 
 
 def require_on_device(embedding: Any, what: str) -> Any:
-    """An embedding of the target. Raises InputError for an offloaded one."""
+    """Returns an embedding of the target. Raises InputError if it is offloaded. what: its name in the error."""
     if embedding.weight.is_meta:
         raise InputError(
             f"the target's {what} is offloaded; give it room on a device, where the head takes it "
@@ -48,7 +47,7 @@ def require_on_device(embedding: Any, what: str) -> Any:
 
 
 def build_new_head(kind: str, target: Target, **fields: Any) -> Any:
-    """An untrained head in float32, with the target's embedding if it needs one.
+    """Builds an untrained head in float32, with the target's embedding if it needs one.
 
     Its output layers begin as copies of the target's. fields: of its config.json; `heads`: the
     number of Medusa's or Hydra's. Raises InputError if the embedding or the output embedding is
@@ -70,7 +69,7 @@ def build_new_head(kind: str, target: Target, **fields: Any) -> Any:
 
 
 def build_proposer(head: Head, target: Target) -> PairProposer:
-    """The proposer that drafts trees with a head."""
+    """Builds the proposer that drafts trees with a head."""
     return find_proposer(head.kind)(head, target)
 
 
@@ -83,7 +82,7 @@ def roll_out_drafts(
     steps: int,
     sharpness: tuple[float, ...] = (),
 ) -> Iterator[Tensor]:
-    """For draft step 1, 2, … the [R, V] draft logits from each of R = T - steps - 1 positions.
+    """Yields for draft step 1, 2, … the [R, V] draft logits from each of R = T - steps - 1 positions.
 
     tokens: [T] int64. features: [T, F] the target's. steps: at most the head's `max_depth`. Row
     t of step d drafts token t + d + 1. sharpness: a calibration's. Five tokens, two steps:
@@ -148,33 +147,33 @@ def load_trained_head(folder: str, target: Target) -> Head:
 
 
 def load_full_vocabulary_head(folder: str, target: Target) -> Head:
-    """The same without its draft vocabulary, also for a packed target."""
+    """Loads a head without its draft vocabulary; the target may be packed."""
     head = load_head(find_head_folder(folder), target.dtype, target.output_device)
     attach_to_target(head, target, folder)
     return head
 
 
 def rebuild_head(head: Head, target: Target, **fields: Any) -> Head:
-    """A head with the same tensors, and with other fields in its config.json."""
+    """Rebuilds a head with the same tensors and other fields in its config.json."""
     build: Any = type(head)
-    made: Head = build(head.config | fields)
-    made.fill(head.state_dict())
-    attach_to_target(made, target, head.known_as)
-    return made.to(target.output_device, target.dtype)
+    rebuilt: Head = build(head.config | fields)
+    rebuilt.fill(head.state_dict())
+    attach_to_target(rebuilt, target, head.known_as)
+    return rebuilt.to(target.output_device, target.dtype)
 
 
 def attach_to_target(head: Head, target: Target, name: str) -> None:
-    """Check that a head belongs to a target, and share the embedding if both hold the same.
+    """Checks that a head belongs to a target, and shares the embedding if both hold the same.
 
-    A head that came without one takes the target's on its output device. A quantised one is the
-    target's own module, where the device is the same and it scales nothing.
+    A head without an embedding takes the target's, on its output device. It uses a quantised embedding as the
+    target's module, if the device is the same and the target does not scale embeddings.
     Raises InputError for the head of another target.
     """
     # 1. Sizes and tokens.
     hidden_size = target.config.hidden_size
-    last = target.feature_width
+    feature_width = target.feature_width
     try:
-        head.check_target(target.layers, target.vocab_size, hidden_size, last)
+        head.check_target(target.layers, target.vocab_size, hidden_size, feature_width)
     except ValueError as error:
         raise InputError(f"head {name}: {error}") from None
     target.check_aux_layers(head.aux_layers)
@@ -183,7 +182,7 @@ def attach_to_target(head: Head, target: Target, name: str) -> None:
     # 2. The embedding.
     embedding: Any = target.model.get_input_embeddings()
     plain = is_plain(embedding)
-    here = target.device == target.output_device
+    on_output_device = target.device == target.output_device
     if head.lacks_embedding:
         width = get_embedding_width(embedding)
         if width != head.hidden_size:
@@ -191,7 +190,7 @@ def attach_to_target(head: Head, target: Target, name: str) -> None:
                 f"head {name} lacks embed_tokens.weight, and the target's embedding is {width} wide, "
                 f"not {head.hidden_size}"
             )
-        if plain or not here or target.embed_scale != 1.0:
+        if plain or not on_output_device or target.embed_scale != 1.0:
             weight = to_dense_embedding(target).to(target.output_device)
             head.share_embedding(nn.Parameter(weight, requires_grad=False))
     if plain:
@@ -201,7 +200,7 @@ def attach_to_target(head: Head, target: Target, name: str) -> None:
 
 
 def add_sample_tokens(config: Config, target: Target) -> Config:
-    """A head's config with a few of the target's tokens, evenly spaced; without a tokenizer as it is."""
+    """Adds a few of the target's tokens, evenly spaced, to a head's config; none without a tokenizer."""
     if target.tokenizer is None:
         return config
     size = min(len(target.tokenizer), target.vocab_size)
@@ -236,7 +235,7 @@ def check_training_tokenizer(head: Head, target: Target, name: str) -> None:
 
 
 def decode_tokens_at(tokenizer: Any, numbers: Iterable[int]) -> dict[str, str]:
-    """Tokens by number, as the vocabulary spells them; without those that it does not have."""
+    """Returns tokens by id, as the vocabulary spells them; ids that it does not have are left out."""
     spelled = {}
     for number in numbers:
         if number < len(tokenizer):

@@ -24,7 +24,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from treespec.draft.heads.proposers import EagleProposer
+from treespec.draft.heads.eagle import EagleProposer
 from treespec.draft.preflight import list_tensor_files
 from treespec.draft.spec import DrafterSpec
 from treespec.errors import InputError, get_first_line
@@ -41,9 +41,9 @@ FP8_BLOCK = 128  # rows and columns of a block, in all published checkpoints
 
 @final
 class MtpLayer(nn.Module):
-    """A decoder layer of the target's own class, over embedding and hidden state side by side.
+    """A decoder layer of the target's class, whose input is the embedding and the hidden state, concatenated.
 
-    like: the target's last layer, of whose class it is made. embedding_first: their order (`Layout`).
+    like: the target's last layer, whose class it takes. embedding_first: the order of the two (`Layout`).
     """
 
     cached_layers = 1
@@ -59,14 +59,14 @@ class MtpLayer(nn.Module):
         self.project = nn.Linear(2 * width, width, bias=False)
         self.block = like.__class__(config, config.num_hidden_layers - 1)
         self.embedding_first = embedding_first
-        for module in self.modules():  # its place in the cache
+        for module in self.modules():  # the index of its layer in the cache
             if "layer_idx" in vars(module):
                 vars(module)["layer_idx"] = 0
 
     def forward(self, embeddings: Tensor, hidden: Tensor, **options: Any) -> Tensor:
-        """[B, T, H] embeddings and hidden states -> [B, T, H] the states of the next step.
+        """Returns [B, T, H] the states of the next step. embeddings, hidden: [B, T, H].
 
-        options: of the decoder layer: mask, positions and cache.
+        options: arguments of the decoder layer: mask, positions and cache.
         """
         parts = [self.token_norm(embeddings), self.hidden_norm(hidden)]
         if not self.embedding_first:
@@ -79,7 +79,7 @@ class MtpLayer(nn.Module):
 
 @final
 class MtpProposer(EagleProposer):
-    """Drafts with an MTP layer and the target's embedding, rotary angles and output path."""
+    """Drafts with an MTP layer and the target's embedding, rotary angles and output embedding."""
 
     head: Any  # None
 
@@ -100,7 +100,7 @@ class MtpProposer(EagleProposer):
         return ["mtp", self.target.config.to_dict(), str(self.target.dtype)]
 
     def build_rotary(self, count: int) -> Tensor:
-        return torch.empty(0, 0)  # a position is how many columns are seen before it
+        return torch.empty(0, 0)  # `forward` counts the columns that a row sees to get its position
 
     def forward(self, tokens: Tensor, features: Tensor, places: Tensor, seen: Tensor) -> Tensor:
         target = self.target
@@ -128,7 +128,7 @@ class MtpProposer(EagleProposer):
 
 
 def load_mtp(spec: DrafterSpec, target: Target) -> MtpProposer:
-    """The proposer of a target's MTP layer, in its dtype on its output device, before it is packed.
+    """Loads the proposer of a target's MTP layer, in its dtype on its output device, before it is packed.
 
     Raises InputError for a target without files, for files without an MTP layer, and for tensors that
     are missing, unknown or misshapen, by name.
@@ -140,7 +140,7 @@ def load_mtp(spec: DrafterSpec, target: Target) -> MtpProposer:
     layout, names = find_mtp_layer(files, target.layers)
     tensors = join_experts(dequantize_fp8(read_mtp_tensors(files, names)))
 
-    # 2. A layer as the target's last one, without memory at first.
+    # 2. A layer of the class of the target's last one, on the meta device at first.
     like = target.stack[-1]
     if not hasattr(like, "input_layernorm"):
         raise InputError(
@@ -168,7 +168,7 @@ def load_mtp(spec: DrafterSpec, target: Target) -> MtpProposer:
 
 
 def read_mtp_tensors(files: Mapping[str, Path], names: Mapping[str, str]) -> dict[str, Tensor]:
-    """Tensors by our names. names: ours -> the file's. Raises InputError."""
+    """Reads tensors by the names of `MtpLayer`. names: these names -> the files'. Raises InputError."""
     tensors: dict[str, Tensor] = {}
     for ours, name in names.items():
         try:
@@ -182,7 +182,7 @@ def read_mtp_tensors(files: Mapping[str, Path], names: Mapping[str, str]) -> dic
 
 
 def dequantize_fp8(tensors: Mapping[str, Tensor], block: int = FP8_BLOCK) -> dict[str, Tensor]:
-    """fp8 weights times their factors, in float32; all other tensors as they are.
+    """Multiplies fp8 weights by their factors, in float32; all other tensors stay as they are.
 
     block: rows and columns that share a factor.
     """
@@ -198,21 +198,21 @@ def dequantize_fp8(tensors: Mapping[str, Tensor], block: int = FP8_BLOCK) -> dic
 
 
 def join_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Experts as transformers' layers hold them, where a file has a tensor for each.
+    """Stacks experts as transformers' layers hold them, if a file has one tensor for each expert.
 
     gate_proj and up_proj [I, H] of E experts become gate_up_proj [E, 2 I, H], and down_proj
     [H, I] becomes [E, H, I]. Experts that lack a part stay as they are.
     """
-    found = [EXPERT_PATTERN.fullmatch(name) for name in tensors]
-    for start, count in Counter(match[1] for match in found if match).items():
+    matches = [EXPERT_PATTERN.fullmatch(name) for name in tensors]
+    for start, count in Counter(match[1] for match in matches if match).items():
         names = {}
         for part in EXPERT_PARTS:
             names[part] = [f"{start}{expert}.{part}.weight" for expert in range(count)]
         if not tensors.keys() >= set(chain.from_iterable(names.values())):
             continue
         stacked = {}
-        for part, of_experts in names.items():
-            stacked[part] = torch.stack([tensors.pop(name) for name in of_experts])
+        for part, expert_names in names.items():
+            stacked[part] = torch.stack([tensors.pop(name) for name in expert_names])
         gate_up = torch.cat([stacked["gate_proj"], stacked["up_proj"]], 1)
         tensors[f"{start}gate_up_proj"] = gate_up
         tensors[f"{start}down_proj"] = stacked["down_proj"]

@@ -1,21 +1,19 @@
-"""The table of what drafts with each kind of head."""
+"""The table of proposers: which one drafts with each kind of head."""
 
 from collections.abc import Callable
 from pkgutil import resolve_name
 from typing import Any
 
 from treespec.draft.heads.base import PairProposer
-from treespec.draft.heads.proposers import (
-    BlockProposer,
-    EagleProposer,
-    HydraProposer,
-    MedusaProposer,
-)
+from treespec.draft.heads.block import BlockProposer
+from treespec.draft.heads.eagle import EagleProposer
+from treespec.draft.heads.hydra import HydraProposer
+from treespec.draft.heads.medusa import MedusaProposer
 from treespec.errors import InputError
 from treespec.heads.registry import HEAD_KINDS
 from treespec.options import load_installed_entries
 
-ProposerFactory = Callable[[Any, Any], PairProposer]  # (head, target) -> its proposer
+ProposerFactory = Callable[[Any, Any], PairProposer]  # (head, target) -> the head's proposer
 
 PROPOSER_BY_KIND: dict[str, ProposerFactory] = {
     "eagle": EagleProposer,
@@ -30,9 +28,9 @@ PROPOSER_BY_KIND: dict[str, ProposerFactory] = {
 
 
 def find_proposer(kind: str) -> ProposerFactory:
-    """The proposer of a kind of head: the one that a package's `HeadKind` names, or that of the table.
+    """Returns the proposer of a kind of head: the one that a package's `HeadKind` names, or the table's.
 
-    Raises InputError for a kind without any.
+    Raises InputError for a kind without a proposer.
     """
     if HEAD_KINDS[kind].proposer:
         factory: ProposerFactory = resolve_name(HEAD_KINDS[kind].proposer)

@@ -1,4 +1,4 @@
-"""What a drafter without a model hands over: draft tokens as a tree, before the root is known."""
+"""`Guess`: the draft of a drafter without a model, a tree of tokens whose root is added later."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,16 +11,21 @@ if TYPE_CHECKING:
 
     from treespec.trees.tree import TokenTree
 
-END_OF_TEXT = -1  # in arrays of tokens, after each of several texts
+END_OF_TEXT = -1  # in arrays of tokens, after each of several sequences
 
 
 @dataclass(frozen=True)
 class Guess:
-    """N - 1 draft tokens below the root, which is node 0. Parents come first.
+    """A tree of N - 1 draft tokens below the root, which is node 0. Parents come before their children.
 
-    tokens, parents: of each node but the root. probabilities: [N] Pr(a node is accepted | its parent
-    is); None: nobody knows. shares: of the places that reach a node's parent, those that reach the
-    node, too. length: tokens of the match that it continues.
+    Attributes:
+        tokens: the token of each node but the root.
+        parents: the parent of each node but the root.
+        probabilities: [N] Pr(a node is accepted | its parent is), 1 for the root; None: unknown.
+        shares: for each node but the root, the fraction of its parent's continuations that go on to the node.
+        length: tokens of the match that it continues.
+
+    Four nodes with the tokens root a b c:
 
         root ─┬─ a ─── c        tokens   a b c
               └─ b              parents  0 0 1
@@ -34,11 +39,11 @@ class Guess:
 
     @classmethod
     def chain(cls, tokens: Sequence[int]) -> "Guess":
-        """Each token follows the one before."""
+        """Builds a chain: each token is the child of the one before."""
         return cls(tokens, range(len(tokens)))
 
     def compute_reach(self, probabilities: np.ndarray) -> np.ndarray:
-        """[N] Pr(a node is reached), of Pr(it is accepted | its parent is)."""
+        """Returns [N] Pr(a node is accepted). probabilities: [N] Pr(a node is accepted | its parent is)."""
         reach = probabilities.copy()
         for node, parent in enumerate(self.parents, start=1):
             reach[node] *= reach[parent]
@@ -46,26 +51,26 @@ class Guess:
 
     @property
     def score(self) -> float:
-        """Expected accepted tokens."""
+        """The expected number of accepted tokens; 0 without probabilities."""
         if self.probabilities is None:
             return 0.0
         return float(self.compute_reach(self.probabilities)[1:].sum())
 
     def keep_nodes(self, kept: np.ndarray) -> "Guess":
-        """The tree of some nodes. kept: [M] ascending numbers, first the root's 0; with a node its parent is kept."""
-        number = {node: new for new, node in enumerate(kept.tolist())}
-        parents = [number[self.parents[node - 1]] for node in kept[1:]]
+        """Returns the tree of some nodes. kept: [M] ascending, with the root, and with each node its parent."""
+        new_numbers = {node: number for number, node in enumerate(kept.tolist())}
+        parents = [new_numbers[self.parents[node - 1]] for node in kept[1:]]
         tokens = [self.tokens[node - 1] for node in kept[1:]]
         assert self.probabilities is not None
         return Guess(tokens, parents, self.probabilities[kept])
 
     def build_token_tree(self, root: int, device: "torch.device") -> "TokenTree":
-        """The tree on a device, without draft distributions. root: its token."""
+        """Builds the token tree on a device, without draft distributions. root: the root's token."""
         from treespec.trees.tree import TokenTree, to_device  # checks before loading need no torch
 
         ancestors = np.eye(1 + len(self.tokens), dtype=bool)
         for node, parent in enumerate(self.parents, start=1):
             ancestors[node] |= ancestors[parent]
-        seen = to_device(ancestors, device)
+        ancestor_mask = to_device(ancestors, device)
         tokens, parents = to_device([[root, *self.tokens], [-1, *self.parents]], device)
-        return TokenTree(tokens, parents, seen.sum(1) - 1, seen)
+        return TokenTree(tokens, parents, ancestor_mask.sum(1) - 1, ancestor_mask)

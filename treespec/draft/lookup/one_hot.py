@@ -1,10 +1,9 @@
-"""Drafters without a model: their tokens come from the sequence, or from guesses.
+"""Drafters without a model, which find draft tokens by a rule such as a lookup.
 
-The children are a function of the sequence and of earlier draws, so their distribution is one-hot. The
-plan is that of `topk`: sample p and see whether the token is a child. No other scheme's q describes
-them.
+The children are a deterministic function of the sequence and of earlier draws, so their distribution is one-hot.
+They are verified as `topk` does it: sample p and see whether the token is a child. Other schemes need a q.
 
-`--verifier auto` lets the target score no more than pays, where a guess has probabilities.
+With `--verifier auto` and a guess with probabilities, the target scores only the nodes worth their time.
 """
 
 import copy
@@ -27,32 +26,37 @@ from treespec.trees.tree import TokenTree
 
 
 class TextDrafter(ABC):
-    """Drafts for one sequence."""
+    """Drafts for one sequence without a model. Subclass it to add a drafter."""
 
     def new(self) -> Self:
-        """A drafter with the same options, for another sequence.
+        """Returns a drafter with the same options, for another sequence.
 
-        It is asked of a drafter that has not drafted yet. So a deep copy does, unless sequences share
-        something, such as a model or a store: a class that holds one returns a drafter that shares it.
+        It is called on a drafter that has not drafted yet, so by default it is a deep copy. Override it if
+        sequences share something, such as a model or a store.
         """
         return copy.deepcopy(self)
 
     @abstractmethod
     def draft(self, text: np.ndarray) -> Guess:
-        """The draft tokens below the last token, the root. text: [T] int64."""
+        """Returns the draft tokens below the last token, the root. text: [T] int64, the sequence so far."""
 
     def enter(self, cache: str | None) -> None:
-        """A sequence begins. cache: the suffix cache that it may draft from, too; None: none."""
+        """Called when a sequence begins. cache: the name of the suffix cache that it may draft from; None: none."""
         return
 
     def remember(self, cache: str, completion: Sequence[int]) -> None:
-        """A completion has ended, of any sequence."""
+        """Called when a completion of any sequence has ended. cache: the name of its suffix cache."""
         return
 
 
 @dataclass
 class LookupRow:
-    """One sequence. text: [T] its observed tokens."""
+    """One sequence of a batch.
+
+    Attributes:
+        drafter: drafts for this sequence.
+        text: [T] int64, its observed tokens.
+    """
 
     drafter: TextDrafter
     text: np.ndarray
@@ -60,10 +64,12 @@ class LookupRow:
 
 @final
 class OneHotDrafter(ForcedDrafter):
-    """A `TextDrafter` for each of B sequences; one at first.
+    """Drafts with a `TextDrafter` for each of B sequences; one at first.
 
-    unused: the drafter that those of sequences are made from (`TextDrafter.new`); it drafts nothing
-    itself. times: with them only the part of a tree that pays is drafted (`keep_profitable_nodes`); None: whole trees.
+    Attributes:
+        unused: the drafter whose `new` creates those of the sequences; it never drafts itself.
+        times: the cost by batch size, to keep only nodes worth their time (`keep_profitable_nodes`); None:
+            whole trees.
     """
 
     one_hot = True
@@ -81,7 +87,7 @@ class OneHotDrafter(ForcedDrafter):
 
     @property
     def cost(self) -> CycleCost | None:
-        """What a cycle of these sequences costs; None: it drafts whole trees."""
+        """The cost of a cycle of these sequences; None: it drafts whole trees."""
         if self.times is None:
             return None
         return self.times(len(self.states))
@@ -105,7 +111,10 @@ class OneHotDrafter(ForcedDrafter):
         return self.prepend_forced_all(roots, trees, generators)
 
     def guess(self, row: int, last: list[int]) -> Guess:
-        """What it drafts for a sequence, or the part that pays. last: the root and the forced tokens."""
+        """Drafts for a sequence; with a cost it keeps only the nodes worth their time.
+
+        last: the root and the forced tokens.
+        """
         state = self.states[row]
         guess = state.drafter.draft(np.append(state.text, last))
         cost = self.cost
@@ -131,15 +140,12 @@ class OneHotDrafter(ForcedDrafter):
         return self.copy_with_costs(self.times)
 
     def copy_with_costs(self, times: CostBy | None) -> "OneHotDrafter":
-        """Another of its kind that drafts only what pays."""
+        """Returns a new drafter that keeps only the nodes worth their time; with None it drafts whole trees."""
         return OneHotDrafter(self.unused, times)
 
 
 def keep_profitable_nodes(guess: Guess, cost: CycleCost) -> Guess:
-    """The nodes worth their time in the forward: the most likely ones, at the size that pays most.
-
-    All of them, where the guess has no probabilities.
-    """
+    """Keeps the most likely nodes, at the size with the most tokens per second; all without probabilities."""
     if guess.probabilities is None:
         return guess
     reach = guess.compute_reach(guess.probabilities)

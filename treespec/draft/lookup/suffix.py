@@ -1,8 +1,8 @@
-"""Look the sequence's last tokens up, and draft what followed them.
+"""Looks up the sequence's last tokens and drafts what followed them.
 
-Suffix decoding (Oliaro et al. 2024, 2411.04975) looks in the sequence and in all completions so far, for
-the longest suffix that occurs there; the longer the match, the larger the draft. Prompt lookup (Saxena 2023),
-which transformers has as `prompt_lookup_num_tokens`, is a case of it.
+Suffix decoding (Oliaro et al. 2024, 2411.04975) searches the sequence and all completions so far for the longest
+suffix of the sequence. The longer the match, the larger the draft. Prompt lookup (Saxena 2023), which
+transformers has as `prompt_lookup_num_tokens`, is a special case.
 """
 
 from bisect import bisect_left
@@ -20,31 +20,36 @@ from treespec.draft.registry import SuffixOptions
 from treespec.draft.spec import DrafterSpec
 from treespec.model.target import Target
 
-NEWEST_MATCHES = 64  # places of a match that `suffix` drafts from, the latest ones
+NEWEST_MATCHES = 64  # occurrences of a suffix to draft from, the latest ones
 
 
-# Matches of up to so many tokens, and of more; Pr(one of the children is right) before any feedback.
+# Upper bounds of five bands of match length; a sixth band has no bound. Then Pr(one of the children is right) in
+# each band before any feedback.
 MATCH_LENGTH_BANDS = (1, 3, 7, 15, 31)
 PRIOR_MATCH_RATES = (0.2, 0.4, 0.6, 0.75, 0.85, 0.9)
-PRIOR_GUESSES = 3.0  # guesses that the first rates count for
-MATCH_RATE_DECAY = 0.98  # weight of what was learned before, a guess
-MAX_MATCH_RATE = 0.98  # the highest rate
+PRIOR_GUESSES = 3.0  # weight of the prior rates, in guesses
+MATCH_RATE_DECAY = 0.98  # factor of the weight of earlier guesses, for each guess
+MAX_MATCH_RATE = 0.98
 
 
 @final
 class Suffix(TextDrafter):
-    """Drafts for one sequence. Those of one cache name share its completions, once these have ended.
+    """Drafts for one sequence. Sequences with one cache name share the completions that have ended.
 
-    It learns how often its guesses are right from the sequence alone, whether or not they were drafted
-    and accepted.
-    promised, kept: [6] guesses by the length of the match, and those that were right.
+    It compares its guesses with the tokens that the sequence gets, whether or not they were drafted, and so
+    learns how often they are right.
+
+    Attributes:
+        seen: tokens of the sequence at the last guess.
+        last: the last guess.
+        predicted, correct: [6] decayed counts of guesses, and of right ones, by band of match length.
     """
 
     def __init__(self, options: SuffixOptions, caches: SuffixCaches) -> None:
         self.options = options
         self.caches = caches
-        self.cache: SuffixCache | None = None  # None: it drafts from its own sequence alone
-        self.seen = 0  # tokens of the text of the last guess
+        self.cache: SuffixCache | None = None  # None: it drafts only from its sequence
+        self.seen = 0
         self.last = Guess()
         self.predicted = [PRIOR_GUESSES for _ in PRIOR_MATCH_RATES]
         self.correct = [PRIOR_GUESSES * rate for rate in PRIOR_MATCH_RATES]
@@ -61,9 +66,9 @@ class Suffix(TextDrafter):
         self.caches.get_cache(cache).add(completion)
 
     def draft(self, text: np.ndarray) -> Guess:
-        """text: [T], which begins with the text of the call before.
+        """Returns the guess from the sequence or from the cache, whichever has the higher score.
 
-        The guess of the sequence itself, or that of the cache: the more promising one.
+        text: [T] int64, which begins with the text of the previous call.
         """
         self._learn(text[self.seen :].tolist())
         self.seen = len(text)
@@ -75,22 +80,22 @@ class Suffix(TextDrafter):
         return self.last
 
     def _guess(self, tokens: np.ndarray, text: np.ndarray) -> Guess:
-        by = self.options
-        length, places = find_longest_match(tokens, text, by.longest)
-        latest = places[::-1][:NEWEST_MATCHES].tolist()
-        following = [tokens[place : place + by.nodes].tolist() for place in latest]
-        nodes = min(by.nodes, by.growth * length)
+        options = self.options
+        length, match_ends = find_longest_match(tokens, text, options.longest)
+        newest_ends = match_ends[::-1][:NEWEST_MATCHES].tolist()
+        continuations = [tokens[end : end + options.nodes].tolist() for end in newest_ends]
+        nodes = min(options.nodes, options.growth * length)
         return merge_continuations(
-            following, nodes, length, self.predict_match_rate, by.percent / 100
+            continuations, nodes, length, self.predict_match_rate, options.percent / 100
         )
 
     def predict_match_rate(self, length: int) -> float:
-        """Pr(one of the children is right) after a match of `length` tokens."""
+        """Returns Pr(one of the children is right) after a match of `length` tokens."""
         band = bisect_left(MATCH_LENGTH_BANDS, length)
         return min(self.correct[band] / self.predicted[band], MAX_MATCH_RATE)
 
     def _learn(self, new: Sequence[int]) -> None:
-        """Compare the last guess with the new tokens, as far as it goes."""
+        """Compares the last guess with the new tokens, level by level, until they leave it."""
         children: dict[int | None, dict[int, tuple[int, float]]] = {}
         links = zip(self.last.parents, self.last.tokens, self.last.shares, strict=True)
         for child, (parent, token, share) in enumerate(links, start=1):
@@ -100,15 +105,15 @@ class Suffix(TextDrafter):
             if node not in children:
                 return
             band = bisect_left(MATCH_LENGTH_BANDS, self.last.length + depth)
-            below = children[node]
-            promised = sum(share for _, share in below.values())
-            self.predicted[band] = MATCH_RATE_DECAY * self.predicted[band] + promised
-            self.correct[band] = MATCH_RATE_DECAY * self.correct[band] + (token in below)
-            node, _ = below.get(token, (None, 0.0))
+            node_children = children[node]
+            drafted_share = sum(share for _, share in node_children.values())
+            self.predicted[band] = MATCH_RATE_DECAY * self.predicted[band] + drafted_share
+            self.correct[band] = MATCH_RATE_DECAY * self.correct[band] + (token in node_children)
+            node, _ = node_children.get(token, (None, 0.0))
 
 
 def load_suffix(spec: DrafterSpec, target: Target) -> TextDrafter:
-    """`--drafter suffix` and `suffix:FOLDER,tokens=5000`. Raises InputError."""
+    """Loads the drafter of `--drafter suffix` or `suffix:FOLDER,tokens=5000`. Raises InputError."""
     root = None
     if spec.place:
         root = Path(spec.place).expanduser()

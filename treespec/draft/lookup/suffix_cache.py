@@ -1,11 +1,16 @@
-"""Suffix caches: the completions so far that `suffix` drafts from, bounded in tokens, by name.
+"""Suffix caches keep the latest completions, up to a number of tokens, for `suffix` to draft from.
 
-A cache is one array of tokens. On disk it is a file, which names its format and a digest of the tokenizer.
-Each completion replaces it, with the folder locked: several processes may add, and a kill loses at most the
-completion that is being written.
+A cache has a name and is one array of tokens. Two completions, a b and c d, in a cache of five tokens: the oldest
+token goes when the second one is added, and E is END_OF_TEXT:
+
+    add(a b)    a b E
+    add(c d)    b E c d E
+
+On disk a cache is a file, which holds its format and a digest of the tokenizer. Each completion replaces the
+file while the folder is locked: several processes may add, and a kill loses at most the completion being written.
 
     FOLDER/shared.safetensors                      the cache without a name
-    FOLDER/0f3a9c7be21d4458a6c0e95b.safetensors    a name's, which may be a secret, by its digest
+    FOLDER/0f3a9c7be21d4458a6c0e95b.safetensors    a named cache: a digest, because a name may be a secret
 """
 
 import hashlib
@@ -26,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SUFFIX_CACHE_FORMAT = "2"
-MAX_OPEN_CACHES = 256  # caches in memory; the one that was not used for longest leaves it
+MAX_OPEN_CACHES = 256  # caches in memory; the least recently used one is dropped
 DELETE_ADVICE = "delete it to forget its answers, or name another folder"
 WITHOUT_FOLDER_WARNING = "the suffix cache goes on without its folder: %s"
 
@@ -35,17 +40,26 @@ log = logging.getLogger(__name__)
 
 @final
 class SuffixCache:
-    """The latest completions, up to a number of tokens, as one array [T] with END after each.
+    """Holds the latest completions, up to a number of tokens, as one array with END_OF_TEXT after each.
 
-    file: where they are kept, too; None: in memory alone, as from the moment when it cannot be written.
+    Attributes:
+        tokens: [T] int32.
+        file: a backing file; None: without one. A failed write sets it to None.
     """
 
     def __init__(
         self, most: int, file: Path | None = None, tokenizer: str = "", vocab_size: int = 0
     ) -> None:
-        """most: tokens to keep. tokenizer: a digest of the target's. vocab_size: of the target.
+        """Reads the file, if there is one.
 
-        Raises InputError for a file that is damaged or of another tokenizer.
+        Args:
+            most: the largest number of tokens to keep.
+            file: the backing file.
+            tokenizer: a digest of the target's tokenizer (`hash_vocabulary`).
+            vocab_size: the target's; other tokens of the file are replaced by END_OF_TEXT.
+
+        Raises:
+            InputError: the file is damaged or belongs to another tokenizer.
         """
         self.most = most
         self.file = file
@@ -54,8 +68,8 @@ class SuffixCache:
         self.tokens = self._read_stored()
 
     def add(self, completion: Sequence[int]) -> None:
-        """Keep a completion."""
-        from torch import from_numpy  # the checks before loading do without torch
+        """Adds a completion, in memory and in the file."""
+        from torch import from_numpy  # imported late: checks before loading must not load torch
 
         new = np.array([*completion, END_OF_TEXT], dtype=np.int32)
         tokens = self._keep_latest(np.append(self.tokens, new))
@@ -76,7 +90,7 @@ class SuffixCache:
         return tokens[max(len(tokens) - self.most, 0) :]
 
     def _read_stored(self) -> np.ndarray:
-        """The tokens of its file; two models of one tokenizer may have vocabularies of different sizes."""
+        """Reads the tokens of the file. Two models with one tokenizer may have different vocabulary sizes."""
         if not self.file or not self.file.exists():
             return np.empty(0, dtype=np.int32)
         check_header(self.file, DELETE_ADVICE, self.tokenizer)
@@ -86,16 +100,25 @@ class SuffixCache:
 
 @final
 class SuffixCaches:
-    """Caches by name; "" is that of all who name none. None of them sees another's completions.
+    """Suffix caches by name, which share no completions. Requests without a name use the cache "".
 
-    root: keeps them on disk; None: they end with the process.
+    Attributes:
+        root: the folder that holds their files; None: they exist only in memory.
     """
 
     def __init__(
         self, tokens: int, root: Path | None = None, tokenizer: str = "", vocab_size: int = 0
     ) -> None:
-        """tokenizer: a digest of the target's. Raises InputError for files that are of another
-        tokenizer or damaged.
+        """Checks the files of a folder.
+
+        Args:
+            tokens: the largest number of tokens of each cache.
+            root: the folder of the caches' files.
+            tokenizer: a digest of the target's tokenizer (`hash_vocabulary`).
+            vocab_size: the target's.
+
+        Raises:
+            InputError: a file is damaged or belongs to another tokenizer.
         """
         self.tokens = tokens
         self.root = root
@@ -107,11 +130,13 @@ class SuffixCaches:
             self._by_name[""] = self._open_cache("")
 
     def get_cache(self, name: str) -> SuffixCache:
-        """The cache of that name, read from its file when it is first asked for."""
+        """Returns the cache of a name; the first call reads its file."""
         if name not in self._by_name:
             try:
                 self._by_name[name] = self._open_cache(name)
-            except InputError as error:  # damaged since it was checked: no request fails by that
+            except (
+                InputError
+            ) as error:  # damaged since it was checked: no request fails because of it
                 log.warning(WITHOUT_FOLDER_WARNING, error)
                 self._by_name[name] = SuffixCache(self.tokens)
         self._by_name.move_to_end(name)
@@ -130,7 +155,7 @@ class SuffixCaches:
 
 
 def check_cache_files(root: Path, tokenizer: str | None = None) -> None:
-    """Raises InputError if the root is a file, and as `check_header` does for the caches' files."""
+    """Raises InputError if the root is a file, or if `check_header` does for a cache's file."""
     if root.exists() and not root.is_dir():
         raise InputError(f"the suffix cache {root} is a file: name a folder")
     for file in root.glob("*.safetensors"):
@@ -138,22 +163,22 @@ def check_cache_files(root: Path, tokenizer: str | None = None) -> None:
 
 
 def check_header(file: Path, remedy: str, tokenizer: str | None = None) -> None:
-    """Raises InputError for a damaged file of tokens, another format and another tokenizer.
+    """Raises InputError for a damaged file, another format or another tokenizer.
 
-    tokenizer: `hash_vocabulary` of the target's; None: any.
+    remedy: the advice at the end of the message. tokenizer: `hash_vocabulary` of the target's; None: any.
     """
     about = read_about(file, remedy)
-    found = about.get("format")
-    if found != SUFFIX_CACHE_FORMAT:
+    file_format = about.get("format")
+    if file_format != SUFFIX_CACHE_FORMAT:
         raise InputError(
-            f"{file} has format {found}, this treespec reads {SUFFIX_CACHE_FORMAT}: {remedy}"
+            f"{file} has format {file_format}, this treespec reads {SUFFIX_CACHE_FORMAT}: {remedy}"
         )
     if tokenizer not in (None, about.get("tokenizer")):
         raise InputError(f"{file} is of another tokenizer than the target's: {remedy}")
 
 
 def hash_vocabulary(tokenizer: "PreTrainedTokenizerBase | None", vocab_size: int = 0) -> str:
-    """A digest of the vocabulary, tokens and their numbers. vocab_size: tells without a tokenizer."""
+    """Returns a digest of a tokenizer's tokens and their ids; without a tokenizer, of the vocabulary size."""
     if tokenizer is None:
         return f"{vocab_size} tokens"
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()

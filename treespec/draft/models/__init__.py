@@ -1,1 +1,1 @@
-"""Proposers over language models."""
+"""Proposers that draft with language models."""

@@ -32,11 +32,12 @@ log = logging.getLogger(__name__)
 class ModelProposer(BranchProposer):
     """Drafts with a model that has the target's tokens; one sequence at first.
 
-    `begin` runs the model over the observed tokens that its cache lacks, and over the root. The
-    root stays in the cache, as it is the next token to be observed. Drafted levels are written
-    after it and forgotten.
+    `begin` runs the model over the observed tokens that its cache lacks, and over the root. The root stays in the
+    cache, because it is the next token to be observed. Drafted levels are written after it and then dropped.
 
-    states: [n] int64 the observed tokens of each sequence, on the host. cache: the draft model's.
+    Attributes:
+        states: [n] int64 the observed tokens of each sequence, on the host.
+        cache: the draft model's.
     """
 
     states: list[Tensor]
@@ -95,24 +96,24 @@ class ModelProposer(BranchProposer):
         return list(map(self.fit_logits, super().extend(in_model_tokens)))
 
     def list_new_tokens(self, tokens: Sequence[Tensor]) -> list[Tensor]:
-        """The observed tokens of each sequence and its next ones [n]."""
+        """Returns the observed tokens of each sequence, followed by new ones. tokens: [n] of each sequence."""
         return [torch.cat(pair) for pair in zip(self.states, tokens, strict=True)]
 
     def to_model_tokens(self, tokens: Tensor) -> Tensor:
-        """The draft model's tokens for a sequence of the target's [n], from its first token on."""
+        """Converts a sequence of the target's tokens [n], from its first token on, to the draft model's."""
         return self.to_model_draft_tokens(tokens)
 
     def to_model_draft_tokens(self, tokens: Tensor) -> Tensor:
-        """The draft model's tokens for draft tokens [F]: the target's embedding may be padded further."""
+        """Converts draft tokens [F] to the draft model's: the target's embedding may have more padding rows."""
         return tokens.clamp_max(self.model.vocab_size - 1)
 
     def fit_logits(self, logits: Tensor) -> Tensor:
-        """[F, N] the model's logits [F, V] over the draft tokens: cut, or filled with -inf."""
+        """Cuts the model's logits [F, V] to the draft tokens [F, N], or fills them with -inf."""
         return pad(logits, (0, self.vocab_size - logits.shape[-1]), value=-torch.inf)
 
     @torch.no_grad()
     def _run(self, sequences: Sequence[Tensor]) -> Tensor:
-        """Bring sequences of the target's tokens into the cache; [B, H] hidden states at their ends."""
+        """Runs the model over the tokens that its cache lacks; returns [B, H] hidden states of the last ones."""
         token_rows = list(map(self.to_model_tokens, sequences))
         # A root that the draft model has no token for adds nothing: the token before it runs again.
         rerun_from = [len(tokens) - 1 for tokens in token_rows]
@@ -131,9 +132,9 @@ class OtherVocabulary(ModelProposer):
     these tokens, and renormalised, before anything is drawn. So it is an ordinary draft distribution
     over a part of the target's vocabulary, and every verifier and tree stays lossless.
 
-    The draft model reads the target's sequence token by token, after the start that its tokenizer
-    gives every text: a shared token as its own, any other one as the tokens that spell its bytes.
-    Three tokens, of which the draft model lacks the second:
+    The draft model reads the start tokens of its tokenizer, then the target's sequence token by token. A shared
+    token has an equivalent; any other one is replaced by the tokens that spell its bytes. Three tokens; the draft
+    model lacks the second one:
 
         target    the     ·unhappiness       ·of
         draft     <bos>  the  ·un happi ness  ·of

@@ -33,7 +33,7 @@ BYTE_OF_CHARACTER = {character: byte for byte, character in bytes_to_unicode().i
 
 
 def decode_all_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[int, bytes]:
-    """The bytes of every token, by its number; a special token's name follows SPECIAL."""
+    """Returns the bytes of every token by id; a special token is SPECIAL_PREFIX and its name."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     byte_level = backend is not None and '"type":"ByteLevel"' in backend.to_str()
 
@@ -46,16 +46,16 @@ def decode_all_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[int, bytes]:
             return token.encode()
         return token.replace(SENTENCEPIECE_SPACE, " ").encode()
 
-    found = {number: text_of(token) for token, number in tokenizer.get_vocab().items()}
+    bytes_by_id = {number: text_of(token) for token, number in tokenizer.get_vocab().items()}
     for number, added in tokenizer.added_tokens_decoder.items():
         if byte_level or not BYTE_PATTERN.fullmatch(added.content):
             if added.special:
-                found[number] = SPECIAL_PREFIX + added.content.encode()
+                bytes_by_id[number] = SPECIAL_PREFIX + added.content.encode()
             elif byte_level:
-                found[number] = added.content.encode()
+                bytes_by_id[number] = added.content.encode()
             else:
-                found[number] = text_of(added.content)
-    return found
+                bytes_by_id[number] = text_of(added.content)
+    return bytes_by_id
 
 
 @final
@@ -73,12 +73,12 @@ class SharedVocabulary:
 
     @property
     def share(self) -> float:
-        """Of the target's tokens."""
+        """The fraction of the target's tokens that is shared."""
         return len(self.target) / max(len(self.target_bytes), 1)
 
     @cached_property
     def longest(self) -> int:
-        """Bytes of the draft model's longest token."""
+        """The length in bytes of the draft model's longest token."""
         return max(map(len, self.draft_by_bytes))
 
     @cached_property
@@ -117,7 +117,7 @@ def build_shared_vocabulary(
     target_size: int,
     draft_size: int,
 ) -> SharedVocabulary:
-    """What two tokenizers share. Tokens beyond a model's vocabulary do not count.
+    """Finds the tokens that two tokenizers share. Tokens beyond a model's vocabulary do not count.
 
     Of several tokens for the same bytes one counts (`index_by_bytes`). Raises InputError where no token
     is shared.
@@ -130,8 +130,8 @@ def build_shared_vocabulary(
     if not shared:
         raise InputError("the two vocabularies share no token")
     pairs = sorted((ours_by_bytes[text], theirs_by_bytes[text]) for text in shared)
-    numbers, own = torch.tensor(pairs).unbind(1)
-    return SharedVocabulary(numbers.contiguous(), own.contiguous(), ours, theirs_by_bytes)
+    target_ids, draft_ids = torch.tensor(pairs).unbind(1)
+    return SharedVocabulary(target_ids.contiguous(), draft_ids.contiguous(), ours, theirs_by_bytes)
 
 
 def index_by_bytes(

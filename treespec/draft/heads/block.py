@@ -1,0 +1,71 @@
+"""Drafts with block heads, which compute all levels of a cycle's trees in one forward."""
+
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from treespec.draft.heads.base import AtOnceProposer
+from treespec.heads.llama import BlockHead, Pairs
+from treespec.model.masks import Chunk
+from treespec.trees.tree import to_device
+
+
+@final
+class BlockProposer(AtOnceProposer):
+    """Drafts with a block head and the target's output embedding; one sequence at first.
+
+    `begin` runs the head over the waiting pairs and, after them in the same forward, over the block of S
+    positions to draft. The block's keys and values are then dropped.
+
+    Attributes:
+        block: [B, S, H] states of the block.
+    """
+
+    head: BlockHead
+    block: Tensor
+
+    def draft_all_levels(self, last: Tensor) -> Tensor:
+        return self.head.compute_logits(
+            self.head.select_drafted_states(last, self.block), self.target
+        )
+
+    def run_layers(
+        self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None
+    ) -> Tensor:
+        """Runs the head over a chunk of pairs and, after the last chunk, over the block.
+
+        Two cached pairs a b, a chunk of three columns that holds one new pair of this sequence, and a block
+        of two positions. The columns 1 2 are padding:
+
+            columns      | a b | 0 1 2 | S S |
+            pair 0       | x x | x . . | . . |      positions 0 1 2 3 4, the block's 3 4
+            the block    | x x | x . . | x x |
+        """
+        # 1. Positions [B, T] of all columns: the block's follow the sequence's last pair.
+        b, n = tokens.shape
+        block_size = 0
+        if roots is not None:
+            block_size = self.head.block
+            roots = roots.to(self.target.output_device)
+        device = chunk.seen.device
+        taken = to_device(chunk.taken, device)[:, None]
+        block_positions = chunk.positions[:, :1] + taken + torch.arange(block_size, device=device)
+        positions = torch.cat([chunk.places, block_positions], dim=1)
+
+        # 2. The columns that each row sees, [B, n + S, T]: the block sees all pairs, and itself.
+        new_pairs = (torch.arange(n, device=device) < taken)[:, None]
+        block_seen = torch.cat(
+            [chunk.seen[:, :1, :-n], new_pairs, new_pairs.new_ones(b, 1, block_size)], dim=2
+        )
+        seen = torch.cat(
+            [pad(chunk.seen, (0, block_size)), block_seen.expand(-1, block_size, -1)], dim=1
+        )
+
+        # 3. The forward.
+        pairs = Pairs(tokens, features.to(self.head.dtype), positions, seen)
+        states, self.block = self.head.run(
+            pairs, roots, self.cache.tree_layers, self.target.embed_tokens
+        )
+        return states

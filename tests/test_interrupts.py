@@ -15,8 +15,9 @@ from treespec.api.spec import Spec
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.model import cache as module
 from treespec.model import cache_layer as tree_layer
-from treespec.model.cache import TreeCache, find_first_seen
+from treespec.model.cache import TreeCache
 from treespec.model.cache_layer import TreeLayer
+from treespec.model.cache_rows import find_first_seen
 from treespec.model.target import Target
 
 PROMPTS = [[5, 9, 4, 30, 11], [7, 33], [20, 21, 3, 44, 17, 60], [8, 8, 12]]

@@ -12,9 +12,10 @@ import psutil
 import torch
 
 from treespec.api.spec import Spec
-from treespec.engine.batch import IDLE_CHUNK_TOKENS, PREFILL_CHUNK_TOKENS, pop_admissible
+from treespec.engine.batch import pop_admissible
 from treespec.engine.options import RequestKeywords, Seed
 from treespec.engine.output import Completion, OnPiece
+from treespec.engine.prefill import IDLE_CHUNK_TOKENS, PREFILL_CHUNK_TOKENS
 from treespec.engine.request import Piece, Request
 from treespec.errors import Busy, InputError
 from treespec.files.locks import alone_with

@@ -10,7 +10,6 @@ from treespec.draft.auto.measure import measure_costs
 from treespec.draft.calibration import Calibration
 from treespec.draft.drafter import Proposer
 from treespec.draft.source import Drafting, DraftSource, as_source
-from treespec.engine.batch import IDLE_CHUNK_TOKENS
 from treespec.engine.decoder import Decoder
 from treespec.engine.events import Cycle
 from treespec.engine.options import (
@@ -21,6 +20,7 @@ from treespec.engine.options import (
     parse_request_options,
 )
 from treespec.engine.output import Output, Stream, join_pieces
+from treespec.engine.prefill import IDLE_CHUNK_TOKENS
 from treespec.engine.prepare import build_requests, parse_seeds
 from treespec.engine.request import Piece, Request
 from treespec.errors import InputError

@@ -17,9 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from treespec.text.entries import REASONING_FIELDS, UnusableConversation, get_reasoning
+from treespec.text.entries import REASONING_FIELDS, get_reasoning
 from treespec.text.strings import count_common_prefix
 from treespec.text.templates import Messages, Template, Tools
+from treespec.text.token_rows import UnusableConversation
 from treespec.text.turns import OPENED_THOUGHT, Chat, find_leading_token
 
 if TYPE_CHECKING:

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from treespec.errors import InputError
-from treespec.text.entries import Conversation, UnusableConversation, parse_conversation
+from treespec.text.entries import Conversation, parse_conversation
 from treespec.text.sources import iterate_entries
+from treespec.text.token_rows import UnusableConversation
 
 MAX_SHOWN_PROBLEMS = 5  # detailed problems in a report
 

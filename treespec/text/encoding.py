@@ -15,9 +15,10 @@ from torch import Tensor
 from treespec.errors import InputError
 from treespec.text.answers import Span, TextRow, get_words, has_all_words, place_answers
 from treespec.text.conversations import ReadingReport
-from treespec.text.entries import Conversation, TokenRow, UnusableConversation, get_reasoning
+from treespec.text.entries import Conversation, get_reasoning
 from treespec.text.marks import find_marks, find_spans
 from treespec.text.templates import Template, check_template, list_special_tokens, list_start_tokens
+from treespec.text.token_rows import TokenRow, UnusableConversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

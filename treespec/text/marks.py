@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from treespec.errors import InputError
 from treespec.text.answers import Span, place_answer
-from treespec.text.entries import UnusableConversation
 from treespec.text.templates import Template
+from treespec.text.token_rows import UnusableConversation
 from treespec.text.turns import (
     OPENED_THOUGHT,
     PROBE_ANSWER,

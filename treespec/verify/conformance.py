@@ -10,19 +10,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod, sqrt
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from scipy.optimize import brentq
 from scipy.stats import chi2, ncx2
 
+from treespec.verify.conformance_trees import (
+    ConformanceTrial,
+    Drawn,
+    Table,
+    Text,
+    draft_trial_tree,
+    sample_index,
+)
+
 # p [N, V], q [N, V], tokens [N], parents [N] -> the accepted tokens and one more
 Judge = Callable[[Any, Any, Any, Any], Sequence[int]]
-Drawn = Literal["independent", "without replacement", "greedy"]
-Text = tuple[int, ...]
-Table = Mapping[Text, np.ndarray]  # a distribution [V] after each text
-TRIAL_SIZES = ((2, 1), (3, 1), (2, 2), (3, 2))  # tokens and levels, the smallest first
 TABLE_SHARPNESS = (
     (1.0, 1.0),
     (0.3, 1.0),
@@ -107,36 +112,6 @@ class Conformance:
         for name in self.missed:
             passed += f"; not: {name}"
         return passed
-
-
-@dataclass(frozen=True)
-class ConformanceTrial:
-    """How trees are drafted, and how often.
-
-    Attributes:
-        widths: children of each node, by level.
-        draws: how siblings are drawn.
-        runs: cycles on each pair of tables.
-        error: probability that an exact verifier fails one pair of tables.
-        generator: of tables, drafts and tokens after the verdict.
-    """
-
-    widths: Sequence[int]
-    draws: Drawn
-    runs: int
-    error: float
-    generator: np.random.Generator
-
-    @property
-    def sizes(self) -> list[tuple[int, int]]:
-        """(tokens, levels) of the tables. Siblings that must differ need a vocabulary of at least their number."""
-        fitting = []
-        for vocab, depth in TRIAL_SIZES:
-            if depth > len(self.widths):
-                continue
-            if self.draws == "independent" or vocab >= max(self.widths[:depth]):
-                fitting.append((vocab, depth))
-        return fitting
 
 
 def check(
@@ -240,46 +215,6 @@ def build_table_pairs(
     yield p, q
 
 
-@dataclass(frozen=True)
-class TrialTree:
-    """A drafted tree of N nodes.
-
-    Attributes:
-        texts: the drafted tokens from the root to each node; () at the root.
-        parents: [N] each node's parent; -1 at the root.
-    """
-
-    texts: list[Text]
-    parents: list[int]
-
-    @property
-    def tokens(self) -> list[int]:
-        """[N] the nodes' tokens; -1 at the root."""
-        return [-1, *(text[-1] for text in self.texts[1:])]
-
-
-def draft_trial_tree(q: Table, depth: int, trial: ConformanceTrial) -> TrialTree:
-    """Draft a tree of up to `depth` levels, with children drawn from q.
-
-    Widths (2, 1), draws 1 0 at the root, then 0 and 0:
-
-        0 ─┬─ 1 ─── 3        texts      () (1) (0) (1 0) (0 0)
-           └─ 2 ─── 4        parents    -1 0 0 1 2
-    """
-    texts: list[Text] = [()]
-    parents = [-1]
-    level = [0]
-    for width in trial.widths[:depth]:
-        above = level
-        level = []
-        for node in above:
-            for token in draw_children(q[texts[node]], width, trial.draws, trial.generator):
-                level.append(len(texts))
-                texts.append(texts[node] + (token,))
-                parents.append(node)
-    return TrialTree(texts, parents)
-
-
 def run_cycle(judge: Judge, p: Table, q: Table, depth: int, trial: ConformanceTrial) -> Text:
     """Run one cycle and return its `depth` + 1 tokens.
 
@@ -311,35 +246,6 @@ def run_cycle(judge: Judge, p: Table, q: Table, depth: int, trial: ConformanceTr
     while len(output) <= depth:
         output += (sample_index(p[output], trial.generator),)
     return output
-
-
-def draw_children(
-    q: np.ndarray, width: int, draws: Drawn, generator: np.random.Generator
-) -> list[int]:
-    """Draw the tokens of one node's children.
-
-    Args:
-        q: [V] the draft's distribution at the node.
-        width: number of children; "greedy" and "without replacement" give at most V.
-        draws: how siblings are drawn.
-        generator: numpy's.
-    """
-    if draws == "independent":
-        return [sample_index(q, generator) for _ in range(width)]
-    if draws == "greedy":
-        return (-q).argsort(kind="stable")[:width].tolist()
-    race = (
-        generator.exponential(size=len(q)) / q
-    )  # arrival times; the first to arrive are draws without replacement
-    return race.argsort()[:width].tolist()
-
-
-def sample_index(weights: np.ndarray, generator: np.random.Generator) -> int:
-    """Draw a token in proportion to the weights [V]."""
-    sums = weights.cumsum()
-    return int(
-        sums.searchsorted(generator.random() * sums[-1], side="right").clip(max=len(sums) - 1)
-    )
 
 
 def compute_chi2_p_value(

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers.cache_utils import LinearAttentionLayer
 
-from treespec.model.cache import State, TreeCache
+from treespec.model.cache import TreeCache
 from treespec.model.cache_layer import TreeLayer
+from treespec.model.cache_rows import State
 from treespec.model.recurrent.rows import input_once
 
 TRIAL_FORWARD_TOKENS = 6  # tokens of the forward in which mixers are found

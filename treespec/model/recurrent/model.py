@@ -24,8 +24,9 @@ from torch.utils._pytree import tree_map
 from transformers import DynamicCache, PreTrainedModel
 
 from treespec.errors import InputError, get_first_line
-from treespec.model.cache import State, States, TreeCache
+from treespec.model.cache import TreeCache
 from treespec.model.cache_layer import TreeLayer
+from treespec.model.cache_rows import State, States
 from treespec.model.layer_types import INDEXED_ATTENTION, get_layer_types
 from treespec.model.masks import Masks
 from treespec.model.placement import find_device_of

@@ -14,7 +14,7 @@ from treespec.model.folder import check_model_files
 
 
 def check_head(spec: DrafterSpec, target: str) -> None:
-    """Raises InputError for a damaged head, one of another kind, and one of another width."""
+    """Check a head's files. Raises InputError for a damaged head, another kind or another width."""
     from treespec.draft.calibration import load_calibration
 
     check_feature_width(spec.place, target)
@@ -30,7 +30,10 @@ def check_head(spec: DrafterSpec, target: str) -> None:
 
 
 def check_feature_width(head: str, target: str) -> None:
-    """Raises InputError for a missing or damaged head, and for a target of another width."""
+    """Check that a head's files are whole and that its features are as wide as the target's.
+
+    Raises: InputError.
+    """
     check_head_files(head)
     width = read_width(target)
     head_width = read_width(head)
@@ -41,13 +44,13 @@ def check_feature_width(head: str, target: str) -> None:
 
 
 def check_model(spec: DrafterSpec, target: str) -> None:
-    """Raises InputError for a draft model whose files are missing or damaged."""
+    """Check a draft model's files. Raises InputError if they are missing or damaged."""
     check_there(spec.place, "draft model's directory")
     check_model_files(str(Path(spec.place).expanduser()))
 
 
 def check_mtp(spec: DrafterSpec, target: str) -> None:
-    """Raises InputError for a target's folder without MTP layers. A hub id passes: loading tells."""
+    """Check that a target's folder has MTP layers. A hub id passes; loading checks it. Raises InputError."""
     layers = read_config_number(target, "num_hidden_layers")
     folder = Path(target).expanduser()
     if layers is not None and folder.is_dir():
@@ -55,9 +58,11 @@ def check_mtp(spec: DrafterSpec, target: str) -> None:
 
 
 def list_tensor_files(name: str, revision: str | None = None) -> dict[str, Path]:
-    """Maps each tensor of a target to its file. name: a directory, or a hub id that is in the cache.
+    """Return {tensor: its file} of a target.
 
-    Raises InputError for a target without safetensors files, and for a damaged one.
+    name: a directory, or a hub id that is in the cache.
+
+    Raises: InputError for a target without safetensors files, and for a damaged file.
     """
     from huggingface_hub import snapshot_download
     from safetensors import safe_open
@@ -86,7 +91,7 @@ def list_tensor_files(name: str, revision: str | None = None) -> dict[str, Path]
 
 
 def check_suffix_cache(spec: DrafterSpec, target: str) -> None:
-    """Raises InputError where files of a suffix cache cannot be read or are damaged."""
+    """Check the files of a suffix cache. Raises InputError if they are damaged or cannot be read."""
     if spec.place:
         from treespec.draft.lookup.suffix_cache import check_cache_files as check_caches
 
@@ -94,21 +99,21 @@ def check_suffix_cache(spec: DrafterSpec, target: str) -> None:
 
 
 def check_there(name: str, what: str) -> None:
-    """Raises InputError for a path without a directory. A hub id passes.
+    """Check that a path is a directory; a hub id passes. Raises InputError.
 
-    what: names the directory in the message.
+    what: the name of the directory in the message.
     """
     if not Path(name).expanduser().is_dir() and (problem := explain_missing(name, what)):
         raise InputError(problem)
 
 
 def read_width(folder: str) -> int | None:
-    """The width of a target, or of a head's target, by config.json; None: it does not tell."""
+    """Read the width H of a target, or of a head's target, from config.json; None if it does not say."""
     return read_config_number(folder, "target_hidden_size", "hidden_size")
 
 
 def read_config_number(folder: str, *names: str) -> int | None:
-    """The first of these fields in config.json that is a number. A text model's may be nested."""
+    """Read the first of these fields in config.json, or in its `text_config`, that is a whole number."""
     try:
         config = json.loads((Path(folder).expanduser() / "config.json").read_text())
     except (OSError, ValueError, RecursionError):

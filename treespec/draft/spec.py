@@ -23,11 +23,15 @@ JOINED_PATTERN = re.compile(
 
 @dataclass(frozen=True)
 class DrafterSpec:
-    """What `--drafter` names.
+    """A drafter as `--drafter` names it.
 
-    own: as the user wrote it, without tree and cache. place: a directory, file or hub id; "" for
-    none. options: of `kind.options`. tree: as `--tree` takes it; None: the default. cache: the suffix
-    cache that drafts next to it.
+    Attributes:
+        kind: the row of the registry.
+        own: the user's text without tree and cache.
+        place: a directory, file or hub id; "" if the value names none.
+        options: an instance of `kind.options`; None if the kind has no options.
+        tree: the value behind `@`, as `--tree` takes it. Default: None, the default tree.
+        cache: the suffix cache that drafts next to this drafter. Default: None.
     """
 
     kind: DrafterKind
@@ -39,7 +43,10 @@ class DrafterSpec:
 
     @classmethod
     def parse(cls, text: str) -> "DrafterSpec":
-        """Raises InputError for an unknown drafter, a bad option and members that cannot be joined."""
+        """Parse one drafter, such as `suffix:nodes=24+eagle:HEAD@chain:3`.
+
+        Raises: InputError for an unknown drafter, a bad option, and drafters that cannot be joined.
+        """
         joined = JOINED_PATTERN.fullmatch(text)
         if not joined:
             return cls._parse_member(text)
@@ -53,9 +60,9 @@ class DrafterSpec:
 
     @classmethod
     def parse_all(cls, text: str) -> list["DrafterSpec"]:
-        """A list, such as `suffix:nodes=24+eagle:HEAD@chain:3,mtp`, without repeats.
+        """Parse a list of drafters, such as `suffix:nodes=24+eagle:HEAD@chain:3,mtp`, and drop repeats.
 
-        Commas before `option=` do not separate.
+        A comma before `option=` separates options, not drafters.
         """
         pieces = re.split(r"[;,](?!\s*[\w-]+=)", text)
         parts = [re.sub(r",\s+", ",", piece.strip()) for piece in pieces]
@@ -65,6 +72,7 @@ class DrafterSpec:
 
     @classmethod
     def _parse_member(cls, text: str) -> "DrafterSpec":
+        """Parse a drafter that is not joined with a suffix cache."""
         # 1. The name, the value and the tree.
         name = re.split("[:@]", text)[0]
         kind = DRAFTERS.get(name)
@@ -94,25 +102,26 @@ class DrafterSpec:
 
     @property
     def written(self) -> str:
-        """As the user wrote it, without the tree."""
+        """The user's text without the tree, for messages and reports."""
         return "+".join(member.own for member in self.members)
 
     @property
     def members(self) -> tuple["DrafterSpec", ...]:
+        """The suffix cache, if there is one, and the drafter."""
         if self.cache is None:
             return (self,)
         return (self.cache, replace(self, cache=None))
 
     @property
     def cache_folder(self) -> str:
-        """The folder of its suffix cache; "" without one."""
+        """The folder of the suffix cache; "" if there is none."""
         first = self.members[0]
         if first.kind.name != "suffix":
             return ""
         return first.place
 
     def choose_tree(self, tree: Any) -> Any:
-        """The tree that it names, or else `tree`. Raises InputError where both are given."""
+        """Return the tree behind `@`, else `tree`. Raises InputError if both are given."""
         if tree is not None and self.tree is not None:
             raise InputError(f"both --tree {tree} and @{self.tree} are given: leave out one")
         if tree is None:
@@ -121,7 +130,7 @@ class DrafterSpec:
 
     @property
     def short(self) -> str:
-        """Its names, and the last part of each path, for tables: suffix+eagle:HEAD."""
+        """The drafters' names with the last part of each path, for tables: suffix+eagle:HEAD."""
         names = []
         for member in self.members:
             kind, colon, value = member.own.partition(":")
@@ -129,9 +138,11 @@ class DrafterSpec:
         return "+".join(names)
 
     def check(self, target: str) -> None:
-        """Raises InputError for files that are missing, damaged or of another target.
+        """Check the drafter's files before torch loads.
 
-        target: its directory or hub id.
+        target: directory or hub id of the target.
+
+        Raises: InputError for files that are missing, damaged or of another target.
         """
         for member in self.members:
             if member.kind.checks:
@@ -139,9 +150,9 @@ class DrafterSpec:
 
 
 def split_tree(text: str, kind: DrafterKind) -> tuple[str, str | None]:
-    """A drafter's text without its tree, and the tree behind `@`; None without one.
+    """Split a drafter's text into the part before `@` and the tree behind it; None if there is no tree.
 
-    A path that exists is no tree, and drafters that find their tokens take none.
+    A text that is the path of an existing file keeps its `@`, and so does that of a drafter without a draft model.
     """
     path = text.removeprefix(f"{kind.name}:")
     if path != text and (kind.one_hot or Path(path).exists()):
@@ -151,10 +162,10 @@ def split_tree(text: str, kind: DrafterKind) -> tuple[str, str | None]:
 
 
 def split_value(kind: DrafterKind, value: str) -> tuple[str, str]:
-    """(directory or file, options) of a value such as `DIRECTORY,nodes=24`.
+    """Split a value such as `DIRECTORY,nodes=24` into (directory or file, options).
 
-    Where the directory may be left out, a value that begins like an option is none: `nodes=x` is a
-    mistake, `./nodes=x` a folder.
+    If the directory may be left out, a value that begins like an option names no directory: `nodes=x` is an
+    option with a wrong number, `./nodes=x` is a folder.
     """
     if not kind.options:
         if kind.place:
@@ -167,7 +178,7 @@ def split_value(kind: DrafterKind, value: str) -> tuple[str, str]:
 
 
 def parse_drafter_options(group: type[Any], text: str, own: str) -> Any:
-    """A row's options in `tokens=10,ngram=3`; the first one may go without its name. Raises InputError."""
+    """Parse a kind's options, such as `tokens=10,ngram=3`; the first one needs no name. Raises InputError."""
     defaults = {field.name: field.default for field in fields(group)}
     values: dict[str, int] = {}
     parts = []

@@ -291,7 +291,7 @@ def write_questions(file, questions, *more):
 
 
 def write_counting(file, count):
-    """As many short questions of one turn."""
+    """Write `count` short questions of one turn each."""
     return write_questions(file, [{"question_id": i, "turns": [f"Count {i}."]} for i in range(count)])
 
 
@@ -356,9 +356,9 @@ CHAT_CONTEXT = 4096
 
 
 def save_chat_models(folder) -> None:
-    """A target and a head on disk. Warm answers are nearly uniform over tokens of which one in ten ends a text;
+    """Save a target and a head. At temperature 1 tokens are nearly uniform, and one in ten ends a text.
 
-    sure ones never end, since those tokens are never the most likely.
+    Greedy answers never end, because those tokens are never the most likely.
     """
     words = tokenizer()
     ends = list(range(len(words) - 30, len(words)))

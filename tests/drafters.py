@@ -123,7 +123,7 @@ def half(target):
 
 
 def other_words(target) -> OtherVocabulary:
-    """A draft model of five tokens in another order, three of which the target has."""
+    """A draft model of five tokens in another order. The target has three of them."""
     places = torch.tensor([0, 2, 3]), torch.tensor([4, 1, 0])
     words = SharedVocabulary(*places, {n: bytes([97 + n]) for n in range(TABLE_VOCAB)}, {b"b": 2})
     return OtherVocabulary(table(5, 5), target, words)

@@ -266,7 +266,7 @@ def test_likely_tokens_may_keep_more_than_any_verifier_of_draws_without_replacem
 
 
 def test_at_a_node_the_bound_may_be_above_the_optimum():
-    """Two draws of 1,000 equal tokens, half of which the target has: each is drafted as often as it is wanted."""
+    """Two draws of 1,000 equally likely tokens; the target gives probability to 500 of them."""
     q = torch.full((1000,), 1e-3, dtype=torch.float64)
     p = torch.where(torch.arange(1000) < 500, 2e-3, 0.0).double()
     limit = sum(float(p[y]) * kept_along("rrs", "2x1", [(p, q, y)])[1] for y in range(500))

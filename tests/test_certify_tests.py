@@ -55,7 +55,7 @@ def test_exact_texts_fail_as_often_as_stated():
 
 
 def test_the_stated_correlation_is_found():
-    """Pairs of which a share is twice the same number have that share as their correlation."""
+    """If a share of the pairs holds one number twice, that share is the correlation."""
     n = 400
     error = 1e-3
     share = find_least_correlation(n, error)

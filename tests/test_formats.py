@@ -110,7 +110,7 @@ def test_our_aux_layer_is_entered_where_sglangs_layer_id_is_left():
             {"speculators_model_type": "other"},
             "'other': treespec reads 'dflash', 'eagle', 'eagle3', 'peagle'",
         ),
-        ("speculators", {"transformer_layer_config": {"model_type": "phi3"}}, "'phi3', of which only 'llama' and"),
+        ("speculators", {"transformer_layer_config": {"model_type": "phi3"}}, "'phi3'; only 'llama' and"),
         ("speculators", {"transformer_layer_config": LLAMA_CONFIG}, r"lacks midlayer\.self_attn\.k_norm\.weight"),
         ("medusa", {"medusa_num_layers": 2}, r"'0\.2\.weight' is missing"),
         ("medusa", {"medusa_num_layers": 0}, "does not describe Medusa heads"),

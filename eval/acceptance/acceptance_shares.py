@@ -286,7 +286,7 @@ def is_lp(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
 
 
 class Selection(NamedTuple):
-    """Draws of which one is selected.
+    """A node's draws, and the distribution of the selected one.
 
     Attributes:
         selected: [n, V] distribution x of the selected draw.

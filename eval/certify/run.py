@@ -187,7 +187,7 @@ class Examination:
         return sorted(samples, key=lambda sample: self.groups.index((sample.params, sample.prompt)))
 
     def sample_plain(self) -> list[Sample]:
-        """Sample as many sequences of every group with `model.generate`, in the same order."""
+        """Sample the same number of sequences of every group with `model.generate`, in the same order."""
         samples = list[Sample]()
         copies = self.copies * len(self.batches)
         with torch.random.fork_rng():

@@ -176,7 +176,7 @@ def flatten_eagle_config(config: Config) -> Config:
     expected = len(ids) if ids else AUX_LAYERS
     if count is not None and count != expected:
         raise ValueError(
-            f"num_aux_hidden_states is {count}, and {AUX_LAYERS_FIELD} is {ids}: it must name as many layers"
+            f"num_aux_hidden_states is {count}, but {AUX_LAYERS_FIELD} is {ids}: it must name {count} layers"
         )
     return flat
 

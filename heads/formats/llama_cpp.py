@@ -25,7 +25,7 @@ def write_llama_cpp_dflash(head: DFlashHead, served: PretrainedConfig) -> Stored
     if head.from_anchor:
         part = "sample_from_anchor"
     elif len(set(head.causal)) > 1:
-        part = "layers of which some are causal"
+        part = "both causal layers and others"
     if part is not None:
         raise ValueError(f"it has {part}, for which llama.cpp has no place")
     layers["model_type"] = head.kind

@@ -49,8 +49,7 @@ def flatten_speculators(config: Config, **defaults: Any) -> Config:
     family = layer.get("model_type", "qwen3")
     if family not in ("llama", "qwen3"):
         raise ValueError(
-            f"transformer_layer_config is of model_type {family!r}, of which only 'llama' and "
-            "'qwen3' are known"
+            f"transformer_layer_config is of model_type {family!r}; only 'llama' and 'qwen3' are known"
         )
     flat = defaults | layer
     for name, value in config.items():

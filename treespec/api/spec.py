@@ -200,7 +200,7 @@ class Spec:
     def stream(
         self, prompt: Prompt, *, seed: Seed = None, **options: Unpack[RequestKeywords]
     ) -> Stream:
-        """Return an iterator over the pieces of the answer, each of which it yields once it is accepted.
+        """Return an iterator that yields each piece of the answer once it is accepted.
 
         The stream ends with a SupersededError once this Spec begins another request.
 

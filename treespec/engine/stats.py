@@ -40,7 +40,7 @@ class Stats:
 
     @property
     def cycles(self) -> int:
-        """Forwards of the target, each of which verifies one tree."""
+        """Forwards of the target; each verifies one tree."""
         return len(self.accepted)
 
     @property

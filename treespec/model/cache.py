@@ -41,9 +41,8 @@ from treespec.model.cache_rows import (
 from treespec.trees.tree import cache_tensor, to_device
 
 MAX_SNAPSHOTS = 2  # earlier snapshots kept for each sequence
-WINDOW_SLACK_TOKENS = (
-    1536  # committed tokens of which layers keep more than their windows; a third goes at once
-)
+# Committed tokens that layers keep beyond their windows. They drop a third of them at a time.
+WINDOW_SLACK_TOKENS = 1536
 MAX_FORWARD_NODES = 512  # nodes of a forward that layers with a window have room for
 
 

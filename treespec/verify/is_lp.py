@@ -197,7 +197,7 @@ def compute_is_lp_acceptance(p: Tensor, q: Tensor, s: int) -> Tensor:
 class IsLp(Independent):
     """Independent draws; a linear program selects one, verified as a single draft of its distribution.
 
-    Of more than two draws, the token selected from the first ones meets the next draw. Five tokens, of which
+    Of more than two draws, the token selected from the first ones meets the next draw. Of five tokens
     2 and 1 are drawn; x is the distribution of the selected token:
 
         q                   .1   .2   .3   .2   .2

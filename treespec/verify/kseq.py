@@ -47,7 +47,7 @@ class KSeq(Independent):
 
     β is the probability to accept a draw, so 1 - (1 - β)^K is the acceptance rate. If all draws are refused,
     the output comes from norm (p - min(q, p/ρ) (1 - (1 - β)^K)/β). The rate is at least 1 - 1/e of the optimum for
-    independent draws. For one draw ρ is 1, and this is `single`. Five tokens, of which 2 and then 3 are drawn:
+    independent draws. For one draw ρ is 1, and this is `single`. Of five tokens 2 and then 3 are drawn:
 
         q                   .1   .2   .3   .2   .2
         p                   .4   .3   .2   .1   0       ρ = 1.5

@@ -33,14 +33,28 @@ def build_ancestor_mask(parents: Tensor) -> Tensor:
     parents: [..., N] int64, parents[0] = -1 and parents[i] < i.
 
     Let P[i, parents[i]] = 1. The inverse (1 + P)^-1 = 1 - P + P² - … is ±1 at a node and its ancestors,
-    because exactly one path leads up to each of them, and 0 elsewhere.
+    because exactly one path leads up to each of them, and 0 elsewhere. One tree on a CPU takes `mark_ancestors`.
     """
+    if parents.dim() == 1 and parents.device.type == "cpu":
+        return mark_ancestors(parents.tolist())
     n = parents.shape[-1]
     device = parents.device
     above = torch.empty(*parents.shape, n, device=device)
     torch.eq(parents[..., None], build_range(n, device), out=above)
     itself = cache_tensor(torch.eye, n, device=device).expand_as(above)
     return torch.linalg.solve_triangular(above, itself, upper=False, unitriangular=True) != 0
+
+
+def mark_ancestors(parents: Sequence[int]) -> Tensor:
+    """Returns [N, N] bool on the host, as `build_ancestor_mask`: a node's row is its parent's row and itself."""
+    n = len(parents)
+    marks = bytearray(n * n)  # row by row
+    for node, parent in enumerate(parents):
+        row = node * n
+        if 0 <= parent < node:
+            marks[row : row + n] = marks[parent * n : parent * n + n]
+        marks[row + node] = 1
+    return torch.frombuffer(marks, dtype=torch.bool).view(n, n)
 
 
 def build_attention_mask(seen: Tensor, positions: Tensor) -> Tensor:

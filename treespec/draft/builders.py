@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -11,20 +12,19 @@ from treespec.draft.auto.cost import CostBy
 from treespec.draft.auto.cost_model import CacheOrModel
 from treespec.draft.calibration import Calibration
 from treespec.draft.drafter import Frontier
-from treespec.draft.tree_assembly import (
-    Drawn,
-    Growing,
-    Growth,
-    concat_levels,
-    select_best_tree,
-)
-from treespec.sampling.probs import SamplingParams, compute_probs, select_topk
+from treespec.draft.ranking import TopRanking
+from treespec.draft.tree_assembly import Drawn, Growing, Growth, concat_levels
+from treespec.sampling.probs import SamplingParams, compute_probs, select_topk, to_float
 from treespec.trees.layout import get_layout
 from treespec.trees.shape import Policy
 from treespec.trees.static import StaticTree
-from treespec.trees.tree import Draws, TokenTree, build_range, to_device
+from treespec.trees.tree import Draws, TokenTree
+from treespec.verify.distributions import select_most_likely
 from treespec.verify.scheme import Scheme
 from treespec.verify.topk import TopK
+
+# `topk` of one score keeps the first of equal scores in rows of at least this size, as `argmax` does.
+MIN_ARGMAX_TOKENS = 64
 
 
 class TreeBuilder:
@@ -130,6 +130,8 @@ class CycleBuilder:
 
     def grow_fixed(self, shape: StaticTree) -> Growth:
         """Grows a tree of a fixed shape, with one draft step and one batch of draws for each level."""
+        if self.logits.device.type == "cpu" and type(self.scheme).make is TopK.make:
+            return (yield from self.grow_most_likely(shape))
         tokens = [self.root]
         levels = list[Drawn]()
         logits = self.logits
@@ -153,6 +155,23 @@ class CycleBuilder:
             drafts = concat_levels(levels)
         return TokenTree(torch.cat(tokens), layout.parents, layout.depth, layout.ancestors, drafts)
 
+    def grow_most_likely(self, shape: StaticTree) -> Growth:
+        """Grows the same tree as `grow_fixed` on a CPU, if the children are the most likely tokens: no draws."""
+        layout = get_layout(shape, self.logits.device)
+        tokens = np.empty(shape.size, dtype=np.int64)
+        tokens[0] = int(self.root)
+        logits = self.logits
+        for level in list_most_likely_levels(shape):
+            # 1. The draft logits of the children of the level's inner nodes. An absent child counts as token 0.
+            if level.first > 1:
+                frontier_tokens = torch.from_numpy(tokens[level.nodes]).clamp_min(0)
+                logits = yield Frontier(frontier_tokens, level.parent_rows)
+
+            # 2. The children's tokens.
+            best = select_most_likely_on_host(logits, level.width)
+            tokens[level.first : level.first + len(level.slots)] = best.reshape(-1)[level.slots]
+        return TokenTree(torch.from_numpy(tokens), layout.parents, layout.depth, layout.ancestors)
+
     def draw(self, logits: Tensor, counts: Tensor) -> tuple[Tensor, Draws]:
         """Draws children at F nodes; returns q [F, V] and the draws from it [F, K].
 
@@ -166,87 +185,43 @@ class CycleBuilder:
         return q, self.scheme.draw(q, counts, self.generator)
 
     def grow_ranked(self, depth: int, topk: int, nodes: int) -> Growth:
-        tree, _ = yield from TopRanking(depth, topk, nodes).grow(self.root, self.logits)
-        return tree
+        return (yield from TopRanking(depth, topk, nodes).grow(self.root, self.logits))
 
 
-@dataclass
-class TopRanking:
-    """Grows EAGLE-2's tree: it ranks paths by log-probability (`treespec.trees.dynamic`).
-
-    The score of a node is that of its path; no child's score is above its parent's.
+@dataclass(frozen=True)
+class MostLikelyLevel:
+    """A level of a fixed tree on a CPU, whose children are the most likely tokens (`treespec.trees.layout.Level`).
 
     Attributes:
-        depth: the largest number of levels.
-        topk: children per node.
-        nodes: N to keep after the last level, the root included.
-        expanded: nodes to expand per level; None: topk of them.
+        nodes: [F] int64, the numbers of its inner nodes.
+        parent_rows: [F] int64, the row of each one's parent in the frontier above.
+        width: K, the most likely tokens that are ranked at each of them.
+        first: the node number of the first child.
+        slots: [C] int64, the place of each child among the F K ranked tokens.
     """
 
-    depth: int
-    topk: int
-    nodes: int
-    expanded: int | None = None
+    nodes: np.ndarray
+    parent_rows: Tensor
+    width: int
+    first: int
+    slots: np.ndarray
 
-    def score_children(
-        self, above: Tensor | None, logits: Tensor, depth: int
-    ) -> tuple[Tensor, Tensor]:
-        """Returns [..., F, K] tokens and scores of the most likely children of F nodes, the most likely first.
 
-        above: [..., F] scores of the nodes; None for the root. logits: [..., F, V]. depth: of the nodes.
-        """
-        rows = logits
-        if logits.shape[-2] > 1 and logits.stride(-2) == 0:  # one distribution for the whole level
-            rows = logits[..., :1, :]
-        topk = min(self.topk, logits.shape[-1])
-        scores, tokens = select_topk(rows.log_softmax(-1, torch.float32), topk)
-        tokens = tokens.expand(logits.shape[:-1] + (topk,))
-        if above is None:
-            return tokens, scores
-        return tokens, above[..., None] + scores
+@lru_cache
+def list_most_likely_levels(shape: StaticTree) -> tuple[MostLikelyLevel, ...]:
+    """Lists the levels of a fixed tree; they are built once for each tree."""
+    levels = []
+    for level in get_layout(shape, torch.device("cpu")).levels:
+        width = int(level.draws.max())
+        slots = (level.rows * width + level.columns).numpy()
+        levels.append(
+            MostLikelyLevel(level.nodes.numpy(), level.parent_rows, width, level.first, slots)
+        )
+    return tuple(levels)
 
-    def choose_width(self, level: int, scores: list[Tensor]) -> int:
-        """Returns the number of nodes of a level to expand, the best ones; 0 ends the tree.
 
-        level: from 1, the level of the nodes. scores: [..., M] of each level so far.
-        """
-        if level >= self.depth:
-            return 0
-        if self.expanded is None:
-            return self.topk
-        return self.expanded
-
-    def grow(self, root: Tensor, logits: Tensor) -> Growing[tuple[TokenTree, Tensor]]:
-        """Grows the tree; returns it and the columns [N] that it keeps (`select_best_tree`).
-
-        root: [1] int64. logits: [1, V] draft logits of its children. With [B, 1] and [B, 1, V] the
-        trees of a batch grow together, and all that is yielded and returned is [B, ...].
-        """
-        level_tokens = [root]
-        orders = list[Tensor]()
-        scores = list[Tensor]()
-        above = None
-        for level in range(1, self.depth + 1):
-            # 1. The most likely children of each frontier node are candidates.
-            tokens, reach = self.score_children(above, logits, level - 1)  # [..., F, K]
-            level_tokens.append(tokens.flatten(-2))
-            scores.append(reach.flatten(-2))
-
-            # 2. The best of them are the next frontier. If all of them are expanded, they keep their order.
-            expanded = self.choose_width(level, scores)
-            if not expanded:
-                break
-            above = scores[-1]
-            frontier_tokens = level_tokens[-1]
-            order = build_range(above.shape[-1], root.device).expand_as(frontier_tokens)
-            if expanded < above.shape[-1]:
-                above, best = above.sort(descending=True, stable=True)
-                above = above[..., :expanded]
-                order = to_device(best[..., :expanded], root.device)
-                frontier_tokens = frontier_tokens.gather(-1, order)
-            orders.append(order)
-            frontier_logits = yield Frontier(frontier_tokens, order, tokens.shape[-1])
-            logits = frontier_logits.unflatten(0, frontier_tokens.shape)
-
-        # 3. Keep the best of all candidates.
-        return select_best_tree(level_tokens, orders, scores, self.nodes)
+def select_most_likely_on_host(logits: Tensor, width: int) -> np.ndarray:
+    """Returns [F, width] the most likely tokens of logits [F, V] on a CPU, as `select_most_likely`."""
+    if width == 1 and logits.shape[-1] >= MIN_ARGMAX_TOKENS:
+        return to_float(logits).numpy().argmax(-1)
+    return select_most_likely(logits, width).numpy()

@@ -8,6 +8,7 @@ draft logits.
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -72,7 +73,7 @@ class Calibration:
         from scipy.special import expit  # reading a file does without scipy
 
         probabilities: np.ndarray = expit(build_calibration_features(top, depth) @ self.greedy)
-        return probabilities / probabilities.sum(-1, keepdims=True).clip(1)
+        return probabilities / np.maximum(probabilities.sum(-1, keepdims=True), 1)
 
 
 def find_nearest(by_temperature: Mapping[str, Known], temperature: float) -> Known:
@@ -82,9 +83,19 @@ def find_nearest(by_temperature: Mapping[str, Known], temperature: float) -> Kno
 
 def build_calibration_features(top: np.ndarray, depth: int) -> np.ndarray:
     """Returns [F, K, 4] the model's inputs. top: [F, K] the largest probabilities of nodes at a depth."""
-    top = top.clip(MIN_CALIBRATED_PROBABILITY, 1 - MIN_CALIBRATED_PROBABILITY)
-    ranks = np.log(np.arange(1, top.shape[1] + 1))
-    return np.stack(np.broadcast_arrays(1.0, np.log(top / (1 - top)), ranks, depth), -1)
+    top = np.minimum(np.maximum(top, MIN_CALIBRATED_PROBABILITY), 1 - MIN_CALIBRATED_PROBABILITY)
+    features = np.empty((*top.shape, NUM_FEATURES))
+    features[..., 0] = 1.0
+    features[..., 1] = np.log(top / (1 - top))
+    features[..., 2] = compute_log_ranks(top.shape[1])
+    features[..., 3] = depth
+    return features
+
+
+@lru_cache
+def compute_log_ranks(count: int) -> np.ndarray:
+    """Returns [count] log 1, log 2, …"""
+    return np.log(np.arange(1, count + 1))
 
 
 def scale_by_sharpness(logits: "Tensor", depth: int, sharpness: tuple[float, ...]) -> "Tensor":

@@ -18,8 +18,10 @@ from treespec.draft.auto.cost_model import (
     Prediction,
     limit_sum,
 )
-from treespec.draft.builders import CycleBuilder, TopRanking, TreeBuilder
+from treespec.draft.best_tree import CandidateLevel, RankedTree
+from treespec.draft.builders import CycleBuilder, TreeBuilder
 from treespec.draft.calibration import GREEDY_TEMPERATURE, Calibration, find_nearest
+from treespec.draft.ranking import HostRanking, ScoredChildren
 from treespec.draft.tree_assembly import Growth
 from treespec.sampling.probs import SamplingParams, compute_probs, select_topk
 from treespec.trees.dynamic import AutoTree
@@ -120,10 +122,17 @@ def _scale_rates(rates: tuple[float, ...], point: np.ndarray) -> np.ndarray:
 
 
 @final
-class CostAwareRanking(TopRanking):
+class CostAwareRanking(HostRanking):
     """Ranks nodes by expected tokens and their cost: it expands nodes worth their time, then keeps the best size.
 
     The score of a node is Pr(the target chooses every token of its path).
+
+    Attributes:
+        model: the cost model of the sequence.
+        params: turn draft logits into the distribution that predicts.
+        calibration: the head's; None: it has none.
+        predicted: [F, K] for each level, Pr(a child is accepted | its parent is), uncorrected.
+        top_sum: sum of the most likely child's probability over all levels, the first rate included.
     """
 
     def __init__(
@@ -139,31 +148,32 @@ class CostAwareRanking(TopRanking):
         self.calibration = calibration
         self.forward = model.forward[: tree.nodes]
         self.predicted = list[np.ndarray]()
-        self.tops = model.rates[0]  # sum of the most likely child's probability over all levels
+        self.top_sum = model.rates[0]
 
     def score_children(
-        self, above: Tensor | None, logits: Tensor, depth: int
-    ) -> tuple[Tensor, Tensor]:
+        self, above: np.ndarray | None, logits: Tensor, depth: int
+    ) -> ScoredChildren:
         if self.params.greedy:
             probabilities = logits.float().softmax(-1)
         else:
             probabilities = compute_probs(logits, self.params)
         best, tokens = select_topk(probabilities, min(self.topk, logits.shape[-1]))
-        predicted = best.double().cpu().numpy()
+        predicted = best.double().numpy()
         if self.calibration and self.params.greedy:
             predicted = self.calibration.predict_certain_choice(predicted, depth)
         self.predicted.append(predicted)
         reach = self.model.logit_correction.correct_predictions(predicted, depth)
         if above is not None:
-            reach = above.numpy()[:, None] * reach
-        return tokens, torch.from_numpy(reach)
+            reach = above[:, None] * reach
+        return ScoredChildren(tokens.numpy(), reach)
 
-    def choose_width(self, level: int, scores: list[Tensor]) -> int:
+    def choose_width(self, level: int, levels: list[CandidateLevel]) -> int:
         # 1. The best size of all candidates so far, and the price in tokens of one more node there.
         model = self.model
-        cost = self.model.cost
+        cost = model.cost
         rate = max(model.plain, model.speed)  # tokens that a second is worth
-        self.nodes = find_best_size(np.sort(torch.cat(scores).numpy())[::-1], self.forward, rate)
+        reach = np.concatenate([candidates.scores for candidates in levels])
+        self.nodes = find_best_size(np.sort(reach)[::-1], self.forward, rate)
         end = min(self.nodes + SLOPE_NODES, len(self.forward))
         extra_seconds = float(self.forward[end - 1] - self.forward[self.nodes - 1])
         price = rate * extra_seconds / max(end - self.nodes, 1)
@@ -171,12 +181,12 @@ class CostAwareRanking(TopRanking):
             self.nodes = max(self.nodes, 2)
 
         # 2. Nodes of the last level whose children are likely to be worth their time.
-        self.tops += float(self.predicted[-1][0, 0])
-        next_rate = self.tops / (level + 1) * float(model.logit_correction.factors[1, 0])
-        best = np.sort(scores[-1].numpy())[::-1][: self.topk]
+        self.top_sum += float(self.predicted[-1][0, 0])
+        next_rate = self.top_sum / (level + 1) * float(model.logit_correction.factors[1, 0])
         levels_left = self.depth - level
         if not levels_left:
             return 0
+        best = np.sort(levels[-1].scores)[::-1][: self.topk]
         child_rate = min(next_rate, MAX_CHILD_PROBABILITY)
         return count_expansions(
             best,
@@ -187,15 +197,17 @@ class CostAwareRanking(TopRanking):
             levels_left,
         )
 
-    def predict_outcome(self, kept: np.ndarray, parents: np.ndarray) -> Prediction:
-        """Predicts the outcome of a tree. kept: [N] its columns (`select_best_tree`). parents: [N]."""
-        columns = [np.ones(2)]  # padding and the root
+    def predict_outcome(self, ranked: RankedTree) -> Prediction:
+        """Predicts the outcome of a tree."""
+        columns = [np.ones(1)]  # the root
         for level in self.predicted:
-            columns.append(level.ravel())
+            columns.append(level.reshape(-1))
         probabilities = np.concatenate(columns)
         inner = sum(map(len, self.predicted))
-        seconds = float(self.model.cost.predict_cycle(len(kept), len(self.predicted), inner))
-        return Prediction(seconds, parents, probabilities[kept])
+        seconds = float(
+            self.model.cost.predict_cycle(len(ranked.columns), len(self.predicted), inner)
+        )
+        return Prediction(seconds, ranked.parents, probabilities[ranked.columns])
 
 
 def count_expansions(
@@ -283,10 +295,9 @@ class AutoBuilder(TreeBuilder):
         if shape:
             return (yield from cycle.grow_fixed(shape))
         ranking = CostAwareRanking(self.policy, model, cycle.params, self.calibration)
-        tree, kept = yield from ranking.grow(cycle.root, cycle.logits)
-        prediction = ranking.predict_outcome(kept.cpu().numpy(), tree.parents.cpu().numpy())
-        model.predict(prediction, model.logit_correction)
-        return tree
+        ranked = yield from ranking.grow(cycle.root, cycle.logits)
+        model.predict(ranking.predict_outcome(ranked), model.logit_correction)
+        return ranked.tree
 
     def update(self, path: Sequence[int]) -> None:
         if self.models:

@@ -78,6 +78,11 @@ class CycleCost:
         return seconds
 
     @cached_property
+    def measured_forward_seconds(self) -> np.ndarray:
+        """[M] T(n) for n = 1, 2, … up to the largest measured size."""
+        return self.predict_forward_seconds(self.nodes[-1])
+
+    @cached_property
     def seconds_per_extra_row(self) -> float:
         """Extra seconds for each further node that a draft level expands; it grows as the target's forward does."""
         one_node, several_nodes = self.interpolate_forward([1, ROW_PRICE_NODES])
@@ -96,7 +101,7 @@ class CycleCost:
         begin = self.begin * factor
         return CycleCost(self.nodes, forward, level, begin, batch * self.overhead)
 
-    @property
+    @cached_property
     def baseline_speed(self) -> float:
         """Tokens per second of one-token decoding."""
         return 1 / max(self.forward[0], math.ulp(1.0))
@@ -137,8 +142,9 @@ def find_best_size(reach: np.ndarray, forward: np.ndarray, rate: float) -> int:
     rate: R, tokens per second.
     """
     max_nodes = min(len(reach) + 1, len(forward))
-    expected_tokens = np.append(1.0, reach).cumsum()[:max_nodes]
-    return int((expected_tokens - rate * forward[:max_nodes]).argmax()) + 1
+    node_reach = np.ones(max_nodes)
+    node_reach[1:] = reach[: max_nodes - 1]
+    return int((node_reach.cumsum() - rate * forward[:max_nodes]).argmax()) + 1
 
 
 CostBy = Callable[[int], CycleCost]  # the cost by batch size

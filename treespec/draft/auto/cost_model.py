@@ -32,6 +32,7 @@ PRIOR_CYCLES = 4  # weight of the first estimate of the speed, in cycles
 MIN_CORRECTION = 0.02
 MAX_CORRECTION = 1.5
 MAX_CHILD_PROBABILITY = 0.98  # of a node's children together
+SMALLEST_FLOAT = float(np.finfo(float).tiny)  # of a divisor
 RETRY_CYCLES = (
     8  # cycles without drafts before drafting is tried again, if it is nearly fast enough
 )
@@ -45,12 +46,14 @@ def limit_sum(probabilities: np.ndarray) -> np.ndarray:
 
     .9 .2 .1, at most .98    .9 and .08 for the others    .9 .053 .027
     """
-    first = probabilities[:, :1].clip(max=MAX_CHILD_PROBABILITY)
+    limited = np.empty_like(probabilities)
+    first = np.minimum(probabilities[:, :1], MAX_CHILD_PROBABILITY, out=limited[:, :1])
     others = probabilities[:, 1:]
     limit = MAX_CHILD_PROBABILITY - first
     total = others.sum(1, keepdims=True)
-    factor = limit / np.maximum(total, limit).clip(np.finfo(float).tiny)
-    return np.concatenate([first, others * factor], axis=1)
+    factor = limit / np.maximum(np.maximum(total, limit), SMALLEST_FLOAT)
+    np.multiply(others, factor, out=limited[:, 1:])
+    return limited
 
 
 @final
@@ -70,27 +73,35 @@ class Correction:
     @property
     def factors(self) -> np.ndarray:
         """[2, 2] actual acceptances per predicted one, within bounds."""
-        return (self.accepted / self.predicted).clip(MIN_CORRECTION, MAX_CORRECTION)
+        ratios = self.accepted / self.predicted
+        return np.minimum(np.maximum(ratios, MIN_CORRECTION), MAX_CORRECTION)
 
     def correct_predictions(self, probabilities: np.ndarray, depth: int) -> np.ndarray:
         """Multiplies predictions by the ratios so far.
 
         probabilities: [F, K] of the children of F nodes, the most likely first. depth: of the nodes; 0: the root.
         """
-        is_other = np.arange(probabilities.shape[1]).clip(max=1)
-        return limit_sum(probabilities * self.factors[min(depth, 1), is_other])
+        first, others = self.factors[min(depth, 1)].tolist()
+        corrected = probabilities * others
+        np.multiply(probabilities[:, 0], first, out=corrected[:, 0])
+        return limit_sum(corrected)
 
     def update(self, prediction: "Prediction", path: Sequence[int]) -> None:
         """Learns from a verified tree. path: its accepted nodes, without the root."""
         self.predicted = RATE_DECAY * self.predicted
         self.accepted = RATE_DECAY * self.accepted
+        parents = prediction.parents.tolist()
+        probabilities = prediction.probabilities.tolist()
         for depth, node in enumerate([0, *path]):
-            (children,) = np.nonzero(prediction.parents == node)
-            if not len(children):
+            children = [child for child, parent in enumerate(parents) if parent == node]
+            if not children:
                 continue
             row = min(depth, 1)
-            probabilities = prediction.probabilities[children]
-            self.predicted[row] += probabilities[0], sum(probabilities[1:])
+            self.predicted[row, 0] += probabilities[children[0]]
+            others = 0.0
+            for child in children[1:]:
+                others += probabilities[child]
+            self.predicted[row, 1] += others
             if depth < len(path):
                 is_other = path[depth] != children[0]
                 self.accepted[row, int(is_other)] += 1
@@ -154,7 +165,7 @@ class CostModel:
         if rates:
             self.rates = rates
         self.plain = cost.baseline_speed
-        self.forward = cost.predict_forward_seconds(cost.nodes[-1])
+        self.forward = cost.measured_forward_seconds
         self.rate_correction = corrections.by_rates
         self.logit_correction = corrections.by_law
         self.corrects = self.logit_correction

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from treespec.draft.auto.cost import COST_FORMAT, CostBy, CycleCost, read_cost
-from treespec.draft.builders import TopRanking
 from treespec.draft.drafter import GrowthKey, Proposer
+from treespec.draft.ranking import TopRanking
 from treespec.draft.tree_assembly import grow_together
 from treespec.errors import InputError
 from treespec.files.atomic import remove_leftovers, write_json
@@ -238,7 +238,7 @@ class Bench:
         def grown(ends: Tensor, rows: Sequence[Tensor | None], _: Tensor | None) -> list[TokenTree]:
             ends = to_device(ends, root.device)
             growths = [ranked.grow(ends, row) for row in rows if row is not None]
-            return [tree for tree, _ in grow_together(proposer.extend, growths)]
+            return grow_together(proposer.extend, growths)
 
         proposer.grow_by_graph(grown, self.tokens[-1:], begun, None, GrowthKey((shape,)))
 

@@ -66,11 +66,13 @@ class Guess:
 
     def build_token_tree(self, root: int, device: "torch.device") -> "TokenTree":
         """Builds the token tree on a device, without draft distributions. root: the root's token."""
-        from treespec.trees.tree import TokenTree, to_device  # checks before loading need no torch
+        from treespec.trees.mask import mark_ancestors  # checks before loading need no torch
+        from treespec.trees.tree import TokenTree, to_device
 
-        ancestors = np.eye(1 + len(self.tokens), dtype=bool)
-        for node, parent in enumerate(self.parents, start=1):
-            ancestors[node] |= ancestors[parent]
-        ancestor_mask = to_device(ancestors, device)
-        tokens, parents = to_device([[root, *self.tokens], [-1, *self.parents]], device)
-        return TokenTree(tokens, parents, ancestor_mask.sum(1) - 1, ancestor_mask)
+        parents = [-1, *self.parents]
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent] + 1)
+        facts = to_device([[root, *self.tokens], parents, depths], device)
+        ancestors = to_device(mark_ancestors(parents), device)
+        return TokenTree(*facts, ancestors)

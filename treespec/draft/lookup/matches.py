@@ -38,7 +38,7 @@ def find_longest_match(
     Returns:
         The length of the suffix, 0 without a match, and [M] ascending slots of the tokens after its occurrences.
     """
-    ends = np.flatnonzero(tokens[:-1] == context[-1]) + 1
+    ends = (tokens[:-1] == context[-1]).nonzero()[0] + 1
     length = 1
     ends = ends[tokens[ends] != END_OF_TEXT]
     while len(ends) and length < min(longest, len(context)):

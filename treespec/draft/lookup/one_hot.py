@@ -18,11 +18,15 @@ import torch
 from torch import Tensor
 
 from treespec.draft.auto.cost import CostBy, CycleCost, find_best_size
+from treespec.draft.drafter import Drafter
+from treespec.draft.forced import list_forced_chains
 from treespec.draft.lookup.guess import Guess
-from treespec.draft.tree_assembly import ForcedDrafter
 from treespec.model.cache import TreeCache
 from treespec.sampling.sampler import Sampler
 from treespec.trees.tree import TokenTree
+from treespec.verify.topk import TopK
+
+FORCED_SCHEME = TopK()  # its trees have no draft distributions: it draws nothing
 
 
 class TextDrafter(ABC):
@@ -63,7 +67,7 @@ class LookupRow:
 
 
 @final
-class OneHotDrafter(ForcedDrafter):
+class OneHotDrafter(Drafter):
     """Drafts with a `TextDrafter` for each of B sequences; one at first.
 
     Attributes:
@@ -100,15 +104,14 @@ class OneHotDrafter(ForcedDrafter):
         cache: TreeCache,
         now: Callable[[], float] = time.perf_counter,
     ) -> list[TokenTree]:
-        self.forced = [distribution.list_forced_tokens() for distribution in distributions]
+        chains = list_forced_chains(roots, distributions)
         trees = []
-        for row, (root, forced) in enumerate(zip(roots.tolist(), self.forced, strict=True)):
-            last_tokens = [root, *forced.ids]
+        for row, forced in enumerate(chains.forced):
             guess = Guess()
             if not forced.ends:
-                guess = self.guess(row, last_tokens)
-            trees.append(guess.build_token_tree(last_tokens[-1], generators[row].device))
-        return self.prepend_forced_all(roots, trees, generators)
+                guess = self.guess(row, chains.list_last_tokens(row))
+            trees.append(guess.build_token_tree(chains.ends[row], generators[row].device))
+        return chains.prepend_to(trees, FORCED_SCHEME, generators)
 
     def guess(self, row: int, last: list[int]) -> Guess:
         """Drafts for a sequence; with a cost it keeps only the nodes worth their time.
@@ -146,11 +149,9 @@ class OneHotDrafter(ForcedDrafter):
 
 def keep_profitable_nodes(guess: Guess, cost: CycleCost) -> Guess:
     """Keeps the most likely nodes, at the size with the most tokens per second; all without probabilities."""
-    if guess.probabilities is None:
+    if guess.probabilities is None or not len(guess.tokens):
         return guess
     reach = guess.compute_reach(guess.probabilities)
     order = np.argsort(-reach, kind="stable")  # the root is first, and a parent before its children
-    size = find_best_size(
-        reach[order[1:]], cost.predict_forward_seconds(cost.nodes[-1]), cost.baseline_speed
-    )
+    size = find_best_size(reach[order[1:]], cost.measured_forward_seconds, cost.baseline_speed)
     return guess.keep_nodes(np.sort(order[:size]))

@@ -73,7 +73,7 @@ class Suffix(TextDrafter):
         self._learn(text[self.seen :].tolist())
         self.seen = len(text)
         self.last = self._guess(text, text)
-        if self.cache:
+        if self.cache and len(self.cache.tokens):
             of_cache = self._guess(self.cache.tokens, text)
             if of_cache.score > self.last.score:
                 self.last = of_cache
@@ -82,6 +82,8 @@ class Suffix(TextDrafter):
     def _guess(self, tokens: np.ndarray, text: np.ndarray) -> Guess:
         options = self.options
         length, match_ends = find_longest_match(tokens, text, options.longest)
+        if not length:
+            return Guess(probabilities=np.ones(1))
         newest_ends = match_ends[::-1][:NEWEST_MATCHES].tolist()
         continuations = [tokens[end : end + options.nodes].tolist() for end in newest_ends]
         nodes = min(options.nodes, options.growth * length)
@@ -96,6 +98,8 @@ class Suffix(TextDrafter):
 
     def _learn(self, new: Sequence[int]) -> None:
         """Compares the last guess with the new tokens, level by level, until they leave it."""
+        if not self.last.tokens:
+            return
         children: dict[int | None, dict[int, tuple[int, float]]] = {}
         links = zip(self.last.parents, self.last.tokens, self.last.shares, strict=True)
         for child, (parent, token, share) in enumerate(links, start=1):

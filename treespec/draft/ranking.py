@@ -1,0 +1,176 @@
+"""Grows EAGLE-2's tree: it ranks paths by log-probability (`treespec.trees.dynamic`).
+
+The score of a node is that of its path; no child's score is above its parent's. `TopRanking` grows the trees of a
+batch together, on any device. One sequence on a CPU has a few hundred numbers: `HostRanking` ranks them with numpy,
+and both grow the same tree.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treespec.draft.best_tree import (
+    CandidateLevel,
+    RankedTree,
+    rank_descending,
+    select_best_on_host,
+    select_best_tree,
+)
+from treespec.draft.drafter import Frontier
+from treespec.draft.tree_assembly import Growing, Growth
+from treespec.sampling.probs import select_topk
+from treespec.trees.tree import build_range
+
+
+@dataclass
+class Ranking:
+    """The limits of a ranked tree.
+
+    Attributes:
+        depth: the largest number of levels.
+        topk: children per node.
+        nodes: N to keep after the last level, the root included.
+        expanded: nodes to expand per level; None: topk of them.
+    """
+
+    depth: int
+    topk: int
+    nodes: int
+    expanded: int | None = None
+
+    def count_expanded(self, level: int) -> int:
+        """Returns the number of nodes of a level to expand, the best ones; 0 ends the tree. level: from 1."""
+        if level >= self.depth:
+            return 0
+        if self.expanded is None:
+            return self.topk
+        return self.expanded
+
+    def rank_children(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns [..., F, K] tokens and log-probabilities of the most likely children, the most likely first.
+
+        logits: [..., F, V].
+        """
+        rows = logits
+        if logits.shape[-2] > 1 and logits.stride(-2) == 0:  # one distribution for the whole level
+            rows = logits[..., :1, :]
+        topk = min(self.topk, logits.shape[-1])
+        scores, tokens = select_topk(rows.log_softmax(-1, torch.float32), topk)
+        return tokens.expand(logits.shape[:-1] + (topk,)), scores
+
+
+@dataclass
+class TopRanking(Ranking):
+    """Grows one tree, or the trees of a batch together."""
+
+    def grow(self, root: Tensor, logits: Tensor) -> Growth:
+        """Grows the tree.
+
+        root: [1] int64. logits: [1, V] draft logits of its children. With [B, 1] and [B, 1, V] the
+        trees of a batch grow together, and all that is yielded and returned is [B, ...].
+        """
+        if root.dim() == 1 and logits.device.type == "cpu":
+            ranking = HostRanking(self.depth, self.topk, self.nodes, self.expanded)
+            ranked = yield from ranking.grow(root, logits)
+            return ranked.tree
+
+        level_tokens = [root]
+        orders = list[Tensor]()
+        scores = list[Tensor]()
+        above = None
+        for level in range(1, self.depth + 1):
+            # 1. The most likely children of each frontier node are candidates.
+            tokens, reach = self.rank_children(logits)  # [..., F, K]
+            if above is not None:
+                reach = above[..., None] + reach
+            level_tokens.append(tokens.flatten(-2))
+            scores.append(reach.flatten(-2))
+
+            # 2. The best of them are the next frontier. If all of them are expanded, they keep their order.
+            expanded = self.count_expanded(level)
+            if not expanded:
+                break
+            above = scores[-1]
+            frontier_tokens = level_tokens[-1]
+            order = build_range(above.shape[-1], root.device).expand_as(frontier_tokens)
+            if expanded < above.shape[-1]:
+                above, best = above.sort(descending=True, stable=True)
+                above = above[..., :expanded]
+                order = best[..., :expanded]
+                frontier_tokens = frontier_tokens.gather(-1, order)
+            orders.append(order)
+            frontier_logits = yield Frontier(frontier_tokens, order, tokens.shape[-1])
+            logits = frontier_logits.unflatten(0, frontier_tokens.shape)
+
+        # 3. Keep the best of all candidates.
+        return select_best_tree(level_tokens, orders, scores, self.nodes)
+
+
+@dataclass(frozen=True)
+class ScoredChildren:
+    """The most likely children of F nodes.
+
+    Attributes:
+        tokens: [F, K] int64, the most likely first.
+        scores: [F, K] the scores of their paths.
+    """
+
+    tokens: np.ndarray
+    scores: np.ndarray
+
+
+@dataclass
+class HostRanking(Ranking):
+    """Grows the tree of one sequence on a CPU, as `TopRanking` does."""
+
+    def score_children(
+        self, above: np.ndarray | None, logits: Tensor, depth: int
+    ) -> ScoredChildren:
+        """Scores the most likely children of F nodes.
+
+        above: [F] scores of the nodes; None for the root. logits: [F, V]. depth: of the nodes.
+        """
+        tokens, scores = self.rank_children(logits)
+        path_scores = scores.numpy()
+        if above is not None:
+            path_scores = above[:, None] + path_scores
+        return ScoredChildren(tokens.numpy(), path_scores)
+
+    def choose_width(self, level: int, levels: list[CandidateLevel]) -> int:
+        """Returns the number of nodes of a level to expand, the best ones; 0 ends the tree.
+
+        level: from 1, the level of the nodes. levels: the candidates so far.
+        """
+        return self.count_expanded(level)
+
+    def grow(self, root: Tensor, logits: Tensor) -> Growing[RankedTree]:
+        """Grows the tree. root: [1] int64. logits: [1, V] draft logits of its children."""
+        levels = list[CandidateLevel]()
+        above = None
+        frontier_columns = np.zeros(1, dtype=np.int64)
+        first_column = 1  # of the present level
+        for level in range(1, self.depth + 1):
+            # 1. The most likely children of each frontier node are candidates.
+            children = self.score_children(above, logits, level - 1)
+            topk = children.tokens.shape[1]
+            tokens = children.tokens.reshape(-1)
+            scores = children.scores.reshape(-1)
+            levels.append(CandidateLevel(tokens, scores, frontier_columns.repeat(topk)))
+
+            # 2. The best of them are the next frontier. If all of them are expanded, they keep their order.
+            expanded = self.choose_width(level, levels)
+            if not expanded:
+                break
+            if expanded < len(scores):
+                order = rank_descending(scores)[:expanded]
+            else:
+                order = np.arange(len(scores))
+            above = scores[order]
+            frontier_columns = first_column + order
+            first_column += len(scores)
+            logits = yield Frontier(torch.from_numpy(tokens[order]), torch.from_numpy(order), topk)
+
+        # 3. Keep the best of all candidates.
+        return select_best_on_host(int(root), levels, self.nodes)

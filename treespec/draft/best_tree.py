@@ -142,8 +142,9 @@ def select_best_on_host(root: int, levels: Sequence[CandidateLevel], nodes: int)
     depths[1:] = build_depths(tuple([len(level.tokens) for level in levels]))[below_root]
 
     # 3. The tensors share the memory of the arrays.
+    tensors = torch.from_numpy(facts)
     ancestors = mark_ancestors(parents.tolist())
-    return RankedTree(TokenTree(*torch.from_numpy(facts), ancestors), parents, columns)
+    return RankedTree(TokenTree(tensors[0], tensors[1], tensors[2], ancestors), parents, columns)
 
 
 def rank_descending(scores: np.ndarray) -> np.ndarray:

@@ -74,5 +74,4 @@ class Guess:
         for parent in self.parents:
             depths.append(depths[parent] + 1)
         facts = to_device([[root, *self.tokens], parents, depths], device)
-        ancestors = to_device(mark_ancestors(parents), device)
-        return TokenTree(*facts, ancestors)
+        return TokenTree(facts[0], facts[1], facts[2], to_device(mark_ancestors(parents), device))

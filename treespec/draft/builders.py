@@ -164,8 +164,8 @@ class CycleBuilder:
         for level in list_most_likely_levels(shape):
             # 1. The draft logits of the children of the level's inner nodes. An absent child counts as token 0.
             if level.first > 1:
-                frontier_tokens = torch.from_numpy(tokens[level.nodes]).clamp_min(0)
-                logits = yield Frontier(frontier_tokens, level.parent_rows)
+                frontier_tokens = np.maximum(tokens[level.nodes], 0)
+                logits = yield Frontier(torch.from_numpy(frontier_tokens), level.parent_rows)
 
             # 2. The children's tokens.
             best = select_most_likely_on_host(logits, level.width)
@@ -222,6 +222,9 @@ def list_most_likely_levels(shape: StaticTree) -> tuple[MostLikelyLevel, ...]:
 
 def select_most_likely_on_host(logits: Tensor, width: int) -> np.ndarray:
     """Returns [F, width] the most likely tokens of logits [F, V] on a CPU, as `select_most_likely`."""
-    if width == 1 and logits.shape[-1] >= MIN_ARGMAX_TOKENS:
+    vocab_size = logits.shape[-1]
+    if width == 1 and vocab_size >= MIN_ARGMAX_TOKENS:
         return to_float(logits).numpy().argmax(-1)
-    return select_most_likely(logits, width).numpy()
+    if width <= vocab_size:
+        return select_topk(logits, width)[1].numpy()
+    return select_most_likely(logits, width).numpy()  # pads the rows

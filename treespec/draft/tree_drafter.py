@@ -229,9 +229,10 @@ class TreeDrafter(Drafter):
         if batching.together:
             growths = [self._start_joint_growth(cycle, ends, logits)]
         else:
+            ends = to_device(ends, cycle.device)
             growths = []
-            for row, end in enumerate(to_device(ends, cycle.device).split(1)):
-                growths.append(self._start_growth(cycle, row, end, logits[row]))
+            for row, row_logits in enumerate(logits):
+                growths.append(self._start_growth(cycle, row, ends[row : row + 1], row_logits))
 
         # 2. Level by level, in draft tokens.
         trees = grow_together(partial(self._extend_level, cycle), growths)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,6 +58,13 @@ def to_target_tokens(tree: TokenTree, vocabulary: Tensor, size: int) -> TokenTre
 
     Its root is already the target's token. vocabulary: [N] the target's token for each draft token.
     """
+    if tree.drafts is None and tree.tokens.dim() == 1 and tree.tokens.device.type == "cpu":
+        draft_tokens = tree.tokens.numpy()
+        tokens_on_host = vocabulary.numpy().take(draft_tokens, mode="clip")
+        np.copyto(tokens_on_host, draft_tokens, where=draft_tokens < 0)  # absent draws
+        tokens_on_host[0] = draft_tokens[0]
+        tokens = torch.from_numpy(tokens_on_host)
+        return TokenTree(tokens, tree.parents, tree.depth, tree.ancestors)
 
     def to_target(tokens: Tensor) -> Tensor:
         return torch.where(tokens < 0, tokens, vocabulary[tokens.clamp_min(0)])

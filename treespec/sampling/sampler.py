@@ -97,7 +97,8 @@ class Sampler:
         if logits.stride(0) == 0:  # one distribution for all rows
             rows = logits[:1]
         noise = self.noise.get_level(depth)
-        noise = noise if vocabulary is None else noise[vocabulary]
+        if vocabulary is not None:
+            noise = noise.index_select(0, vocabulary)
         return self.add_noise(rows, noise).expand_as(logits)
 
     def add_noise(self, logits: Tensor, noise: Tensor) -> Tensor:

@@ -158,7 +158,7 @@ class CostAwareRanking(HostRanking):
         else:
             probabilities = compute_probs(logits, self.params)
         best, tokens = select_topk(probabilities, min(self.topk, logits.shape[-1]))
-        predicted = best.double().numpy()
+        predicted = best.numpy().astype(np.float64)
         if self.calibration and self.params.greedy:
             predicted = self.calibration.predict_certain_choice(predicted, depth)
         self.predicted.append(predicted)
@@ -173,7 +173,8 @@ class CostAwareRanking(HostRanking):
         cost = model.cost
         rate = max(model.plain, model.speed)  # tokens that a second is worth
         reach = np.concatenate([candidates.scores for candidates in levels])
-        self.nodes = find_best_size(np.sort(reach)[::-1], self.forward, rate)
+        reach.sort()
+        self.nodes = find_best_size(reach[::-1], self.forward, rate)
         end = min(self.nodes + SLOPE_NODES, len(self.forward))
         extra_seconds = float(self.forward[end - 1] - self.forward[self.nodes - 1])
         price = rate * extra_seconds / max(end - self.nodes, 1)

@@ -39,6 +39,8 @@ def find_longest_match(
         The length of the suffix, 0 without a match, and [M] ascending slots of the tokens after its occurrences.
     """
     ends = (tokens[:-1] == context[-1]).nonzero()[0] + 1
+    if not len(ends):
+        return 0, ends
     length = 1
     ends = ends[tokens[ends] != END_OF_TEXT]
     while len(ends) and length < min(longest, len(context)):

@@ -119,7 +119,7 @@ class OneHotDrafter(Drafter):
         last: the root and the forced tokens.
         """
         state = self.states[row]
-        guess = state.drafter.draft(np.append(state.text, last))
+        guess = state.drafter.draft(np.concatenate([state.text, np.array(last)]))
         cost = self.cost
         if cost is None:
             return guess
@@ -127,7 +127,7 @@ class OneHotDrafter(Drafter):
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
         for state, new_tokens in zip(self.states, tokens, strict=True):
-            state.text = np.append(state.text, new_tokens[:-1].numpy())
+            state.text = np.concatenate([state.text, new_tokens.numpy()[:-1]])
 
     def enter(self, memory: str | None) -> None:
         self.states[0].drafter.enter(memory)

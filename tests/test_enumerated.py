@@ -10,7 +10,7 @@ import torch
 from drafters import PROMPT, WAYS, spec_of
 from reference import TEXT_PROB_TOLERANCE, enumerate_texts
 
-from treespec.draft import tree_drafter
+from treespec.draft import cycle, tree_drafter
 from treespec.draft.tree_assembly import ShapedDrafts
 from treespec.trees.static import StaticTree
 
@@ -90,21 +90,21 @@ def test_faults_of_exactness_are_found(fault, tree, verifier):
 
 
 def unshaped_below_the_first_level(monkeypatch):
-    shape = tree_drafter.process_draft_logits
+    shape = cycle.process_draft_logits
 
     def first_level(distribution, paths, rows, *rest):
         return ShapedDrafts(rows, rows) if paths[0] else shape(distribution, paths, rows, *rest)
 
-    monkeypatch.setattr(tree_drafter, "process_draft_logits", first_level)
+    monkeypatch.setattr(cycle, "process_draft_logits", first_level)
 
 
 def draws_one_node_off(monkeypatch):
-    shape = tree_drafter.process_draft_logits
+    shape = cycle.process_draft_logits
 
     def rolled(distribution, paths, rows, *rest):
         return shape(distribution, [*paths[-1:], *paths[:-1]], rows, *rest)
 
-    monkeypatch.setattr(tree_drafter, "process_draft_logits", rolled)
+    monkeypatch.setattr(cycle, "process_draft_logits", rolled)
 
 
 def features_of_the_token_before(monkeypatch):

@@ -130,7 +130,7 @@ class CycleBuilder:
 
     def grow_fixed(self, shape: StaticTree) -> Growth:
         """Grows a tree of a fixed shape, with one draft step and one batch of draws for each level."""
-        if self.logits.device.type == "cpu" and type(self.scheme).make is TopK.make:
+        if self.logits.device.type == "cpu" and self.scheme.takes_most_likely:
             return (yield from self.grow_most_likely(shape))
         tokens = [self.root]
         levels = list[Drawn]()

@@ -16,25 +16,19 @@ from torch import Tensor
 from treespec.draft.auto.builder import AutoBuilder
 from treespec.draft.auto.cost import CostBy
 from treespec.draft.builders import TreeBuilder
-from treespec.draft.calibration import Calibration, scale_by_sharpness
+from treespec.draft.calibration import Calibration
 from treespec.draft.cycle import Batching, DraftCycle
-from treespec.draft.drafter import Drafter, Frontier, Frontiers, GrowthKey, Proposer, join_states
-from treespec.draft.forced import list_forced_chains, to_draft_ids
+from treespec.draft.drafter import Drafter, GrowthKey, Proposer, join_states
+from treespec.draft.forced import list_forced_chains
 from treespec.draft.lookup.one_hot import OneHotDrafter
 from treespec.draft.pairing import ProposerInfo, check_fit
-from treespec.draft.tree_assembly import Growth, grow_together, process_draft_logits
-from treespec.draft.vocabulary import to_target_tokens
 from treespec.model.cache import TreeCache
 from treespec.sampling.noise import Noise
 from treespec.sampling.params import SamplingParams
 from treespec.sampling.sampler import Path, Sampler
 from treespec.trees.shape import Policy
-from treespec.trees.tree import TokenTree, build_root_tree, to_device
+from treespec.trees.tree import TokenTree
 from treespec.verify.scheme import Scheme
-
-MOST_STEPS = 8  # forced tokens that a draft model is run over, with one draft forward for each
-# Of draft logits to which a sequence's sampling parameters and noise are already applied.
-SCORED_PARAMS = SamplingParams(1.0)
 
 
 @final
@@ -88,11 +82,20 @@ class TreeDrafter(Drafter):
         cache: TreeCache,
         now: Callable[[], float] = time.perf_counter,
     ) -> list[TokenTree]:
-        # 1. What holds in this cycle, and the trees of the suffix cache.
+        # 1. The cycle, and the trees of the suffix cache.
         chains = list_forced_chains(roots, distributions)
-        cycle = DraftCycle(chains, distributions, generators, now)
+        cycle = DraftCycle(
+            self.proposer,
+            self.states,
+            self.sharpness,
+            self.policy.max_depth,
+            chains,
+            distributions,
+            generators,
+            now,
+        )
         self.cycle = cycle
-        self._offer_cached_trees(cycle)
+        self._choose_cached_trees(cycle)
 
         # 2. Draft logits for the children of the roots, and the trees below them.
         root_logits = self._begin_drafts(cycle, roots, cache)
@@ -100,6 +103,7 @@ class TreeDrafter(Drafter):
             trees = cycle.build_undrafted_trees()
         else:
             trees = self._grow_trees(cycle, roots, root_logits)
+        self.forward_seconds += cycle.forward_seconds
 
         # 3. The trees of the suffix cache replace those of the proposer; forced tokens come above them.
         for row, offer in enumerate(cycle.offers):
@@ -107,7 +111,7 @@ class TreeDrafter(Drafter):
                 trees[row] = offer
         return chains.prepend_to(trees, self.scheme, generators)
 
-    def _offer_cached_trees(self, cycle: DraftCycle) -> None:
+    def _choose_cached_trees(self, cycle: DraftCycle) -> None:
         """Takes the suffix cache's tree for each sequence where it predicts more than the draft model."""
         if not self.cache:
             return
@@ -139,7 +143,7 @@ class TreeDrafter(Drafter):
         # 2. The draft logits of the others.
         started = cycle.now()
         root_logits = list(self.proposer.begin(roots, cache))
-        self.forward_seconds += cycle.now() - started
+        cycle.forward_seconds += cycle.now() - started
         for row, pause in enumerate(pauses):
             if pause:
                 root_logits[row] = None
@@ -150,7 +154,7 @@ class TreeDrafter(Drafter):
     ) -> list[TokenTree]:
         """Grows the trees below the draft logits of `_begin_drafts`, in the target's tokens."""
         batching = self._plan_batching(cycle, root_logits)
-        grow = partial(self._grow_below, cycle, batching)
+        grow = partial(cycle.grow_trees, batching.together)
         if batching.graph_key:
             logits = [row for row in root_logits if row is not None]  # of all sequences
             trees = self.proposer.grow_by_graph(
@@ -166,7 +170,7 @@ class TreeDrafter(Drafter):
 
     def _plan_batching(self, cycle: DraftCycle, root_logits: list[Tensor | None]) -> Batching:
         """Decides whether the trees grow together, and whether a CUDA graph may grow them."""
-        if not self._are_pure(cycle, root_logits):
+        if not cycle.is_self_contained(root_logits):
             return Batching()
         samplers = cycle.samplers
         noise = None
@@ -175,169 +179,22 @@ class TreeDrafter(Drafter):
             noise = self._get_noise([sampler.noise for sampler in samplers if sampler.noise])
             noise_params = samplers[0].params
         together = self.policy.reranks and len(samplers) > 1
-        greedy = all(sampler.params.greedy for sampler in samplers)
+        return Batching(together, noise, self._build_graph_key(samplers, noise_params))
+
+    def _build_graph_key(
+        self, samplers: Sequence[Sampler], noise_params: SamplingParams | None
+    ) -> GrowthKey | None:
+        """Returns what the trees depend on besides draft logits and noise; None: on more, such as draws."""
+        is_greedy = all(sampler.params.greedy for sampler in samplers)
+        if not is_greedy and not self.scheme.deterministic:
+            return None
         policies = []
-        if greedy or self.scheme.deterministic:
-            policies = [builder.build_graph_key() for builder in self.states]
+        for builder in self.states:
+            policies.append(builder.build_graph_key())
         known_policies = tuple([policy for policy in policies if policy])
-        graph_key = None
-        if len(known_policies) == len(samplers):
-            graph_key = GrowthKey(known_policies, noise_params)
-        return Batching(together, noise, graph_key)
-
-    def _are_pure(self, cycle: DraftCycle, root_logits: list[Tensor | None]) -> bool:
-        """Whether every tree depends only on draft logits, and on noise with the same parameters for all."""
-        if self.proposer.at_once:
-            return False
-        samplers = cycle.samplers
-        noisy = 0
-        for row, sampler in enumerate(samplers):
-            if root_logits[row] is None or cycle.chains.forced[row].ids:
-                return False
-            if sampler.processors or sampler.wants_draft_logits:
-                return False
-            noisy += bool(sampler.noise)
-        if not noisy:
-            return True
-        if cycle.device.type == "cpu":  # there noise is drawn level by level
-            return False
-        return noisy == len(samplers) and all(
-            sampler.params == samplers[0].params for sampler in samplers
-        )
-
-    def _grow_below(
-        self,
-        cycle: DraftCycle,
-        batching: Batching,
-        ends: Tensor,
-        logits: Sequence[Tensor | None],
-        noise: Tensor | None,
-    ) -> list[TokenTree]:
-        """Grows the trees; those that grow together are one tree of tensors [B, ...] (`Proposer.grow_by_graph`).
-
-        Args:
-            cycle: the present one.
-            batching: how they grow.
-            ends: [B] int64, the token below which each is drafted.
-            logits: [1, N] draft logits of each one's first level; None: no drafts.
-            noise: [B, D, N] of all levels; None: without noise, or drawn level by level.
-        """
-        # 1. The growths: one, or one for each sequence.
-        cycle.batching = batching
-        cycle.noise = noise
-        cycle.vocabulary = self.proposer.vocabulary
-        if batching.together:
-            growths = [self._start_joint_growth(cycle, ends, logits)]
-        else:
-            ends = to_device(ends, cycle.device)
-            growths = []
-            for row, row_logits in enumerate(logits):
-                growths.append(self._start_growth(cycle, row, ends[row : row + 1], row_logits))
-
-        # 2. Level by level, in draft tokens.
-        trees = grow_together(partial(self._extend_level, cycle), growths)
-        if cycle.vocabulary is None:
-            return trees
-        vocab_size = self.proposer.vocab_size
-        return [to_target_tokens(tree, cycle.vocabulary, vocab_size) for tree in trees]
-
-    def _start_joint_growth(
-        self, cycle: DraftCycle, ends: Tensor, logits: Sequence[Tensor | None]
-    ) -> Growth:
-        """Grows the trees of all sequences together; they depend only on draft logits and noise."""
-        batch_logits = torch.stack([row for row in logits if row is not None])  # [B, 1, N]
-        batch_roots = to_device(ends[:, None], batch_logits.device)
-        cycle.depths[0] = -1
-        params = cycle.samplers[0].params
-        if cycle.noise is not None:
-            params = SCORED_PARAMS
-        scores = self._score_logits(cycle, 0, batch_logits)
-        return self.states[0].grow(batch_roots, scores, params, cycle.generators[0])
-
-    def _start_growth(
-        self, cycle: DraftCycle, row: int, root: Tensor, logits: Tensor | None
-    ) -> Growth:
-        """Grows a sequence's tree.
-
-        root: [1] int64, the last forced token if there is one. logits: [1, N] draft logits of the sequence's next
-        token; None: it has no drafts in this cycle.
-        """
-        if logits is None:
-            return build_root_tree(root)
-        chain = cycle.chains.forced[row].ids
-        sampler = cycle.samplers[row]
-        root = root.to(logits.device)
-
-        # 1. The draft model is run over the forced tokens. If it cannot be, nothing is drafted.
-        if chain:
-            chain_tokens = to_draft_ids(chain, cycle.vocabulary, logits.device)
-            if chain_tokens is None or self._is_too_long(chain):
-                return build_root_tree(root)
-            for token in chain_tokens.split(1):
-                logits = yield Frontier(token, torch.zeros_like(token))
-
-        # 2. The tree below them. Processors may change its draft logits, and a caller may want to keep them.
-        if sampler.processors or sampler.wants_draft_logits:
-            cycle.paths[row] = [tuple(chain)]
-            logits = self._process_logits(cycle, row, logits)
-        ahead = None
-        if self.proposer.at_once:
-            ahead = partial(self._score_all_levels, cycle, row)
-        params = sampler.params
-        if sampler.noise:
-            params = SCORED_PARAMS
-        cycle.depths[row] = len(chain) - 1
-        scores = self._score_logits(cycle, row, logits)
-        return (
-            yield from self.states[row].grow(root, scores, params, cycle.generators[row], ahead)
-        )
-
-    def _is_too_long(self, chain: Sequence[int]) -> bool:
-        """Whether the draft model is not run over these forced tokens and a tree below them."""
-        max_depth = self.proposer.max_depth
-        levels = len(chain) + self.policy.max_depth
-        return len(chain) > MOST_STEPS or (max_depth is not None and levels > max_depth)
-
-    def _extend_level(self, cycle: DraftCycle, frontiers: Frontiers) -> list[Tensor]:
-        """Drafts one level of all trees, times it, and applies logits processors and noise."""
-        started = cycle.now()
-        logits = self.proposer.extend(frontiers)
-        self.forward_seconds += cycle.now() - started
-        for row, frontier in enumerate(frontiers):
-            if frontier is None:
-                continue
-            if cycle.paths[row]:
-                cycle.extend_paths(row, frontier)
-                logits[row] = self._process_logits(cycle, row, logits[row])
-            if row in cycle.depths:
-                logits[row] = self._score_logits(cycle, row, logits[row])
-        return logits
-
-    def _score_logits(self, cycle: DraftCycle, row: int, logits: Tensor) -> Tensor:
-        """Sharpens draft logits [F, N] and adds the level's noise, if the sequence has noise.
-
-        For trees that grow together logits are [B, 1, N] at the roots and then [B F, N].
-        """
-        sampler = cycle.samplers[row]
-        depth = cycle.depths[row] + 1
-        cycle.depths[row] = depth
-        logits = self._sharpen_logits(sampler, logits, depth)
-        if not sampler.noise:
-            return logits
-        if cycle.noise is None:
-            return sampler.score_tokens(logits, depth, cycle.vocabulary)
-        rows = slice(row, row + 1)
-        if cycle.batching.together:
-            rows = slice(None)
-        noise = cycle.noise[rows, depth, None]  # [sequences, 1, N]
-        by_sequence = logits.reshape(len(noise), -1, logits.shape[-1])
-        return sampler.add_noise(by_sequence, noise).reshape(logits.shape)
-
-    def _sharpen_logits(self, sampler: Sampler, logits: Tensor, depth: int) -> Tensor:
-        """Multiplies draft logits by the calibration's factor of a depth, above temperature 0."""
-        if sampler.params.greedy:
-            return logits
-        return scale_by_sharpness(logits, depth, self.sharpness)
+        if len(known_policies) < len(policies):
+            return None
+        return GrowthKey(known_policies, noise_params)
 
     def _get_noise(self, noises: Sequence[Noise]) -> Tensor:
         """Returns [B, D, N] the noise of all levels that a tree may have."""
@@ -350,29 +207,6 @@ class TreeDrafter(Drafter):
         if vocabulary is not None:
             noise = noise[:, vocabulary]
         return noise.unflatten(0, (-1, depth))
-
-    def _score_all_levels(self, cycle: DraftCycle, row: int) -> Tensor:
-        """Returns [D, N] draft logits, with noise if there is any, of all levels of a sequence's tree."""
-        chain_length = len(cycle.chains.forced[row].ids)
-        sampler = cycle.samplers[row]
-        rows = self.proposer.compute_all_levels(row)[chain_length:].split(1)
-        levels = []
-        for depth, logits in enumerate(rows, chain_length):
-            scores = self._sharpen_logits(sampler, logits, depth)
-            if sampler.noise:
-                scores = sampler.score_tokens(scores, depth, cycle.vocabulary)
-            levels.append(scores)
-        return torch.cat(levels)
-
-    def _process_logits(self, cycle: DraftCycle, row: int, logits: Tensor) -> Tensor:
-        """Applies a sequence's logits processors to the draft logits [F, N] of the children of its `paths`."""
-        sampler = cycle.samplers[row]
-        paths = cycle.paths[row]
-        vocab_size = self.proposer.vocab_size
-        shaped = process_draft_logits(sampler, paths, logits, cycle.vocabulary, vocab_size)
-        if sampler.wants_draft_logits:
-            cycle.kept_logits[row].update(zip(paths, shaped.in_target, strict=True))
-        return shaped.in_draft
 
     def draft_logits(self, row: int) -> dict[Path, Tensor]:
         return self.cycle.kept_logits[row]

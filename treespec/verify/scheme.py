@@ -43,6 +43,9 @@ class Scheme(Protocol):
     deterministic: ClassVar[bool] = False
     """Whether the draws are a function of q. Only then may drafted nodes be pruned."""
 
+    takes_most_likely: ClassVar[bool] = False
+    """Whether the draws are the most likely tokens of q, as `topk` takes them; then a CPU may rank them itself."""
+
     max_draws: ClassVar[int | None] = None
     """The largest number of draws at a node; None: any number."""
 

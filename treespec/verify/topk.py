@@ -26,6 +26,7 @@ class TopK(Scheme):
 
     name = "topk"
     deterministic = True
+    takes_most_likely = True
     drawing = "most likely"
 
     def make(self, q: Tensor, width: int, number: Tensor, generator: torch.Generator) -> Draws:

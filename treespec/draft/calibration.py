@@ -85,17 +85,19 @@ def build_calibration_features(top: np.ndarray, depth: int) -> np.ndarray:
     """Returns [F, K, 4] the model's inputs. top: [F, K] the largest probabilities of nodes at a depth."""
     top = np.minimum(np.maximum(top, MIN_CALIBRATED_PROBABILITY), 1 - MIN_CALIBRATED_PROBABILITY)
     features = np.empty((*top.shape, NUM_FEATURES))
-    features[..., 0] = 1.0
-    features[..., 1] = np.log(top / (1 - top))
-    features[..., 2] = compute_log_ranks(top.shape[1])
-    features[..., 3] = depth
+    features[:] = build_rank_features(top.shape[1], depth)
+    np.log(top / (1 - top), out=features[..., 1])
     return features
 
 
 @lru_cache
-def compute_log_ranks(count: int) -> np.ndarray:
-    """Returns [count] log 1, log 2, …"""
-    return np.log(np.arange(1, count + 1))
+def build_rank_features(children: int, depth: int) -> np.ndarray:
+    """Returns [children, 4] the features of ranks at a depth, 0 in the column of their probabilities."""
+    features = np.zeros((children, NUM_FEATURES))
+    features[:, 0] = 1.0
+    features[:, 2] = np.log(np.arange(1, children + 1))
+    features[:, 3] = depth
+    return features
 
 
 def scale_by_sharpness(logits: "Tensor", depth: int, sharpness: tuple[float, ...]) -> "Tensor":

@@ -99,7 +99,7 @@ class DraftCycle:
 
     def build_undrafted_trees(self) -> list[TokenTree]:
         """Builds the offered trees; a sequence without one gets the end of its chain, without children."""
-        ends = to_device(torch.tensor(self.chains.ends), self.device).split(1)
+        ends = to_device(self.chains.end_tokens, self.device).split(1)
         trees = []
         for offer, end in zip(self.offers, ends, strict=True):
             trees.append(offer or build_root_tree(end))

@@ -28,11 +28,13 @@ class ForcedChains:
         roots: the token of each sequence's root.
         forced: the forced tokens of each sequence.
         ends: the token below which each sequence's tree is drafted: its last forced token, or the root.
+        end_tokens: [B] int64, the ends on the host.
     """
 
     roots: list[int]
     forced: list[ForcedTokens]
     ends: list[int]
+    end_tokens: Tensor
 
     def list_last_tokens(self, row: int) -> list[int]:
         """Lists the root of a sequence and its forced tokens."""
@@ -60,10 +62,12 @@ def list_forced_chains(roots: Tensor, samplers: Sequence[Sampler]) -> ForcedChai
     root_tokens = roots.tolist()
     chains = [sampler.list_forced_tokens() for sampler in samplers]
     ends = list(root_tokens)
+    end_tokens = roots
     for row, forced in enumerate(chains):
         if forced.ids:
             ends[row] = forced.ids[-1]
-    return ForcedChains(root_tokens, chains, ends)
+            end_tokens = torch.tensor(ends)
+    return ForcedChains(root_tokens, chains, ends, end_tokens)
 
 
 def prepend_forced_chain(

@@ -161,7 +161,7 @@ class TreeDrafter(Drafter):
                 grow, roots, logits, batching.noise, batching.graph_key
             )
         else:
-            trees = grow(torch.tensor(cycle.chains.ends), root_logits, batching.noise)
+            trees = grow(cycle.chains.end_tokens, root_logits, batching.noise)
         if batching.together:
             (tree,) = trees
             parts = zip(tree.tokens, tree.parents, tree.depth, tree.ancestors, strict=True)

@@ -81,7 +81,8 @@ class Noise:
                 count = 1
             positions = range(level_position, level_position + count)
             starts = [to_int64(self.seed + position * LEVEL_SKIP) for position in positions]
-            self.made.update(zip(positions, self.make(starts, self.size), strict=True))
+            noise = self.make(starts, self.size).unbind()
+            self.made.update(zip(positions, noise, strict=True))
         return self.made[level_position]
 
 

@@ -232,13 +232,13 @@ def count_expansions(
                                                         two levels, the second too    .35 + .14 - .1        = .39
     """
     depth = np.arange(1, levels + 1)
-    gain = (reach[:, None] * rate**depth - price).clip(min=0) - row  # [M, L]
+    gain = np.maximum(reach[:, None] * rate**depth - price, 0) - row  # [M, L]
     gain[0] += row - step
     worth = gain.cumsum(1).cumsum(0)
-    if worth.max() <= 0:
+    best = int(worth.argmax())
+    if worth.flat[best] <= 0:
         return 0
-    nodes, _ = np.unravel_index(int(worth.argmax()), worth.shape)
-    return int(nodes) + 1
+    return best // levels + 1
 
 
 @final

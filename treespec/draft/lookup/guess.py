@@ -44,10 +44,10 @@ class Guess:
 
     def compute_reach(self, probabilities: np.ndarray) -> np.ndarray:
         """Returns [N] Pr(a node is accepted). probabilities: [N] Pr(a node is accepted | its parent is)."""
-        reach = probabilities.copy()
+        reach = probabilities.tolist()
         for node, parent in enumerate(self.parents, start=1):
             reach[node] *= reach[parent]
-        return reach
+        return np.array(reach)
 
     @property
     def score(self) -> float:
@@ -58,9 +58,10 @@ class Guess:
 
     def keep_nodes(self, kept: np.ndarray) -> "Guess":
         """Returns the tree of some nodes. kept: [M] ascending, with the root, and with each node its parent."""
-        new_numbers = {node: number for number, node in enumerate(kept.tolist())}
-        parents = [new_numbers[self.parents[node - 1]] for node in kept[1:]]
-        tokens = [self.tokens[node - 1] for node in kept[1:]]
+        nodes = kept.tolist()
+        new_numbers = {node: number for number, node in enumerate(nodes)}
+        parents = [new_numbers[self.parents[node - 1]] for node in nodes[1:]]
+        tokens = [self.tokens[node - 1] for node in nodes[1:]]
         assert self.probabilities is not None
         return Guess(tokens, parents, self.probabilities[kept])
 

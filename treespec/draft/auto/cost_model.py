@@ -14,7 +14,6 @@ others, and for the root's children and for deeper ones: after one right draft t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import final
 
 import numpy as np
@@ -64,7 +63,6 @@ class Correction:
     Attributes:
         predicted, accepted: [2, 2] decayed counts. Rows: the root's children, deeper ones. Columns: first
             children, the others.
-        factors: [2, 2] actual acceptances per predicted one, within bounds.
     """
 
     def __init__(self, weight: float) -> None:
@@ -72,8 +70,9 @@ class Correction:
         self.predicted = np.full((2, 2), weight)
         self.accepted = np.full((2, 2), weight)
 
-    @cached_property
+    @property
     def factors(self) -> np.ndarray:
+        """[2, 2] actual acceptances per predicted one, within bounds."""
         ratios = self.accepted / self.predicted
         return np.minimum(np.maximum(ratios, MIN_CORRECTION), MAX_CORRECTION)
 
@@ -89,7 +88,6 @@ class Correction:
 
     def update(self, prediction: "Prediction", path: Sequence[int]) -> None:
         """Learns from a verified tree. path: its accepted nodes, without the root."""
-        self.__dict__.pop("factors", None)  # computed again when they are needed
         self.predicted = RATE_DECAY * self.predicted
         self.accepted = RATE_DECAY * self.accepted
         parents = prediction.parents.tolist()

@@ -6,12 +6,16 @@ import torch
 from models import seeded
 
 from treespec.draft.best_tree import CandidateLevel, rank_descending, select_best_on_host, select_best_tree
-from treespec.draft.builders import select_most_likely_on_host
+from treespec.draft.builders import CycleBuilder, select_most_likely_on_host
 from treespec.draft.ranking import TopRanking
 from treespec.draft.tree_assembly import grow_together
+from treespec.sampling.probs import SamplingParams
 from treespec.trees.mask import build_ancestor_mask, mark_ancestors
+from treespec.trees.policy import parse_policy
+from treespec.trees.static import StaticTree
 from treespec.trees.tree import argsort_descending
 from treespec.verify.distributions import select_most_likely
+from treespec.verify.topk import TopK
 
 R, A, B, C, D, E, F = range(7)
 FIELDS = ("tokens", "parents", "depth", "ancestors")
@@ -91,3 +95,30 @@ def test_ancestors_of_one_tree_are_those_of_a_batch():
         parents = (torch.rand(19, generator=seeded(seed)) * nodes).long()
         parents = torch.cat([torch.tensor([-1]), parents])
         assert torch.equal(mark_ancestors(parents.tolist()), build_ancestor_mask(parents[None])[0])
+
+
+class TensorTopK(TopK):
+    """`topk` by the tensors of any device, also on a CPU."""
+
+    takes_most_likely = False
+
+
+@pytest.mark.parametrize("kind", ["any", "ties", "NaN"])
+@pytest.mark.parametrize("tree", ["chain:3", "3x2", "levels:2x1x2", StaticTree(((1,), (1, 0), (1, 2)))])
+@pytest.mark.parametrize("tokens", [2, 5, 100])
+def test_a_fixed_tree_on_a_cpu_is_that_of_tensors(kind, tree, tokens):
+    """Also if a node has more children than there are tokens."""
+    shape = tree if isinstance(tree, StaticTree) else parse_policy(tree)
+    root = torch.tensor([R])
+    for seed in range(4):
+        generator = seeded(seed)
+        rows = random_rows(1 + tokens, tokens, generator, kind)
+
+        def extend(frontiers, rows=rows):
+            return [rows[frontier.tokens] for frontier in frontiers]
+
+        trees = []
+        for scheme in (TopK(), TensorTopK()):
+            builder = CycleBuilder(root, rows[-1:], SamplingParams(1.0), generator, scheme)
+            trees += grow_together(extend, [builder.grow_fixed(shape)])
+        assert all(torch.equal(getattr(trees[0], name), getattr(trees[1], name)) for name in FIELDS)

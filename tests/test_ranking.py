@@ -7,7 +7,7 @@ from models import seeded
 
 from treespec.draft.best_tree import CandidateLevel, rank_descending, select_best_on_host, select_best_tree
 from treespec.draft.builders import CycleBuilder, select_most_likely_on_host
-from treespec.draft.ranking import TopRanking
+from treespec.draft.ranking import HostRanking, TopRanking
 from treespec.draft.tree_assembly import grow_together
 from treespec.sampling.probs import SamplingParams
 from treespec.trees.mask import build_ancestor_mask, mark_ancestors
@@ -64,7 +64,9 @@ def test_one_tree_on_a_cpu_is_that_of_a_batch_of_one(kind, seed):
         return [torch.cat([rows[slot % len(rows)] for slot in slots])]
 
     root = torch.tensor([R])
-    (alone,) = grow_together(extend, [ranking.grow(root, root_logits)])
+    on_host = HostRanking(ranking.depth, ranking.topk, ranking.nodes, ranking.expanded)
+    (ranked,) = grow_together(extend, [on_host.grow(root, root_logits)])
+    alone = ranked.tree
     (batched,) = grow_together(extend, [ranking.grow(root[None], root_logits[None])])
     for name in FIELDS:
         assert torch.equal(getattr(alone, name), getattr(batched, name)[0]), name
@@ -97,12 +99,6 @@ def test_ancestors_of_one_tree_are_those_of_a_batch():
         assert torch.equal(mark_ancestors(parents.tolist()), build_ancestor_mask(parents[None])[0])
 
 
-class TensorTopK(TopK):
-    """`topk` by the tensors of any device, also on a CPU."""
-
-    takes_most_likely = False
-
-
 @pytest.mark.parametrize("kind", ["any", "ties", "NaN"])
 @pytest.mark.parametrize("tree", ["chain:3", "3x2", "levels:2x1x2", StaticTree(((1,), (1, 0), (1, 2)))])
 @pytest.mark.parametrize("tokens", [2, 5, 100])
@@ -118,7 +114,7 @@ def test_a_fixed_tree_on_a_cpu_is_that_of_tensors(kind, tree, tokens):
             return [rows[frontier.tokens] for frontier in frontiers]
 
         trees = []
-        for scheme in (TopK(), TensorTopK()):
-            builder = CycleBuilder(root, rows[-1:], SamplingParams(1.0), generator, scheme)
+        for on_host in (False, True):
+            builder = CycleBuilder(root, rows[-1:], SamplingParams(1.0), generator, TopK(), on_host=on_host)
             trees += grow_together(extend, [builder.grow_fixed(shape)])
         assert all(torch.equal(getattr(trees[0], name), getattr(trees[1], name)) for name in FIELDS)

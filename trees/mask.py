@@ -33,10 +33,8 @@ def build_ancestor_mask(parents: Tensor) -> Tensor:
     parents: [..., N] int64, parents[0] = -1 and parents[i] < i.
 
     Let P[i, parents[i]] = 1. The inverse (1 + P)^-1 = 1 - P + P² - … is ±1 at a node and its ancestors,
-    because exactly one path leads up to each of them, and 0 elsewhere. One tree on a CPU takes `mark_ancestors`.
+    because exactly one path leads up to each of them, and 0 elsewhere.
     """
-    if parents.dim() == 1 and parents.device.type == "cpu":
-        return mark_ancestors(parents.tolist())
     n = parents.shape[-1]
     device = parents.device
     above = torch.empty(*parents.shape, n, device=device)

@@ -12,7 +12,7 @@ from treespec.draft.auto.cost import CostBy
 from treespec.draft.auto.cost_model import CacheOrModel
 from treespec.draft.calibration import Calibration
 from treespec.draft.drafter import Frontier
-from treespec.draft.ranking import TopRanking
+from treespec.draft.ranking import HostRanking, TopRanking
 from treespec.draft.tree_assembly import Drawn, Growing, Growth, concat_levels
 from treespec.sampling.probs import SamplingParams, compute_probs, select_topk, to_float
 from treespec.trees.layout import get_layout
@@ -70,6 +70,7 @@ class TreeBuilder:
         params: SamplingParams,
         generator: torch.Generator,
         ahead: Callable[[], Tensor] | None = None,
+        on_host: bool = False,
     ) -> Growth:
         """Grows the tree of one cycle.
 
@@ -79,11 +80,14 @@ class TreeBuilder:
             params: turn draft logits into the distribution that children are drawn from.
             generator: the source of randomness of the draws.
             ahead: returns [D, N] draft logits of all levels; None: the draft model drafts level by level.
+            on_host: whether numpy may rank the nodes: of one tree on a CPU that no graph records.
         """
         scheme = self.scheme
         if params.greedy:  # the children are the most likely tokens under every scheme
             scheme = TopK()
-        return self.grow_shape(CycleBuilder(root, logits, params, generator, scheme, ahead))
+        return self.grow_shape(
+            CycleBuilder(root, logits, params, generator, scheme, ahead, on_host)
+        )
 
     def build_graph_key(self) -> Policy | None:
         """Returns the policy of this cycle if its tree depends only on the policy and the draft, else None."""
@@ -104,7 +108,7 @@ class CycleBuilder:
     """Grows the tree of one sequence in one cycle; its policy calls these methods (`treespec.trees.shape.Builder`).
 
     Attributes:
-        root, logits, params, generator, ahead: as in `TreeBuilder.grow`.
+        root, logits, params, generator, ahead, on_host: as in `TreeBuilder.grow`.
         scheme: makes the draws of this cycle.
     """
 
@@ -114,6 +118,7 @@ class CycleBuilder:
     generator: torch.Generator
     scheme: Scheme
     ahead: Callable[[], Tensor] | None = None
+    on_host: bool = False
 
     @property
     def one_hot(self) -> bool:
@@ -130,7 +135,7 @@ class CycleBuilder:
 
     def grow_fixed(self, shape: StaticTree) -> Growth:
         """Grows a tree of a fixed shape, with one draft step and one batch of draws for each level."""
-        if self.logits.device.type == "cpu" and self.scheme.takes_most_likely:
+        if self.on_host and self.scheme.takes_most_likely:
             return (yield from self.grow_most_likely(shape))
         tokens = [self.root]
         levels = list[Drawn]()
@@ -185,6 +190,8 @@ class CycleBuilder:
         return q, self.scheme.draw(q, counts, self.generator)
 
     def grow_ranked(self, depth: int, topk: int, nodes: int) -> Growth:
+        if self.on_host:
+            return (yield from HostRanking(depth, topk, nodes).grow_tree(self.root, self.logits))
         return (yield from TopRanking(depth, topk, nodes).grow(self.root, self.logits))
 
 

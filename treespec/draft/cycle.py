@@ -20,7 +20,7 @@ from treespec.draft.calibration import scale_by_sharpness
 from treespec.draft.drafter import Frontier, Frontiers, GrowthKey, Proposer
 from treespec.draft.forced import ForcedChains, to_draft_ids
 from treespec.draft.tree_assembly import Growth, grow_together, process_draft_logits
-from treespec.draft.vocabulary import to_target_tokens
+from treespec.draft.vocabulary import to_target_tokens, to_target_tokens_on_host
 from treespec.sampling.params import SamplingParams
 from treespec.sampling.sampler import Path, Sampler
 from treespec.trees.tree import TokenTree, build_root_tree, to_device
@@ -66,6 +66,7 @@ class DraftCycle:
         kept_logits: [V] processed draft logits by path, for a listener (`Drafter.draft_logits`).
         depths: by row, the depth of the frontier whose children come next. Trees that grow together are row 0.
         together: whether all trees grow as one (`Batching`).
+        on_host: whether each tree grows for itself on a CPU where no graph records it: numpy may rank its nodes.
         noise: [B, D, N] of all levels; None: without noise, or drawn level by level.
         vocabulary: [N] the target's token for each draft token; None: all V, in order.
     """
@@ -84,6 +85,7 @@ class DraftCycle:
     kept_logits: list[dict[Path, Tensor]] = field(init=False)
     depths: dict[int, int] = field(default_factory=dict)
     together: bool = False
+    on_host: bool = False
     noise: Tensor | None = None
     vocabulary: Tensor | None = None
 
@@ -147,6 +149,9 @@ class DraftCycle:
         """
         # 1. The growths: one, or one for each sequence.
         self.together = together
+        self.on_host = (
+            self.device.type == "cpu" and not together and not self.proposer.records_graphs
+        )
         self.noise = noise
         self.vocabulary = self.proposer.vocabulary
         if together:
@@ -162,7 +167,10 @@ class DraftCycle:
         if self.vocabulary is None:
             return trees
         vocab_size = self.proposer.vocab_size
-        return [to_target_tokens(tree, self.vocabulary, vocab_size) for tree in trees]
+        convert = to_target_tokens
+        if self.on_host:
+            convert = to_target_tokens_on_host
+        return [convert(tree, self.vocabulary, vocab_size) for tree in trees]
 
     def _start_joint_growth(self, ends: Tensor, logits: Sequence[Tensor | None]) -> Growth:
         """Grows the trees of all sequences together; they depend only on draft logits and noise."""
@@ -208,7 +216,8 @@ class DraftCycle:
         self.depths[row] = len(chain) - 1
         scores = self._score_logits(row, logits)
         builder = self.builders[row]
-        return (yield from builder.grow(root, scores, params, self.generators[row], ahead))
+        generator = self.generators[row]
+        return (yield from builder.grow(root, scores, params, generator, ahead, self.on_host))
 
     def _is_too_long(self, chain: Sequence[int]) -> bool:
         """Whether the draft model is not run over these forced tokens and a tree below them."""

@@ -225,6 +225,11 @@ class Proposer(Observer):
         return [self.head] if self.head else []
 
     @property
+    def records_graphs(self) -> bool:
+        """Whether `grow_by_graph` may record the growth of trees; then they grow by operations on tensors only."""
+        return False
+
+    @property
     def identity(self) -> object:
         """All that the cost of its forwards depends on, in JSON's types."""
         draft_tokens = self.vocab_size if self.vocabulary is None else len(self.vocabulary)

@@ -63,7 +63,7 @@ class Ranking:
 
 @dataclass
 class TopRanking(Ranking):
-    """Grows one tree, or the trees of a batch together."""
+    """Grows one tree, or the trees of a batch together, on any device. A CUDA graph may record it."""
 
     def grow(self, root: Tensor, logits: Tensor) -> Growth:
         """Grows the tree.
@@ -71,11 +71,6 @@ class TopRanking(Ranking):
         root: [1] int64. logits: [1, V] draft logits of its children. With [B, 1] and [B, 1, V] the
         trees of a batch grow together, and all that is yielded and returned is [B, ...].
         """
-        if root.dim() == 1 and logits.device.type == "cpu":
-            ranking = HostRanking(self.depth, self.topk, self.nodes, self.expanded)
-            ranked = yield from ranking.grow(root, logits)
-            return ranked.tree
-
         level_tokens = [root]
         orders = list[Tensor]()
         scores = list[Tensor]()
@@ -174,3 +169,8 @@ class HostRanking(Ranking):
 
         # 3. Keep the best of all candidates.
         return select_best_on_host(int(root), levels, self.nodes)
+
+    def grow_tree(self, root: Tensor, logits: Tensor) -> Growth:
+        """Grows the tree without its columns. root, logits: as in `grow`."""
+        ranked = yield from self.grow(root, logits)
+        return ranked.tree

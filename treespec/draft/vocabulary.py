@@ -58,13 +58,6 @@ def to_target_tokens(tree: TokenTree, vocabulary: Tensor, size: int) -> TokenTre
 
     Its root is already the target's token. vocabulary: [N] the target's token for each draft token.
     """
-    if tree.drafts is None and tree.tokens.dim() == 1 and tree.tokens.device.type == "cpu":
-        draft_tokens = tree.tokens.numpy()
-        tokens_on_host = vocabulary.numpy().take(draft_tokens, mode="clip")
-        np.copyto(tokens_on_host, draft_tokens, where=draft_tokens < 0)  # absent draws
-        tokens_on_host[0] = draft_tokens[0]
-        tokens = torch.from_numpy(tokens_on_host)
-        return TokenTree(tokens, tree.parents, tree.depth, tree.ancestors)
 
     def to_target(tokens: Tensor) -> Tensor:
         return torch.where(tokens < 0, tokens, vocabulary[tokens.clamp_min(0)])
@@ -75,6 +68,17 @@ def to_target_tokens(tree: TokenTree, vocabulary: Tensor, size: int) -> TokenTre
         draws = replace(drafts.draws, tokens=to_target(drafts.draws.tokens))
         drafts = Drafts(drafts.nodes, spread(drafts.q, vocabulary, size), draws)
     return replace(tree, tokens=tokens, drafts=drafts)
+
+
+def to_target_tokens_on_host(tree: TokenTree, vocabulary: Tensor, size: int) -> TokenTree:
+    """Converts a tree on a CPU as `to_target_tokens` does, with numpy if it has no draft distributions."""
+    if tree.drafts is not None:
+        return to_target_tokens(tree, vocabulary, size)
+    draft_tokens = tree.tokens.numpy()
+    tokens = vocabulary.numpy().take(draft_tokens, mode="clip")
+    np.copyto(tokens, draft_tokens, where=draft_tokens < 0)  # absent draws
+    tokens[0] = draft_tokens[0]
+    return TokenTree(torch.from_numpy(tokens), tree.parents, tree.depth, tree.ancestors)
 
 
 def find_most_frequent(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from treespec.draft.auto.cost import COST_FORMAT, CostBy, CycleCost, read_cost
 from treespec.draft.drafter import GrowthKey, Proposer
-from treespec.draft.ranking import TopRanking
+from treespec.draft.ranking import HostRanking, TopRanking
 from treespec.draft.tree_assembly import grow_together
 from treespec.errors import InputError
 from treespec.files.atomic import remove_leftovers, write_json
@@ -227,8 +227,10 @@ class Bench:
         """Drafts a chain after observing a few new tokens, by a CUDA graph if decoding uses one."""
         proposer = self.proposer
         depth = shape.max_depth
-        ranked = TopRanking(depth, topk=10, nodes=depth + 1, expanded=1)
         root = self.ids[:1]
+        grow = TopRanking(depth, topk=10, nodes=depth + 1, expanded=1).grow
+        if root.device.type == "cpu" and not proposer.records_graphs:
+            grow = HostRanking(depth, topk=10, nodes=depth + 1, expanded=1).grow_tree
         proposer.rewind([len(self.tokens) - 1 - WAITING_TOKENS])
         proposer.observe(
             [self.features[-1 - WAITING_TOKENS : -1]], [self.tokens[-1 - WAITING_TOKENS :]]
@@ -237,7 +239,7 @@ class Bench:
 
         def grown(ends: Tensor, rows: Sequence[Tensor | None], _: Tensor | None) -> list[TokenTree]:
             ends = to_device(ends, root.device)
-            growths = [ranked.grow(ends, row) for row in rows if row is not None]
+            growths = [grow(ends, row) for row in rows if row is not None]
             return grow_together(proposer.extend, growths)
 
         proposer.grow_by_graph(grown, self.tokens[-1:], begun, None, GrowthKey((shape,)))

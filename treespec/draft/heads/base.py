@@ -85,6 +85,10 @@ class PairProposer(Proposer):
         self.nothing = WaitingPairs(nothing, nothing.new_empty(0, dtype=torch.int64))
         self.states = [self.nothing]
 
+    @property
+    def records_graphs(self) -> bool:
+        return self.graphs is not None
+
     def new(self) -> Self:
         return type(self)(self.head, self.target)
 

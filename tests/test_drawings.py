@@ -4,6 +4,7 @@ import pytest
 import torch
 from models import seeded, target
 
+from treespec.draft.forced import ForcedChains
 from treespec.engine.batch import Batch
 from treespec.engine.request import Request
 from treespec.engine.stats import Stats
@@ -21,7 +22,7 @@ from treespec.model.rotary import LengthFactors
 from treespec.sampling.noise import Noise
 from treespec.sampling.params import SamplingParams
 from treespec.sampling.processors import Penalties
-from treespec.sampling.sampler import Sampler, TargetDistributions, list_node_paths
+from treespec.sampling.sampler import ForcedTokens, Sampler, TargetDistributions, list_node_paths
 from treespec.serve.protocol import build_text_logprobs
 from treespec.text.ending import Ending
 from treespec.text.entries import parse_conversation
@@ -34,6 +35,7 @@ from treespec.trees.most_likely import build_most_likely_tree, estimate_length
 from treespec.trees.sequoia import solve_trees
 from treespec.trees.static import StaticTree
 from treespec.trees.tree import Drafts, Draws, TokenTree, cut_below, prepend_chain
+from treespec.verify.topk import TopK
 
 CPU = torch.device("cpu")
 PARENTS = torch.tensor([-1, 0, 0, 1, 2])
@@ -133,6 +135,18 @@ def test_a_tree_below_a_chain_and_a_tree_cut_at_a_depth():
     assert kept == cut.depth.new_tensor([0, 1, 2]).tolist()
     assert cut.drafts is not None
     assert cut.drafts.nodes.tolist() == [0]
+
+
+def test_forced_tokens_stand_between_the_root_and_the_drafted_tree():
+    """Drawn in treespec/draft/forced.py: r to d are 50 to 54."""
+    three = TokenTree(
+        torch.tensor([52, 53, 54]), torch.tensor([-1, 0, 0]), torch.tensor([0, 1, 1]), FIVE.ancestors[:3, :3]
+    )
+    chains = ForcedChains([50], [ForcedTokens([51, 52])], [52], torch.tensor([52]))
+    (hung,) = chains.prepend_to([three], TopK(), [seeded(0)])
+    assert chains.list_last_tokens(0) == [50, 51, 52]
+    assert hung.tokens.tolist() == [50, 51, 52, 53, 54]
+    assert hung.parents.tolist() == [-1, 0, 1, 2, 2]
 
 
 def test_sequoias_table_and_the_most_likely_nodes():

@@ -1,12 +1,4 @@
-"""`DraftCycle`: one cycle of `TreeDrafter`, which grows a tree for each of B sequences.
-
-One sequence with the forced token a; the proposer drafts below it:
-
-    chain        r ─── a                     roots r, ends a
-    level 1              ├─ b                 depths 1: `score_logits` adds the noise that follows a
-                         └─ c
-    level 2              b ─── d              depths 2; paths (a, b), in the target's tokens
-"""
+"""`DraftCycle`: one cycle of `TreeDrafter`, which grows a tree for each of B sequences."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -85,14 +85,14 @@ class TreeDrafter(Drafter):
         # 1. The cycle, and the trees of the suffix cache.
         chains = list_forced_chains(roots, distributions)
         cycle = DraftCycle(
-            self.proposer,
-            self.states,
-            self.sharpness,
-            self.policy.max_depth,
-            chains,
-            distributions,
-            generators,
-            now,
+            proposer=self.proposer,
+            builders=self.states,
+            sharpness=self.sharpness,
+            max_levels=self.policy.max_depth,
+            chains=chains,
+            samplers=distributions,
+            generators=generators,
+            now=now,
         )
         self.cycle = cycle
         self._choose_cached_trees(cycle)

@@ -30,9 +30,9 @@ from treespec.sampling.sampler import Sampler, TargetDistributions
 from treespec.trees.layout import get_layout
 from treespec.trees.static import StaticTree
 from treespec.trees.tree import TokenTree
+from treespec.verify.host_sync import as_step, finish_step
 from treespec.verify.registry import load_verifier
 from treespec.verify.scheme import Scheme
-from treespec.verify.walk import run_all_or_raise
 
 app = typer.Typer(help=__doc__, add_completion=False)
 CPU = torch.device("cpu")
@@ -167,7 +167,7 @@ def verify(
 
 
 def at_once(verifier: Any, *tree_and_masses: Any) -> Any:
-    return run_all_or_raise([verifier.verify_on_device(*tree_and_masses)])
+    return finish_step(as_step(verifier.verify_on_device(*tree_and_masses)))
 
 
 def drafted(

@@ -15,10 +15,10 @@ from treespec.trees.layout import get_layout
 from treespec.trees.static import StaticTree, build_balanced_tree, build_chain
 from treespec.trees.tree import Drafts, Draws, TokenTree
 from treespec.verify.block_optimal import refuse_selected_first
-from treespec.verify.host_sync import finish_step
 from treespec.verify.optimal import Optimal
 from treespec.verify.registry import SCHEMES
 from treespec.verify.traversal import BLOCK_VERIFIER, TRAVERSAL_VERIFIER, Traversal
+from treespec.verify.verdict import finish_step
 from treespec.verify.walk import Walk
 
 

@@ -30,9 +30,9 @@ from treespec.sampling.sampler import Sampler, TargetDistributions
 from treespec.trees.layout import get_layout
 from treespec.trees.static import StaticTree
 from treespec.trees.tree import TokenTree
-from treespec.verify.host_sync import as_step, finish_step
 from treespec.verify.registry import load_verifier
 from treespec.verify.scheme import Scheme
+from treespec.verify.verdict import as_step, finish_step
 
 app = typer.Typer(help=__doc__, add_completion=False)
 CPU = torch.device("cpu")

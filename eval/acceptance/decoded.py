@@ -16,9 +16,8 @@ from treespec.eval.texts import Text
 from treespec.sampling.probs import SamplingParams
 from treespec.trees.shape import Policy
 from treespec.trees.tree import TokenTree
-from treespec.verify.host_sync import finish_step
 from treespec.verify.topk import TopK
-from treespec.verify.verdict import DeviceStep, Verdict
+from treespec.verify.verdict import DeviceStep, Verdict, finish_step
 from treespec.verify.walk import index_links, walk_chosen_path
 
 EMBEDDING_NAMES = (

@@ -13,8 +13,7 @@ from treespec.sampling.params import SamplingParams
 from treespec.sampling.probs import choose_greedy
 from treespec.sampling.sampler import Sampler, TargetDistributions
 from treespec.trees.tree import TokenTree, build_range
-from treespec.verify.host_sync import HostSync, as_step, attempt, finish_steps
-from treespec.verify.verdict import DeviceStep, Verdict
+from treespec.verify.verdict import DeviceStep, HostSync, Verdict, as_step, finish_steps, run_phase
 from treespec.verify.walk import Verifier, follow_outputs, index_links, walk_chosen_path
 
 
@@ -61,7 +60,7 @@ def verify_trees(
         p = TargetDistributions(tree_logits, sampler, tree)
         scored_trees.append(ScoredTree(tree, p, generator))
     if logits[0].device.type == "cpu":
-        return [attempt(verify_on_host, verifier, scored) for scored in scored_trees]
+        return [run_phase(verify_on_host, verifier, scored) for scored in scored_trees]
     return verify_on_device(verifier, scored_trees)
 
 
@@ -98,7 +97,7 @@ def verify_on_device(
     # 3. What is left of each sequence: its first phase, then the host's, with copies that all share.
     steps: list[DeviceStep | Verdict | Exception] = []
     for row, scored in enumerate(scored_trees):
-        steps.append(attempt(begin_step, verifier, scored, outputs.get(row)))
+        steps.append(run_phase(begin_step, verifier, scored, outputs.get(row)))
     verdicts = finish_steps(steps, sync)
 
     # 4. Complete the verdicts.

@@ -10,9 +10,8 @@ from torch import Tensor
 from treespec.sampling.probs import sample
 from treespec.sampling.sampler import TargetDistributions
 from treespec.trees.tree import Draws, TokenTree
-from treespec.verify.host_sync import finish_step
 from treespec.verify.scheme import Scheme
-from treespec.verify.verdict import DeviceStep, Verdict
+from treespec.verify.verdict import DeviceStep, Verdict, finish_step
 from treespec.verify.verdict import Judging as Judging  # verifiers of other packages name it
 
 Probabilities: TypeAlias = (

@@ -207,8 +207,8 @@ def sample_events(probability, generator):
     return sample(torch.stack([1 - probability, probability], dim=-1).clamp(0, 1), generator) > 0
 
 
-def judge_all(verifier, trees, logits, distributions, generators):
-    verdicts = JUDGE(verifier, trees, logits, distributions, generators)
+def verify_trees(verifier, trees, logits, samplers, generators):
+    verdicts = VERIFY(verifier, trees, logits, samplers, generators)
     for tree, verdict, oracle in zip(trees, verdicts, generators, strict=True):
         if isinstance(verdict, Exception):
             raise verdict
@@ -216,7 +216,7 @@ def judge_all(verifier, trees, logits, distributions, generators):
     return verdicts
 
 
-JUDGE = decode.judge_all
+VERIFY = decode.verify_trees
 
 
 def in_turn(q, width, generator):
@@ -240,7 +240,7 @@ def oracle_draws() -> Iterator[None]:
                     stack.enter_context(mock.patch.object(module, original.__name__, oracle))
         stack.enter_context(mock.patch.object(rrs, "OVERSAMPLE_FACTOR", 1))
         stack.enter_context(mock.patch.object(rrs, "draw_iid_children", in_turn))
-        stack.enter_context(mock.patch.object(decode, "judge_all", judge_all))
+        stack.enter_context(mock.patch.object(decode, "verify_trees", verify_trees))
         yield
 
 

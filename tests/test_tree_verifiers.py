@@ -18,7 +18,8 @@ from treespec.verify.block_optimal import refuse_selected_first
 from treespec.verify.optimal import Optimal
 from treespec.verify.registry import SCHEMES
 from treespec.verify.traversal import BLOCK_VERIFIER, TRAVERSAL_VERIFIER, Traversal
-from treespec.verify.walk import Walk, run_all_or_raise
+from treespec.verify.verdict import finish_step
+from treespec.verify.walk import Walk
 
 
 def verdict_texts(verifier, tree, p):
@@ -193,7 +194,7 @@ SPARSE = random_tables(0)
 
 def at_once(verifier):
     """As on accelerators."""
-    return lambda *given: run_all_or_raise([verifier.verify_on_device(*given)])[0]
+    return lambda *given: finish_step(verifier.verify_on_device(*given))
 
 
 def named(value):

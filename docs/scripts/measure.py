@@ -32,7 +32,7 @@ from treespec.trees.static import StaticTree
 from treespec.trees.tree import TokenTree
 from treespec.verify.registry import load_verifier
 from treespec.verify.scheme import Scheme
-from treespec.verify.walk import run_all_or_raise
+from treespec.verify.verdict import as_step, finish_step
 
 app = typer.Typer(help=__doc__, add_completion=False)
 CPU = torch.device("cpu")
@@ -167,7 +167,7 @@ def verify(
 
 
 def at_once(verifier: Any, *tree_and_masses: Any) -> Any:
-    return run_all_or_raise([verifier.verify_on_device(*tree_and_masses)])
+    return finish_step(as_step(verifier.verify_on_device(*tree_and_masses)))
 
 
 def drafted(

@@ -6,7 +6,7 @@ from itertools import chain, repeat
 from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from treespec.api.spec import Spec
 from treespec.draft.auto.cost import CostBy, CycleCost
@@ -17,7 +17,8 @@ from treespec.sampling.probs import SamplingParams
 from treespec.trees.shape import Policy
 from treespec.trees.tree import TokenTree
 from treespec.verify.topk import TopK
-from treespec.verify.walk import Judging, Verdict, index_links, run_all_or_raise, walk_chosen_path
+from treespec.verify.verdict import DeviceStep, Verdict, finish_step
+from treespec.verify.walk import index_links, walk_chosen_path
 
 EMBEDDING_NAMES = (
     "embed",
@@ -46,12 +47,15 @@ class Along:
         self.ahead = chain(tokens, repeat(0))
 
     def __call__(self, tree: TokenTree, p: Any, generator: torch.Generator) -> Verdict:
-        verdict: Verdict = run_all_or_raise([self.verify_on_device(tree, p, generator)])[0]
-        return verdict
+        return finish_step(self.verify_on_device(tree, p, generator))
 
-    def verify_on_device(self, tree: TokenTree, p: Any, generator: torch.Generator) -> Judging:
-        links = yield torch.stack([tree.parents, tree.tokens])
-        return walk_chosen_path(index_links(links.mT.tolist()), lambda node: next(self.ahead))
+    def verify_on_device(self, tree: TokenTree, p: Any, generator: torch.Generator) -> DeviceStep:
+        return DeviceStep(torch.stack([tree.parents, tree.tokens]), self.walk_along)
+
+    def walk_along(self, table: Tensor) -> Verdict:
+        """Accept the nodes along the text. table: [2, N] the nodes' parents and tokens, on the host."""
+        child_of = index_links(table.mT.tolist())
+        return walk_chosen_path(child_of, lambda node: next(self.ahead))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from treespec.model.target import Target
 from treespec.sampling.noise import Noise
 from treespec.sampling.sampler import Path, list_node_paths
 from treespec.trees.tree import TokenTree, build_root_tree, cut_below, to_device
-from treespec.verify.walk import Verdict, Verifier, judge_all
+from treespec.verify.batch import verify_trees
+from treespec.verify.walk import Verdict, Verifier
 
 NO_VERDICT = Verdict([], [0])  # for a request that ends with an error: only the root is committed
 NOT_NUMBERS = (
@@ -174,7 +175,9 @@ class Decoder:
             #    processed logits of this cycle, so they are computed before the answer grows.
             with shared(stats, "verify"):
                 logits = [out.logits for out in outs]
-                verdicts_or_errors = judge_all(self.verifier, trees, logits, samplers, generators)
+                verdicts_or_errors = verify_trees(
+                    self.verifier, trees, logits, samplers, generators
+                )
                 verdicts = list(map(self._check_verdict, requests, verdicts_or_errors))
                 processed_logits = {
                     row: request.sampler.process_logits(list_node_paths(trees[row]), logits[row])

@@ -74,6 +74,18 @@ def choose_greedy(logits: Tensor) -> Tensor:
     return indices.masked_fill_(values.isnan(), logits.shape[-1]).squeeze(-1)
 
 
+def choose_greedy_token(logits: Tensor) -> int:
+    """Find the most likely token of one row of logits [V] on a CPU: of equal ones the first; V, no token, for NaN.
+
+    As `choose_greedy`, whose operations cost more than the search in one row.
+    """
+    scores = to_float(logits).numpy()
+    token = int(scores.argmax())  # the first NaN, if there is one
+    if math.isnan(scores[token]):
+        return len(scores)
+    return token
+
+
 def select_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Find the k largest scores of each row in descending order, and their columns. NaN counts as largest.
 

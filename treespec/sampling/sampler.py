@@ -12,6 +12,7 @@ from treespec.sampling.noise import Noise
 from treespec.sampling.probs import (
     SamplingParams,
     choose_greedy,
+    choose_greedy_token,
     compute_probs,
     filter_logits,
     to_float,
@@ -162,11 +163,11 @@ class TargetDistributions:
 
     def get_logits(self, rows: int | slice | Tensor) -> Tensor:
         """Compute the processed logits of M nodes, [M, V]; of one node given as an int, [V]."""
+        if not self.paths:
+            return self.raw[rows]
         if isinstance(rows, int):
             return self.get_logits(slice(rows, rows + 1))[0]
         logits = self.raw[rows]
-        if not self.paths:
-            return logits
         if isinstance(rows, slice):
             nodes = list(range(len(self.paths))[rows])
         else:
@@ -180,10 +181,12 @@ class TargetDistributions:
 
     def choose_output(self, node: int, depth: int) -> int:
         """Choose the output at a node without draws: the most likely token, or the largest score with noise."""
-        scores = self.get_logits(slice(node, node + 1))
+        scores = self.get_logits(node)  # [V]
         if self.sampler.noise:
-            scores = self.sampler.score_tokens(scores, depth)
-        return int(choose_greedy(scores))
+            scores = self.sampler.add_noise(scores, self.sampler.noise.get_level(depth))
+        if scores.is_cpu:
+            return choose_greedy_token(scores)
+        return int(choose_greedy(scores[None]))
 
     def __len__(self) -> int:
         return len(self.raw)

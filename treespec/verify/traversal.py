@@ -13,6 +13,7 @@ of p, against which the next child is judged.
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple, TypeAlias, final
 
 import torch
@@ -25,14 +26,8 @@ from treespec.verify.rrs import RRSWithoutReplacement
 from treespec.verify.scheme import Scheme
 from treespec.verify.single import Single
 from treespec.verify.topk import TopK
-from treespec.verify.walk import (
-    Judging,
-    Probabilities,
-    Verdict,
-    Walk,
-    index_children,
-    select_row_draws,
-)
+from treespec.verify.verdict import DeviceStep, Verdict
+from treespec.verify.walk import Probabilities, Walk, index_children, select_row_draws
 
 
 class RefusalStep(NamedTuple):
@@ -82,11 +77,18 @@ class Traversal:
 
     def verify_on_device(
         self, tree: TokenTree, p: Probabilities, generator: torch.Generator
-    ) -> Judging:
-        """p: [N, V] probabilities."""
+    ) -> DeviceStep:
+        """Judge all draws at once. The first step brings the tree's shape to the host, the second the verdict.
+
+        p: [N, V] probabilities.
+        """
         if tree.drafts is None:
             return Walk(TopK()).verify_on_device(tree, p, generator)
-        return self.judge_at_once(tree, sort_certain_last(tree.drafts), p[:], generator)
+        drafts = sort_certain_last(tree.drafts)
+        slots = list_weight_slots(tree, drafts)
+        draws = drafts.draws.tokens
+        table = torch.stack([drafts.nodes[:, None].expand_as(draws), draws, slots], -1)
+        return DeviceStep(table, partial(self.judge_at_once, drafts, slots, p[:], generator))
 
     def judge(
         self, tree: TokenTree, drafts: Drafts, p: Probabilities, generator: torch.Generator
@@ -140,27 +142,45 @@ class Traversal:
         return answer
 
     def judge_at_once(
-        self, tree: TokenTree, drafts: Drafts, p: Tensor, generator: torch.Generator
-    ) -> Judging:
-        """Coroutine: compute w of all draws, then sample the verdict. Draws have slots as in `list_weight_slots`.
+        self,
+        drafts: Drafts,
+        slots: Tensor,
+        p: Tensor,
+        generator: torch.Generator,
+        table: Tensor,
+    ) -> DeviceStep:
+        """Compute w of all draws, then sample the verdict. Draws have slots as in `list_weight_slots`.
 
         Args:
-            tree: its nodes.
-            drafts: its draws, sure ones last.
+            drafts: the tree's draws, sure ones last.
+            slots: [I, K] int64 of the draws.
             p: [N, V] probabilities at the nodes.
             generator: samples the verdict and the next token.
+            table: as `order_judgement`, on the host.
         """
-        # 1. On the host: the order of judgement, and the rows of inner nodes by depth.
-        slots = list_weight_slots(tree, drafts)
-        draws = drafts.draws.tokens
-        n = len(p)
-        draw_nodes = drafts.nodes[:, None].expand_as(draws)
-        table = (yield torch.stack([draw_nodes, draws, slots], -1)).tolist()
-        shape = order_judgement(table)
-        order = shape.order
+        # 1. The order of judgement, w of all slots and the residuals.
+        shape = order_judgement(table.tolist())
+        weighed = self.weigh_draws(drafts, slots, p, shape)
+        weights = weighed.weights
 
-        # 2. On the device: w of all slots, from the root down, and the residuals [N, V].
-        weights = p.new_zeros(n + draws.numel())
+        # 2. The first accepted slot; the root is the last one, and is always accepted. The next token is sampled
+        #    from its residual. NaN logits: fall back to the root; decode reports them.
+        slot_order = to_device(shape.order, p.device)
+        reached = torch.cat([weights[:1], 1 - weights[slot_order[:-1]]]).cumprod(0)
+        end = sample((weights[slot_order] * reached)[None], generator)
+        end = end.clamp(max=len(shape.order) - 1)
+        node = slot_order[end].clamp(max=len(p) - 1)
+        after = sample(normalize_residual(weighed.residuals[node], p[node]), generator)
+        return DeviceStep(torch.cat([end, after]), partial(shape.build_verdict, len(p)))
+
+    def weigh_draws(
+        self, drafts: Drafts, slots: Tensor, p: Tensor, shape: "JudgementOrder"
+    ) -> "WeighedDraws":
+        """Compute w of all draws and the residuals of the nodes, from the root down, a level at a time.
+
+        drafts, slots, p: as in `judge_at_once`. shape: of the tree.
+        """
+        weights = p.new_zeros(len(p) + slots.numel())
         residuals = p.clone()
         weights[0] = 1
         for inner_rows in shape.rows_by_depth.values():
@@ -173,29 +193,8 @@ class Traversal:
             residuals[nodes] = node_step.residual
             draw_weights = torch.cat([step.draw_weight for step in steps], 1)
             weights.scatter_reduce_(0, slots[rows].flatten(), draw_weights.flatten(), "amax")
-
-        # 3. The first accepted slot; the root is the last one, and is always accepted. The next token is sampled
-        #    from its residual. NaN logits: fall back to the root; decode reports them.
         weights[0] = 1
-        slot_order = to_device(order, p.device)
-        reached = torch.cat([weights[:1], 1 - weights[slot_order[:-1]]]).cumprod(0)
-        end = sample((weights[slot_order] * reached)[None], generator).clamp(max=len(order) - 1)
-        at = slot_order[end].clamp(max=n - 1)
-        after = sample(normalize_residual(residuals[at], p[at]), generator)
-
-        # 4. The path down to it. No token follows a draw without a node.
-        position, token = (yield torch.cat([end, after])).tolist()
-        node = order[position]
-        output = [token]
-        if node >= n:
-            node, token = shape.above[node]
-            output = [token]
-        path: list[int] = []
-        while node:
-            path.insert(0, node)
-            node, token = shape.above[node]
-            output.insert(0, token)
-        return Verdict(path, output)
+        return WeighedDraws(weights, residuals)
 
 
 def prepend_node(child: int | None, token: int, below: Verdict) -> Verdict:
@@ -204,6 +203,18 @@ def prepend_node(child: int | None, token: int, below: Verdict) -> Verdict:
     if child is not None:
         path = [child] + below.path
     return Verdict(path, [token] + below.tokens)
+
+
+class WeighedDraws(NamedTuple):
+    """What `Traversal` computes of a tree at once.
+
+    Attributes:
+        weights: [N + I K] w of the slots; the root's is 1.
+        residuals: [N, V] of p at the nodes, after all their draws are refused.
+    """
+
+    weights: Tensor
+    residuals: Tensor
 
 
 @dataclass(frozen=True)
@@ -219,6 +230,28 @@ class JudgementOrder:
     order: list[int]
     above: dict[int, tuple[int, int]]
     rows_by_depth: dict[int, list[int]]
+
+    def build_verdict(self, nodes: int, end_and_token: Tensor) -> Verdict:
+        """Build the verdict that ends at an accepted slot: the path down to it.
+
+        No token follows a draw without a node, whose slot is no node's number.
+
+        Args:
+            nodes: of the tree.
+            end_and_token: [2] the position of the slot in `order`, and the token that follows it; on the host.
+        """
+        position, token = end_and_token.tolist()
+        slot = self.order[position]
+        path: list[int] = []
+        tokens: list[int] = []
+        if slot < nodes:
+            tokens = [token]
+        while slot:
+            if slot < nodes:
+                path.append(slot)
+            slot, token = self.above[slot]
+            tokens.append(token)
+        return Verdict(path[::-1], tokens[::-1])
 
 
 def order_judgement(table: Sequence[Sequence[Sequence[int]]]) -> JudgementOrder:

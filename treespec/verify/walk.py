@@ -1,44 +1,22 @@
 """The protocol of verifiers, and the walk: sample the plan at a node, descend while a child has that token."""
 
-from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, TypeAlias, final
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias, final
 
 import torch
 from torch import Tensor
 
-from treespec.sampling.probs import choose_greedy, sample
-from treespec.sampling.sampler import Sampler, TargetDistributions
-from treespec.trees.tree import Draws, TokenTree, build_range, to_host
+from treespec.sampling.probs import sample
+from treespec.sampling.sampler import TargetDistributions
+from treespec.trees.tree import Draws, TokenTree
 from treespec.verify.scheme import Scheme
+from treespec.verify.verdict import DeviceStep, Verdict, finish_step
+from treespec.verify.verdict import Judging as Judging  # verifiers of other packages name it
 
 Probabilities: TypeAlias = (
     Tensor | TargetDistributions
 )  # [N, V] the target's at the nodes of a tree
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The nodes and tokens that a cycle commits.
-
-    Attributes:
-        path: the accepted nodes from the root down, without the root.
-        tokens: their tokens, then one more token from the target's distribution.
-        drafted: number of the tree's nodes at depth 1, 2, …; [] before `judge_all` counts them.
-        forbidden_at: index in `tokens` of the first position at which the logits processors allow no token; None:
-            there is none, or `judge_all` has not looked.
-    """
-
-    path: list[int]
-    tokens: list[int]
-    drafted: list[int] = field(default_factory=list, compare=False)
-    forbidden_at: int | None = field(default=None, compare=False)
-
-
-# A coroutine: it yields a device tensor, receives its copy on the host, and returns the verdict. So the sequences of
-# a batch share one sync.
-Judging: TypeAlias = Generator[Tensor, Tensor, Any]
 
 
 class Verifier(Protocol):
@@ -64,8 +42,11 @@ class Verifier(Protocol):
 
     def verify_on_device(
         self, tree: TokenTree, p: Probabilities, generator: torch.Generator
-    ) -> Judging:
-        """Judge a tree on another device. A coroutine, so that all sequences of a batch share their syncs."""
+    ) -> DeviceStep:
+        """Judge a tree on another device: return a step, so that all sequences of a batch share their waits.
+
+        `numbers` and `finish` of the step as in `DeviceStep`. A generator function does too (`Judging`).
+        """
         ...
 
 
@@ -99,12 +80,13 @@ class Walk:
     def __call__(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Verdict:
         if p.device.type == "cpu":
             return self.verify_on_host(tree, p, generator)
-        return run_all_or_raise([self.verify_on_device(tree, p, generator)])[0]
+        return finish_step(self.verify_on_device(tree, p, generator))
 
     def verify_on_device(
         self, tree: TokenTree, p: Probabilities, generator: torch.Generator
-    ) -> Judging:
-        return follow(tree, sample(self.plan_all_nodes(tree, p), generator))
+    ) -> DeviceStep:
+        outputs = sample(self.plan_all_nodes(tree, p), generator)
+        return follow_outputs(tree, outputs)
 
     def verify_on_host(
         self, tree: TokenTree, p: Probabilities, generator: torch.Generator
@@ -180,45 +162,18 @@ def index_links(links: Iterable[Sequence[int]]) -> dict[tuple[int, int], int]:
     return child_of
 
 
-def follow(tree: TokenTree, choice: Tensor) -> Judging:
-    """Coroutine: follow the tokens chosen at the nodes, from the root down.
+def follow_outputs(tree: TokenTree, outputs: Tensor) -> DeviceStep:
+    """Follow the outputs from the root down, once the host has the tree.
 
-    choice: [N] int64, an output token for each node; at temperature 0 the target's most likely one.
+    outputs: [N] int64, the output token at each node; at temperature 0 the target's most likely one.
     """
-    links = yield torch.stack([tree.parents, tree.tokens, choice])
-    return walk_chosen_path(index_links(links.mT.tolist()), links[2].tolist().__getitem__)
+    return DeviceStep(torch.stack([tree.parents, tree.tokens, outputs]), walk_outputs)
 
 
-def count_by_depth(tree: TokenTree) -> Judging:
-    """Coroutine: count the nodes at depth 1, 2, …"""
-    depths = (yield tree.depth).tolist()
-    return [depths.count(depth) for depth in range(1, max(depths) + 1)]
-
-
-def run_all(judgings: Sequence[Judging]) -> list[Any]:
-    """Run coroutines in lockstep, with one copy to the host a round. Exceptions are returned in place."""
-    results: dict[int, Any] = {}
-    host_copies: dict[int, Any] = dict.fromkeys(range(len(judgings)))
-    while host_copies:
-        tensors: dict[int, Tensor] = {}
-        for row, host_copy in host_copies.items():
-            try:
-                tensors[row] = judgings[row].send(host_copy)
-            except StopIteration as end:
-                results[row] = end.value
-            except Exception as error:  # the other sequences go on
-                results[row] = error
-        host_copies = dict(zip(tensors, to_host([*tensors.values()]), strict=True))
-    return [results[row] for row in range(len(judgings))]
-
-
-def run_all_or_raise(judgings: Sequence[Judging]) -> list[Any]:
-    """As `run_all`, but raise the first error."""
-    results = run_all(judgings)
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
-    return results
+def walk_outputs(table: Tensor) -> Verdict:
+    """Walk down a tree by its outputs. table: [3, N] the parents, tokens and outputs of the nodes, on the host."""
+    parents, tokens, outputs = table.tolist()
+    return walk_chosen_path(index_links(zip(parents, tokens, strict=True)), outputs.__getitem__)
 
 
 def walk_chosen_path(child_of: dict[tuple[int, int], int], choice: Callable[[int], int]) -> Verdict:
@@ -239,127 +194,3 @@ def walk_chosen_path(child_of: dict[tuple[int, int], int], choice: Callable[[int
         if child is None:
             return Verdict(path[1:], tokens)
         path.append(child)
-
-
-def judge_all(
-    verifier: Verifier,
-    trees: Sequence[TokenTree],
-    logits: Sequence[Tensor],
-    distributions: Sequence[Sampler],
-    generators: Sequence[torch.Generator],
-) -> list[Verdict | Exception]:
-    """Verify the trees of all sequences. Returns a verdict or an exception for each sequence.
-
-    Args:
-        verifier: judges the trees.
-        trees: one for each sequence.
-        logits: by sequence [N, V], the target's at the tree's nodes.
-        distributions: by sequence, the sampler that turns logits into probabilities.
-        generators: by sequence.
-    """
-    # 1. On an accelerator, outputs that only logits and noise decide are computed for all sequences at once.
-    rows = zip(logits, distributions, trees, strict=True)
-    targets = [TargetDistributions(*row) for row in rows]
-    outputs = dict[int, Tensor]()
-    nodes_by_depth = list[Any]()
-    counting = [*map(count_by_depth, trees)]
-    if targets[0].device.type != "cpu":
-        settled = [index for index, sampler in enumerate(distributions) if sampler.settled]
-        if any(distributions[index].noise and len(logits[index]) > 1 for index in settled):
-            nodes_by_depth = run_all(counting)
-            counting = []
-        depths = {
-            index: 1 + len(nodes_by_depth[index]) if nodes_by_depth else 1 for index in settled
-        }
-        outputs = compute_greedy_outputs(trees, targets, depths)
-
-    # 2. Verify all sequences; a CPU verifier computes only the rows that it visits.
-    parts = zip(trees, targets, generators, map(outputs.get, range(len(trees))), strict=True)
-    answers = run_all([*(verify_one(verifier, *part) for part in parts), *counting])
-    judgements = answers[: len(trees)]
-    nodes_by_depth += answers[len(trees) :]  # by tree
-
-    # 3. Add the counts, and the first position at which every token is forbidden.
-    verdicts = list[Verdict | Exception]()
-    for p, verdict, drafted in zip(targets, judgements, nodes_by_depth, strict=True):
-        if not isinstance(verdict, Exception):
-            path = [0, *verdict.path]
-            forbidden_at = next(
-                (index for index, node in enumerate(path) if node in p.forbidden), None
-            )
-            verdict = replace(verdict, drafted=drafted, forbidden_at=forbidden_at)
-        verdicts.append(verdict)
-    return verdicts
-
-
-def verify_one(
-    verifier: Verifier,
-    tree: TokenTree,
-    p: TargetDistributions,
-    generator: torch.Generator,
-    choice: Tensor | None = None,
-) -> Judging:
-    """Coroutine: verify one sequence. At temperature 0 and with noise the nodes' outputs decide, not the verifier.
-
-    Args:
-        verifier: judges the tree.
-        tree: of the sequence.
-        p: the target's distributions at its nodes.
-        generator: of the sequence.
-        choice: [N] int64 the nodes' outputs, if they are known already.
-    """
-    if choice is None and p.sampler.greedy and p.sampler.settled:
-        choice = choose_greedy(p.raw)
-    if choice is not None:
-        return (yield from follow(tree, choice))
-    if p.sampler.greedy or p.sampler.noise:
-        depth = (yield tree.depth).tolist()
-        return walk_chosen_path(
-            index_children(tree), lambda node: p.choose_output(node, depth[node])
-        )
-    if p.device.type == "cpu":
-        return verifier(tree, p, generator)
-    return (yield from verifier.verify_on_device(tree, p, generator))
-
-
-class OutputGroup(NamedTuple):
-    """Sequences whose outputs are computed together.
-
-    Attributes:
-        params: their sampling parameters.
-        nodes: of each tree.
-        depths: 1 + the depth of the deepest node if noise decides, else 1.
-    """
-
-    params: Any
-    nodes: int
-    depths: int
-
-
-def compute_greedy_outputs(
-    trees: Sequence[TokenTree], targets: Sequence[TargetDistributions], depths: Mapping[int, int]
-) -> dict[int, Tensor]:
-    """Return {sequence: [N] int64 the output at each node}; sequences with equal settings are batched.
-
-    Args:
-        trees, targets: by sequence.
-        depths: {sequence: number of its tree's levels if noise decides, else 1}. Other sequences are left out.
-    """
-    groups: defaultdict[OutputGroup, list[int]] = defaultdict(list)
-    for row, num_depths in depths.items():
-        groups[OutputGroup(targets[row].sampler.params, len(targets[row]), num_depths)].append(row)
-    outputs: dict[int, Tensor] = {}
-    for group, rows in groups.items():
-        scores = torch.stack([targets[row].raw for row in rows])  # [B, N, V]
-        noise_levels: list[Tensor] = []  # [V] by sequence, then by depth
-        for row in rows:
-            noise = targets[row].sampler.noise
-            if noise:
-                noise_levels += [noise.get_level(depth) for depth in range(group.depths)]
-        if noise_levels:
-            stacked = torch.stack(noise_levels)
-            first = group.depths * build_range(len(rows), stacked.device)[:, None]
-            noise_rows = first + torch.stack([trees[row].depth for row in rows])  # [B, N]
-            scores = targets[rows[0]].sampler.add_noise(scores, stacked[noise_rows])
-        outputs.update(zip(rows, choose_greedy(scores), strict=True))
-    return outputs

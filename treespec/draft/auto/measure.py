@@ -35,8 +35,8 @@ from treespec.sampling.sampler import Sampler
 from treespec.trees.mask import build_ancestor_mask
 from treespec.trees.static import StaticTree, build_chain
 from treespec.trees.tree import TokenTree, to_device
+from treespec.verify.batch import verify_trees
 from treespec.verify.gumbel import AUTO_VERIFIER
-from treespec.verify.walk import judge_all
 
 MEASURED_NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 BATCH_NODES = 256  # nodes of a batch; measured if the context has room for them
@@ -251,7 +251,7 @@ class Bench:
         generator = torch.Generator(device=self.ids.device)
 
         def finish() -> None:
-            judge_all(AUTO_VERIFIER, [tree], [logits], [sampler], [generator])
+            verify_trees(AUTO_VERIFIER, [tree], [logits], [sampler], [generator])
             self.cache.commit([kept])
             self.cache.rewind([len(self.tokens)])
 

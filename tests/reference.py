@@ -13,7 +13,7 @@ import torch
 from drafters import NEW, PROMPT, WAYS
 from models import seeded
 
-from treespec.engine import decoder as decode
+from treespec.engine import cycle as steps
 from treespec.sampling import probs as sampling
 from treespec.sampling.probs import SamplingParams, compute_probs
 from treespec.trees.tree import Draws
@@ -216,7 +216,7 @@ def verify_trees(verifier, trees, logits, samplers, generators):
     return verdicts
 
 
-VERIFY = decode.verify_trees
+VERIFY = steps.verify_trees
 
 
 def in_turn(q, width, generator):
@@ -240,7 +240,7 @@ def oracle_draws() -> Iterator[None]:
                     stack.enter_context(mock.patch.object(module, original.__name__, oracle))
         stack.enter_context(mock.patch.object(rrs, "OVERSAMPLE_FACTOR", 1))
         stack.enter_context(mock.patch.object(rrs, "draw_iid_children", in_turn))
-        stack.enter_context(mock.patch.object(decode, "verify_trees", verify_trees))
+        stack.enter_context(mock.patch.object(steps, "verify_trees", verify_trees))
         yield
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any, Unpack, cast, final, overload
+from typing import Any, TypeAlias, Unpack, cast, final, overload
 
 from treespec.draft.auto.cost import CostBy, CycleCost
 from treespec.draft.auto.measure import measure_costs
@@ -33,6 +33,8 @@ from treespec.trees.policy import parse_policy
 from treespec.trees.shape import Policy
 from treespec.verify.registry import load_verifier
 from treespec.verify.walk import Verifier
+
+GeneratedOutputs: TypeAlias = Output | list[Output] | list[list[Output]]
 
 
 @final
@@ -238,7 +240,7 @@ class Spec:
         batch: int | None = None,
         seed: Seeds = None,
         **options: Unpack[RequestKeywords],
-    ) -> Any:
+    ) -> GeneratedOutputs:
         """Return the answer to a prompt, or a list of answers to a list of prompts, which share forwards.
 
         Each answer is the same as for its prompt alone with that seed, up to rounding. Threads that
@@ -257,30 +259,60 @@ class Spec:
         Raises:
             InputError: For a prompt or options that cannot be used; it names the prompt if there are several.
         """
-        # 1. Check the options first, so that their error names no prompt.
-        parse_request_options(options, "n", "batch", "seed")
-        samples = 1
+        parse_request_options(options, "n", "batch", "seed")  # first: their error names no prompt
+        samples = None
         if n is not None:
             samples = require_whole_number("n", n, least=1)
-        prompts: list[Prompt] | None = split_prompts(prompt)
-        is_single = prompts is None
+        prompts = split_prompts(prompt)
         if prompts is None:
-            prompts = [cast(Prompt, prompt)]
+            return self._generate_one(cast(Prompt, prompt), samples, batch, seed, options)
+        return self._generate_batch(prompts, samples, batch, seed, options)
+
+    def _generate_one(
+        self,
+        prompt: Prompt,
+        n: int | None,
+        batch: int | None,
+        seed: Seeds,
+        options: RequestKeywords,
+    ) -> Output | list[Output]:
+        """Return the answer to one prompt, or the list of its n answers. Arguments: as for `generate`."""
+        if n is None:
+            ((output,),) = self._generate_samples([prompt], 1, batch, seed, options)
+            return output
+        (outputs,) = self._generate_samples([prompt], n, batch, seed, options)
+        return outputs
+
+    def _generate_batch(
+        self,
+        prompts: list[Prompt],
+        n: int | None,
+        batch: int | None,
+        seed: Seeds,
+        options: RequestKeywords,
+    ) -> list[Output] | list[list[Output]]:
+        """Return the answer to each prompt, or the list of its n answers. Arguments: as for `generate`."""
+        if n is None:
+            groups = self._generate_samples(prompts, 1, batch, seed, options)
+            return [output for (output,) in groups]
+        return self._generate_samples(prompts, n, batch, seed, options)
+
+    def _generate_samples(
+        self,
+        prompts: list[Prompt],
+        samples: int,
+        batch: int | None,
+        seed: Seeds,
+        options: RequestKeywords,
+    ) -> list[list[Output]]:
+        """Return `samples` answers to each prompt. Other arguments: as for `generate`."""
         total = len(prompts) * samples
         rows = total
         if batch is not None:
             rows = require_whole_number("batch", batch, least=min(1, total))
         if len(prompts) > 1 and options.get("on_cycle"):
             raise InputError("on_cycle hears of one answer at a time: give one prompt")
-
-        # 2. Lists of answers to each prompt, without the list levels that the caller did not ask for.
-        groups = self._begin_samples(prompts, samples, seed, options)
-        answers: list[Any] = self._decode_groups(groups, rows)
-        if n is None:
-            answers = [outputs[0] for outputs in answers]
-        if is_single:
-            return answers[0]
-        return answers
+        return self._decode_groups(self._begin_samples(prompts, samples, seed, options), rows)
 
     def _begin_samples(
         self, prompts: list[Prompt], samples: int, seed: Seeds, options: RequestKeywords

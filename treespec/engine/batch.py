@@ -16,7 +16,9 @@ from treespec.engine.prefill import (
     limit_tokens,
 )
 from treespec.engine.request import Request, copy_row
-from treespec.engine.stats import shared
+from treespec.engine.rows import RowMoves, plan_rows
+from treespec.engine.stats import StageTimer
+from treespec.model.cache import TreeCache
 from treespec.model.pictures import prepare_pictures
 from treespec.model.target import Target
 from treespec.text.strings import count_common_prefix
@@ -63,26 +65,15 @@ class Batch:
     ) -> None:
         """Release the rows of ended requests, prefill prompts, and give a row to each complete one.
 
-        As few rows as possible are copied. Of five requests B and D have ended, and the prompt of F is complete:
-
-            row                        0  1  2  3  4
-            before                     A  B  C  D  E
-            F takes the row of B       A  F  C  D  E     cache.put(1, F)
-            the last row moves to D's  A  F  C  E        cache.select([0, 1, 2, 4])
+        As few rows as possible are copied: `RowMoves` draws five requests.
 
         entering: requests whose prefill begins now. max_tokens: prompt tokens to prefill in this call;
         None: all.
         """
         # 1. Keep the caches of requests that have ended, for later prompts.
         staying_rows = [row for row, request in enumerate(self.requests) if not request.ended]
-        ended_rows = [
-            row for row, request in enumerate(self.requests) if request.ended and not request.error
-        ]
-        for row in ended_rows[-self.keep :] if self.keep > 1 or not staying_rows else []:
-            states = self.cache, self.drafter
-            if len(self.requests) > 1:
-                states = copy_row(*states, row)
-            self._keep(Prefilling(self.requests[row], *states))
+        free_rows = self._list_free_rows()
+        self._keep_ended(free_rows, is_empty=not staying_rows)
 
         # 2. Prefill prompts, in turns. New ones come first, as most are short.
         for request in reversed(list(entering)):
@@ -91,54 +82,76 @@ class Batch:
         self._make_room()
         complete = self._prefill_chunks(max_tokens)
 
-        # 3. A complete one takes the row of an ended request: no other row of the cache is copied.
+        # 3. Into an empty batch the first complete one brings its own cache.
         if complete and not staying_rows:
             first, *complete = complete
             self.cache = first.cache
             self.drafter = first.drafter
             self.requests = [first.request]
             staying_rows = [0]
-            ended_rows = []
-        replaced = dict(zip(ended_rows, complete, strict=False)) if staying_rows else {}
-        joining = complete[len(replaced) :]
-        used_rows = {*staying_rows, *replaced}
-        moving_rows = sorted(row for row in used_rows if row >= len(used_rows))  # fill the gaps
-        rows = [row if row in used_rows else moving_rows.pop() for row in range(len(used_rows))]
-        if not complete and len(rows) == len(self.requests):
-            return
+            free_rows = []
 
-        # 4. The other ended requests leave, and the other complete ones get new rows.
-        entered = [prefilling.request for prefilling in complete]
-        stats = [request.stats for request in (*self.requests, *entered)]
-        with shared(stats, "total"), shared(stats, "commit"):
-            for row, prefilling in replaced.items():
-                self.cache.put(row, prefilling.cache)
-            if rows and len(rows) < len(self.requests):
-                self.cache.select(rows)
-            if joining:
-                self.cache.join([prefilling.cache for prefilling in joining])
-            if rows and self.drafter:
-                # The drafter has no `put`: all complete ones join behind its rows, and are selected from there.
-                drafter_rows = {
-                    prefilling: len(self.requests) + i for i, prefilling in enumerate(complete)
-                }
-                order = [drafter_rows[replaced[row]] if row in replaced else row for row in rows]
-                order += [drafter_rows[prefilling] for prefilling in joining]
-                if drafter_rows:
-                    drafters = [prefilling.drafter for prefilling in drafter_rows]
-                    self.drafter.join([drafter for drafter in drafters if drafter])
-                if order != list(range(len(self.requests) + len(drafter_rows))):
-                    self.drafter.select(order)
-            requests = [
-                replaced[row].request if row in replaced else self.requests[row] for row in rows
-            ]
-            self.requests = requests + [prefilling.request for prefilling in joining]
+        # 4. Ended requests leave, complete ones get rows.
+        if complete or len(staying_rows) < len(self.requests):
+            moves = plan_rows(len(self.requests), staying_rows, free_rows, len(complete))
+            self._move_rows(moves, complete)
+
+    def _list_free_rows(self) -> list[int]:
+        """The rows of requests that ended without an error."""
+        free_rows = []
+        for row, request in enumerate(self.requests):
+            if request.ended and not request.error:
+                free_rows.append(row)
+        return free_rows
+
+    def _keep_ended(self, rows: Sequence[int], is_empty: bool) -> None:
+        """Put the caches of ended requests into the prefix cache.
+
+        rows: of these requests. is_empty: whether no request of the batch goes on; a prefix cache of
+        one entry waits for that, so that no row is copied while others run.
+        """
+        if self.keep == 1 and not is_empty:
+            return
+        for row in rows[-self.keep :]:
+            cache = self.cache
+            drafter = self.drafter
+            if len(self.requests) > 1:
+                cache, drafter = copy_row(cache, drafter, row)
+            self._keep(Prefilling(self.requests[row], cache, drafter))
+
+    def _move_rows(self, moves: RowMoves, entering: Sequence[Prefilling]) -> None:
+        """Carry out a plan in the target's cache, in the drafter and in `requests`."""
+        requests = self.requests + [prefilling.request for prefilling in entering]
+        stats = [request.stats for request in requests]
+        with StageTimer(stats, "total"), StageTimer(stats, "commit"):
+            if moves.sequences:
+                self._move_cache_rows(moves, [prefilling.cache for prefilling in entering])
+                self._move_drafter_rows(moves, entering)
+        self.requests = [requests[sequence] for sequence in moves.sequences]
+
+    def _move_cache_rows(self, moves: RowMoves, caches: Sequence[TreeCache]) -> None:
+        """Move the rows of the target's cache. caches: of the entering sequences, one row each."""
+        taken = len(moves.taken_rows)
+        for row, cache in zip(moves.taken_rows, caches[:taken], strict=True):
+            self.cache.put(row, cache)
+        if len(moves.kept_rows) < len(self.requests):
+            self.cache.select(moves.kept_rows)
+        if len(caches) > taken:
+            self.cache.join(caches[taken:])
+
+    def _move_drafter_rows(self, moves: RowMoves, entering: Sequence[Prefilling]) -> None:
+        """Move the rows of the drafter. It has no `put`: all entering rows join behind, and are selected from there."""
+        if self.drafter is None:
+            return
+        drafters = [prefilling.drafter for prefilling in entering if prefilling.drafter]
+        if drafters:
+            self.drafter.join(drafters)
+        if moves.sequences != list(range(len(self.requests) + len(entering))):
+            self.drafter.select(moves.sequences)
 
     def _keep(self, prefilling: Prefilling) -> None:
         """Keep a cache and a drafter for prompts that begin with the same tokens; the oldest are dropped."""
-        if (
-            not prefilling.request.pictures
-        ):  # picture tokens do not tell which picture they stand for
+        if not prefilling.request.pictures:  # a picture's tokens do not tell which picture it is
             self.prefix_cache = [*self.prefix_cache, prefilling][-self.keep :]
 
     def _make_room(self) -> None:
@@ -196,8 +209,8 @@ class Batch:
         """
         sharing = [prefilling.request.stats]  # grows with the requests that are prefilled with it
         with (
-            shared(sharing, "total"),
-            shared(sharing, "prefill"),
+            StageTimer(sharing, "total"),
+            StageTimer(sharing, "prefill"),
             prefilling.request.failing(),
         ):
             if not prefilling.begun:

@@ -7,28 +7,29 @@ from threading import RLock
 from typing import final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from treespec.draft.drafter import Drafter
 from treespec.engine.batch import Batch, pop_admissible
-from treespec.engine.request import CycleRecord, Piece, Request, take
-from treespec.engine.stats import shared
-from treespec.errors import InputError, SupersededError
+from treespec.engine.cycle import (
+    commit,
+    draft,
+    emit,
+    forward_trees,
+    observe,
+    process_listened_logits,
+    report,
+    verify,
+)
+from treespec.engine.request import Piece, Request
+from treespec.engine.stats import StageTimer
+from treespec.errors import SupersededError
 from treespec.files.locks import alone_with
 from treespec.kernels import ops as kernels
 from treespec.model.cache import TreeCache
 from treespec.model.target import Target
 from treespec.sampling.noise import Noise
-from treespec.sampling.sampler import Path, list_node_paths
-from treespec.trees.tree import TokenTree, build_root_tree, cut_below, to_device
-from treespec.verify.batch import verify_trees
-from treespec.verify.walk import Verdict, Verifier
-
-NO_VERDICT = Verdict([], [0])  # for a request that ends with an error: only the root is committed
-NOT_NUMBERS = (
-    "the target's logits are not numbers (NaN): its weights are damaged, or its dtype is too narrow "
-    "for it; try --dtype float32"
-)
+from treespec.verify.walk import Verifier
 
 
 @final
@@ -120,15 +121,9 @@ class Decoder:
             batch.clear()
         self.is_consistent = False
         prefill_start = time.perf_counter()
-        vocab_size = self.target.vocab_size
-        device = self.target.output_device
-        kernel = None
-        if device.type == "cpu" and kernels.load_kernels():
-            kernel = kernels.fill_noise
         for request in entering:
             if self.verifier.coupled and not request.sampler.greedy:
-                seed = request.generator.initial_seed()
-                request.sampler.noise = Noise(seed, vocab_size, device, kernel)
+                request.sampler.noise = self._build_noise(request.generator.initial_seed())
         batch.admit_and_release(entering, self.stretch)
         cycle_start = time.perf_counter()
         pieces: list[tuple[Request, Piece]] = []
@@ -140,119 +135,32 @@ class Decoder:
         self.is_consistent = True
         return pieces
 
+    def _build_noise(self, seed: int) -> Noise:
+        """Build the noise that a coupled verifier shares between draft and target. seed: the request's."""
+        device = self.target.output_device
+        kernel = None
+        if device.type == "cpu" and kernels.load_kernels():
+            kernel = kernels.fill_noise
+        return Noise(seed, self.target.vocab_size, device, kernel)
+
     def _run_cycle(self) -> list[tuple[Request, Piece]]:
         """Draft, score and verify one tree for each row of the batch. Returns the accepted pieces."""
-        device = self.target.output_device
-        drafter = self.drafter
-        requests = self.batch.requests
+        batch = self.batch
+        requests = batch.requests
         stats = [request.stats for request in requests]
-        samplers = [request.sampler for request in requests]
-        generators = [request.generator for request in requests]
-        with shared(stats, "total"):
-            # 1. Draft a tree for each request.
-            with shared(stats, "draft"):
-                roots = torch.tensor([request.root for request in requests])
-                if drafter:
-                    for request in requests:
-                        request.sampler.wants_draft_logits = request.listener is not None
-                    seconds_before = drafter.forward_seconds
-                    clock = stats[0].read_clock
-                    trees = drafter.draft_trees(roots, samplers, generators, self.cache, clock)
-                    head_seconds = drafter.forward_seconds - seconds_before
-                    for request_stats in stats:
-                        request_stats.seconds["head"] += head_seconds / len(requests)
-                else:
-                    trees = [build_root_tree(root) for root in to_device(roots, device).split(1)]
-                trees, uncut_nodes = self._list_exact_parts(trees)
-
-            # 2. Score all trees in one forward.
-            with shared(stats, "target"):
-                outs = self.target.forward_trees(
-                    self.cache, trees, drafter.aux_layers if drafter else ()
-                )
-
-            # 3. Verify: an accepted path and one more token for each request. A listener gets the
-            #    processed logits of this cycle, so they are computed before the answer grows.
-            with shared(stats, "verify"):
-                logits = [out.logits for out in outs]
-                verdicts_or_errors = verify_trees(
-                    self.verifier, trees, logits, samplers, generators
-                )
-                verdicts = list(map(self._check_verdict, requests, verdicts_or_errors))
-                processed_logits = {
-                    row: request.sampler.process_logits(list_node_paths(trees[row]), logits[row])
-                    for row, request in enumerate(requests)
-                    if request.listener
-                }
-
-            # 4. Commit the accepted paths to cache, requests and drafter.
-            with shared(stats, "commit"):
-                committed_nodes = [[0, *verdict.path] for verdict in verdicts]
-                self.cache.commit(committed_nodes)
-                committed_tokens = [  # the root, the accepted drafts, and the root of the next tree
-                    [request.root, *verdict.tokens]
-                    for request, verdict in zip(requests, verdicts, strict=True)
-                ]
-                for request, tokens in zip(requests, committed_tokens, strict=True):
-                    request.committed += tokens[:-1]
-                    request.root = tokens[-1]
-                    request.sampler.append(tokens[1:])
-                if drafter:
-                    paths = [verdict.path for verdict in verdicts]
-                    for row, node_numbers in uncut_nodes.items():
-                        paths[row] = [node_numbers[node] for node in paths[row]]
-                    drafter.update(paths)
-                    features = []
-                    for out, nodes in zip(outs, committed_nodes, strict=True):
-                        in_order = nodes == list(range(len(nodes)))  # a slice needs no copy
-                        node_index = slice(len(nodes)) if in_order else to_device(nodes, device)
-                        features.append(out.features[node_index])
-                    drafter.observe(features, list(map(torch.tensor, committed_tokens)))
-
-            # 5. Pieces of the answers.
-            pieces: list[list[Piece]] = [[] for _ in requests]
-            for row, request in enumerate(requests):
-                if not request.ended:
-                    with request.failing():
-                        pieces[row] = take(request, verdicts[row], logits[row])
-
-        # 6. Listeners get the cycle. A drafter may draft from answers that have ended.
-        for row, request in enumerate(requests):
-            if request.listener and pieces[row]:
-                draft_logits: dict[Path, Tensor] = {}
-                if drafter:
-                    draft_logits = drafter.draft_logits(row)
-                with request.failing():
-                    cycle = CycleRecord(
-                        trees[row], processed_logits[row], draft_logits, verdicts[row], pieces[row]
-                    )
-                    request.listener(cycle)
-            if drafter and request.memory is not None and request.remember and request.complete:
-                drafter.remember(request.memory, request.completion_with_context)
-        return [(request, piece) for row, request in enumerate(requests) for piece in pieces[row]]
-
-    def _list_exact_parts(
-        self, trees: list[TokenTree]
-    ) -> tuple[list[TokenTree], dict[int, list[int]]]:
-        """Cut the nodes off the trees whose logits would not be exact, because the target bounds their depth.
-
-        Returns the trees, and for the row of each tree that was cut: {row: number of each remaining node
-        in the uncut tree}.
-        """
-        uncut_nodes: dict[int, list[int]] = {}
-        for row, max_depth in enumerate(self.target.find_deepest(self.cache) or ()):
-            if int(trees[row].depth.max()) > max_depth:
-                trees[row], uncut_nodes[row] = cut_below(trees[row], max_depth)
-        return trees, uncut_nodes
-
-    def _check_verdict(self, request: Request, verdict: Verdict | Exception) -> Verdict:
-        """Return the verdict if it can be used. Otherwise store the error in the request and return `NO_VERDICT`."""
-        if isinstance(verdict, Exception):
-            request.error = verdict
-        elif request.sampler.error:
-            request.error = request.sampler.error
-        elif max(verdict.tokens) >= self.target.vocab_size:
-            request.error = InputError(NOT_NUMBERS)
-        else:
-            return verdict
-        return NO_VERDICT
+        with StageTimer(stats, "total"):
+            with StageTimer(stats, "draft"):
+                drafted = draft(batch)
+            with StageTimer(stats, "target"):
+                outputs = forward_trees(batch, drafted.trees)
+            with StageTimer(stats, "verify"):
+                verdicts = verify(batch, self.verifier, drafted.trees, outputs)
+                processed_logits = process_listened_logits(requests, drafted.trees, outputs)
+            with StageTimer(stats, "commit"):
+                step_tokens = commit(batch, verdicts)
+                observe(batch, drafted, outputs, verdicts, step_tokens)
+            pieces = emit(requests, verdicts, outputs)
+        report(batch, drafted.trees, processed_logits, verdicts, pieces)
+        return [
+            (request, piece) for request, row in zip(requests, pieces, strict=True) for piece in row
+        ]

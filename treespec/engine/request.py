@@ -238,7 +238,7 @@ class Request:
             self.error = error
 
 
-def take(request: Request, verdict: Verdict, logits: Tensor) -> list[Piece]:
+def build_pieces(request: Request, verdict: Verdict, logits: Tensor) -> list[Piece]:
     """Turn a verdict into pieces of the answer, cut at its end: accepted drafts, then the target's own token.
 
     logits: [N, V] the target's raw logits. Raises InputError if the logits processors forbade every token.

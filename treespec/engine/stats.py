@@ -2,10 +2,10 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
+from typing import final
 
 
 @dataclass
@@ -94,19 +94,26 @@ def _add_counts(counts: list[int], more_counts: list[int]) -> list[int]:
     return [a + b for a, b in zip_longest(counts, more_counts, fillvalue=0)]
 
 
-@contextmanager
-def shared(stats: Sequence[Stats], stage: str) -> Iterator[None]:
+@final
+class StageTimer:
     """Time a stage that several requests pass together, and add an equal share to the seconds of each.
 
     stats: of the requests; entries that are appended within the block get a share, too.
     """
-    start = stats[0].read_clock()
-    try:
-        yield
-    finally:
-        share = (stats[0].read_clock() - start) / len(stats)
-        for request_stats in stats:
-            request_stats.seconds[stage] += share
+
+    __slots__ = ("stage", "start", "stats")
+
+    def __init__(self, stats: Sequence[Stats], stage: str) -> None:
+        self.stats = stats
+        self.stage = stage
+
+    def __enter__(self) -> None:
+        self.start = self.stats[0].read_clock()
+
+    def __exit__(self, *error: object) -> None:
+        share = (self.stats[0].read_clock() - self.start) / len(self.stats)
+        for stats in self.stats:
+            stats.seconds[self.stage] += share
 
 
 TAU_MEANING = "tokens per target forward"

@@ -13,7 +13,7 @@ from treespec.heads.layers import mask_last_seen
 from treespec.heads.unrolled import build_window_mask
 from treespec.model.attention import expand_mask
 from treespec.model.cache import TreeCache
-from treespec.model.cache_layer import ColumnMove, flatten_moves
+from treespec.model.cache_layer import ColumnMove, TreeLayer, flatten_moves
 from treespec.model.cpu.experts import multiply_by_expert
 from treespec.model.masks import build_additive_masks, pad_trees, split_causal_chunks
 from treespec.model.recurrent.model import find_last_steps
@@ -343,3 +343,18 @@ def test_the_offset_of_a_token_counts_the_characters_before_it():
     tokens = [{"token": text, "logprob": -1.0, "top_logprobs": []} for text in ("Hel", "lo", "!")]
     logprobs = build_text_logprobs(tokens, 5)
     assert (logprobs["tokens"], logprobs["text_offset"]) == (["Hel", "lo", "!"], [5, 8, 10])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_columns_moved_by_numpy_are_those_of_an_index_copy(dtype):
+    layer = TreeLayer(8)
+    keys = torch.randn(2, 3, 8, 4, generator=seeded(0)).to(dtype)
+    layer.update(keys, -keys)
+    moves = [ColumnMove(0, 5, 3), ColumnMove(0, 7, 4), ColumnMove(1, 3, 1)]
+    layer.move_columns_on_host(moves)
+    sources, places = flatten_moves(moves, heads=3, capacity=8)
+    for states, start in zip(layer.storage, (keys, -keys), strict=True):
+        expected = start.clone()
+        entries = expected.flatten(0, 2)
+        entries.index_copy_(0, places, entries.index_select(0, sources))
+        assert torch.equal(states, expected)

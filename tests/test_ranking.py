@@ -7,9 +7,10 @@ from models import seeded
 
 from treespec.draft.best_tree import CandidateLevel, rank_descending, select_best_on_host, select_best_tree
 from treespec.draft.builders import CycleBuilder, select_most_likely_on_host
+from treespec.draft.cycle import build_score_params
 from treespec.draft.ranking import HostRanking, TopRanking
 from treespec.draft.tree_assembly import grow_together
-from treespec.sampling.probs import SamplingParams
+from treespec.sampling.probs import SamplingParams, compute_probs
 from treespec.trees.mask import build_ancestor_mask, mark_ancestors
 from treespec.trees.policy import parse_policy
 from treespec.trees.static import StaticTree
@@ -118,3 +119,16 @@ def test_a_fixed_tree_on_a_cpu_is_that_of_tensors(kind, tree, tokens):
             builder = CycleBuilder(root, rows[-1:], SamplingParams(1.0), generator, TopK(), on_host=on_host)
             trees += grow_together(extend, [builder.grow_fixed(shape)])
         assert all(torch.equal(getattr(trees[0], name), getattr(trees[1], name)) for name in FIELDS)
+
+
+def test_a_score_at_half_the_temperature_is_as_sure_as_the_heads_own_logits():
+    """The figure of `build_score_params`: two tokens with log q -0.4 and -1.2, and no noise."""
+    logits = torch.tensor([-0.4, -1.2])
+    own = compute_probs(logits, SamplingParams(1.0))
+    for temperature in (0.25, 0.5, 1.0):
+        scores = logits / temperature
+        params = build_score_params(SamplingParams(temperature))
+        assert torch.allclose(compute_probs(scores, params), own, atol=1e-6)
+    assert [round(share, 2) for share in own.tolist()] == [0.69, 0.31]
+    assert [round(share, 2) for share in (logits / 0.5).softmax(-1).tolist()] == [0.83, 0.17]
+    assert build_score_params(SamplingParams(2.0)) == SamplingParams(1.0)

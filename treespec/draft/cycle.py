@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -18,8 +18,21 @@ from treespec.sampling.sampler import Path, Sampler
 from treespec.trees.tree import TokenTree, build_root_tree, to_device
 
 MOST_STEPS = 8  # forced tokens that a draft model is run over, with one draft forward for each
-# Of draft logits to which a sequence's sampling parameters and noise are already applied.
-SCORED_PARAMS = SamplingParams(1.0)
+
+
+@lru_cache(64)
+def build_score_params(params: SamplingParams) -> SamplingParams:
+    """Returns the parameters that turn scores into Pr(the target chooses a token).
+
+    Scores are log q / T with shared noise. The head's log q errs by as much at every temperature T, so a lead
+    over the next token counts in units of log q: times T. At T = 1 the softmax of scores is right about as often
+    as it says, and above 1 it is left as it is.
+
+        log q, T = 0.5      -0.4   -1.2           the head's own .69 .31
+        scores, no noise    -0.8   -2.4           softmax .83 .17: too sure
+        scores times T      -0.4   -1.2           softmax .69 .31
+    """
+    return SamplingParams(1 / min(params.temperature, 1.0))
 
 
 @dataclass(frozen=True)
@@ -171,7 +184,7 @@ class DraftCycle:
         self.depths[0] = -1
         params = self.samplers[0].params
         if self.noise is not None:
-            params = SCORED_PARAMS
+            params = build_score_params(params)
         scores = self._score_logits(0, batch_logits)
         return self.builders[0].grow(batch_roots, scores, params, self.generators[0])
 
@@ -204,7 +217,7 @@ class DraftCycle:
             ahead = partial(self._score_all_levels, row)
         params = sampler.params
         if sampler.noise:
-            params = SCORED_PARAMS
+            params = build_score_params(params)
         self.depths[row] = len(chain) - 1
         scores = self._score_logits(row, logits)
         builder = self.builders[row]

@@ -187,7 +187,11 @@ class TreeCache(Cache):
 
         # 2. Copy them in every layer.
         for layer in self.tree_layers:
-            if not list_moves(layer.window):
+            moves = list_moves(layer.window)
+            if not moves:
+                continue
+            if layer.is_on_host:
+                layer.move_columns_on_host(moves)
                 continue
             for states in layer.storage:
                 _, heads, capacity, _ = states.shape

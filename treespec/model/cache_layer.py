@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -10,6 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from treespec.trees.tree import to_device
 
+BITS_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 MAX_SPARE_FACTOR = 4  # a block with more than this many times the rows in use is replaced
 
 
@@ -37,6 +39,11 @@ def flatten_moves(moves: Sequence[ColumnMove], heads: int, capacity: int) -> Ten
     return index.flatten(1)
 
 
+def view_bits_on_host(states: Tensor) -> np.ndarray:
+    """Return the memory of a CPU tensor as a numpy array of integers: numpy has no bfloat16."""
+    return states.view(BITS_DTYPES[states.element_size()]).numpy()
+
+
 def allocate_block(like: Sequence[Tensor], rows: int, capacity: int) -> tuple[Tensor, ...]:
     """Allocate zeros [rows, KV heads, capacity, D] for each tensor [B, KV heads, N, D]."""
     return tuple(x.new_zeros(rows, x.shape[1], capacity, x.shape[3]) for x in like)
@@ -52,6 +59,8 @@ class TreeLayer(CacheLayerMixin):
         max_columns: columns at which growing stops, if they are enough.
         first: the first column that a forward attends to; no node sees an earlier one.
         columns: write indices while a CUDA graph is recorded; a forward then attends to all columns.
+        host_views: `storage` as numpy arrays, made when columns are first moved on a CPU.
+        viewed_storage: the storage that they are of.
     """
 
     is_sliding = False
@@ -66,6 +75,8 @@ class TreeLayer(CacheLayerMixin):
         self.capacity, self.length = capacity, 0
         self.storage: tuple[Tensor, ...] = ()
         self.allocation: tuple[Tensor, ...] = ()
+        self.host_views: tuple[np.ndarray, ...] = ()
+        self.viewed_storage: tuple[Tensor, ...] = ()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate storage for keys and values like these, [B, KV heads, N, D]."""
@@ -112,6 +123,23 @@ class TreeLayer(CacheLayerMixin):
             if self.storage:
                 rows = len(self.storage[0])
             self.gather([(self, range(rows))], capacity)
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether its keys and values lie in the memory of the CPU."""
+        return bool(self.storage) and self.storage[0].is_cpu
+
+    def move_columns_on_host(self, moves: Sequence[ColumnMove]) -> None:
+        """Copy columns on a CPU, by numpy: a copy of a few numbers takes torch several times as long.
+
+        moves: with ascending places in each row; no source is before its place, so no move overwrites a later source.
+        """
+        if self.viewed_storage is not self.storage:
+            self.host_views = tuple(view_bits_on_host(states) for states in self.storage)
+            self.viewed_storage = self.storage
+        for view in self.host_views:
+            for row, source, place in moves:
+                view[row, :, place] = view[row, :, source]
 
     def limit_columns(self, columns: int) -> int:
         """Return `columns`, but at most `max_columns`."""

@@ -243,12 +243,12 @@ def count_expansions(
 
 @final
 class AutoBuilder(TreeBuilder):
-    """Builds the trees of `auto`: of a fixed shape, or chosen level by level if that is faster.
+    """Builds the trees of `auto`: chosen level by level on a CPU, of a fixed shape on an accelerator.
 
     Attributes:
         models: the cost models of the sequence; None before the first cycle.
         shape: the best tree of fixed shape in the present cycle.
-        by_level: whether trees may also be chosen level by level. Not on an accelerator: the host would wait for
+        by_level: whether trees are chosen level by level. Not on an accelerator: the host would wait for
             each level.
     """
 
@@ -274,21 +274,21 @@ class AutoBuilder(TreeBuilder):
         model = self.models.select_for_batch(batch)
         self.shape = plan_tree(model, self.policy)
         model.start(self.shape.speed)
-        fastest = self.shape.speed
+        speed = self.shape.speed
         if self.by_level:
-            fastest = max(fastest, model.speed)
-        return model.should_skip_cycle(fastest)
+            speed = model.speed
+        return model.should_skip_cycle(speed)
 
     def build_graph_key(self) -> StaticTree | None:
         assert self.models
         model = self.models.current
-        if self.by_level and model.speed > self.shape.speed:
+        if self.by_level:
             return None
         model.predict(self.shape.prediction, model.rate_correction)
         return self.shape.tree
 
     def grow_shape(self, cycle: CycleBuilder) -> Growth:
-        """Grows the most likely tokens level by level if that is faster, else a tree of fixed shape."""
+        """Grows the most likely tokens level by level, or a tree of fixed shape (`by_level`)."""
         assert self.models
         model = self.models.current
         self.by_level = cycle.logits.device.type == "cpu"

@@ -27,7 +27,10 @@ RATE_DECAY = (
 FITTED_RATE_WEIGHT = 10.0
 GUESSED_RATE_WEIGHT = 2.0
 GUESSED_RATES = (0.7, 0.1, 0.05)  # of an unknown drafter's first, second, third child
-PRIOR_CYCLES = 4  # weight of the first estimate of the speed, in cycles
+PRIOR_CYCLES = 4  # weight of the first estimate of tokens and seconds in `CacheOrModel`, in cycles
+# Weight of the first estimate of the speed, in cycles: from fitted rates, from guessed ones.
+FITTED_SPEED_CYCLES = 16
+GUESSED_SPEED_CYCLES = 1
 # Bounds of a correction.
 MIN_CORRECTION = 0.02
 MAX_CORRECTION = 1.5
@@ -128,6 +131,7 @@ class CostModel:
 
     Attributes:
         rates: Pr(the first, second, … child of a node is accepted), measured or guessed.
+        prior_cycles: weight of the first estimate of the speed, in cycles.
         rate_correction, logit_correction: corrections of these rates, and of draft distributions.
         prediction: of the present cycle; None: it drafts nothing.
         corrects: the correction that the cycle's outcome updates.
@@ -162,8 +166,10 @@ class CostModel:
             corrections = build_corrections(rates)
         self.cost = cost
         self.rates: tuple[float, ...] = GUESSED_RATES
+        self.prior_cycles = GUESSED_SPEED_CYCLES
         if rates:
             self.rates = rates
+            self.prior_cycles = FITTED_SPEED_CYCLES
         self.plain = cost.baseline_speed
         self.forward = cost.measured_forward_seconds
         self.rate_correction = corrections.by_rates
@@ -186,8 +192,8 @@ class CostModel:
     def start(self, speed: float) -> None:
         """Sets the first estimate of the speed of trees chosen level by level. speed: tokens per second."""
         if not self.seconds:
-            self.tokens = PRIOR_CYCLES * speed / self.plain
-            self.seconds = PRIOR_CYCLES / self.plain
+            self.tokens = self.prior_cycles * speed / self.plain
+            self.seconds = self.prior_cycles / self.plain
 
     @property
     def speed(self) -> float:

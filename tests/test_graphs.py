@@ -10,6 +10,7 @@ from treespec.api.spec import Spec
 from treespec.draft.models.model import ModelProposer
 from treespec.kernels import ops as kernels
 from treespec.model import cuda_graphs as graphs
+from treespec.model import graph_recorder
 from treespec.model.target import Target
 from treespec.trees.tree import TokenTree
 
@@ -100,7 +101,7 @@ def test_a_model_that_no_graph_repeats_goes_on_without(monkeypatch, caplog, reco
 def test_what_a_run_reads_and_did_not_make_is_kept():
     weight = torch.randn(3, 4)
     table = torch.arange(5)
-    with graphs.InputTracer() as reading:
+    with graph_recorder.InputTracer() as reading:
         made = torch.randn(2, 3) @ weight
         (made + 1)[:, table[:2]].sum()
     assert {x.data_ptr() for x in reading.read.values()} == {weight.data_ptr(), table.data_ptr()}

@@ -22,6 +22,7 @@ A forward that came too rarely to be recorded takes a graph of more texts or row
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 from weakref import ref
@@ -29,21 +30,16 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from treespec.errors import get_first_line
 from treespec.model.cache_layer import TreeLayer
+from treespec.model.graph_recorder import Outputs, Recorder
 
 log = logging.getLogger(__name__)
 
 Inputs = Mapping[str, Tensor]
 Masks = Mapping[str, tuple[int | None, Tensor]]  # by name, with the window of their layers
-Outputs = tuple[Tensor, ...]
 Run = Callable[[Inputs], Outputs]
-More = tuple[str, ...]  # what a graph may have more of than a forward: "texts", "rows"
-Key = tuple[tuple[int, ...], int, int, int, More, Any]  # block, texts, rows, written columns
-Recorded = tuple[Callable[[], None], Outputs, Sequence[Tensor]]
 
 RECORD_AFTER_CALLS = (
     8  # calls over one storage before a forward is recorded: recording costs about ten forwards
@@ -60,6 +56,57 @@ GRAPH_TOLERANCE = (
 )
 
 
+@dataclass(frozen=True)
+class GraphVariant:
+    """What a forward depends on besides its layers, inputs and masks.
+
+    Attributes:
+        rows: nodes of each text.
+        written: columns that the forward writes.
+        growable: what a graph may have more of than the forward: "texts", "rows". With "texts" all outputs are
+            [B, ...]. With "rows" all inputs and outputs are [B, N, ...], and the forward writes N columns.
+        settings: anything else; equal settings mean equal operations.
+    """
+
+    rows: int
+    written: int
+    growable: tuple[str, ...] = ()
+    settings: Any = None
+
+
+@dataclass(frozen=True)
+class GraphKey:
+    """What a graph was recorded for: a `GraphVariant` over one storage.
+
+    Attributes:
+        block: identities of the first layer's keys and values.
+        texts: B of the graph.
+        rows, written, growable, settings: as of the variant; `rows` and `written` may be larger.
+    """
+
+    block: tuple[int, ...]
+    texts: int
+    rows: int
+    written: int
+    growable: tuple[str, ...]
+    settings: Any
+
+    def can_serve(self, other: "GraphKey") -> bool:
+        """Whether a graph with this key can run a forward that has the other key."""
+        is_alike = (self.block, self.growable, self.settings) == (
+            other.block,
+            other.growable,
+            other.settings,
+        )
+        has_texts = self.texts == other.texts
+        if "texts" in self.growable:
+            has_texts = self.texts >= other.texts
+        has_rows = (self.rows, self.written) == (other.rows, other.written)
+        if "rows" in self.growable:
+            has_rows = has_rows or self.rows > other.rows
+        return is_alike and has_texts and has_rows
+
+
 @final
 class Graph:
     """A recorded forward of B texts over the first B rows of some layers' blocks.
@@ -69,6 +116,8 @@ class Graph:
         outputs: tensors that `repeat` writes.
         read: tensors that it reads.
         is_proven: whether its outputs were compared with the model's.
+        key: what it is recorded for.
+        texts: B.
         length: of the first layer when the graph was made.
         given: static input tensors by name.
     """
@@ -78,10 +127,12 @@ class Graph:
     read: Sequence[Tensor] = ()
     is_proven = False
 
-    def __init__(self, layers: Sequence[TreeLayer], texts: int) -> None:
+    def __init__(self, layers: Sequence[TreeLayer], key: GraphKey) -> None:
         self.blocks = [ref(x) for layer in layers for x in layer.allocation]
-        self.texts = texts
-        self.length, self.given = layers[0].length, dict[str, Tensor]()
+        self.key = key
+        self.texts = key.texts
+        self.length = layers[0].length
+        self.given: dict[str, Tensor] = {}
 
     def fits(self, layers: Sequence[TreeLayer]) -> bool:
         """Whether the layers still have the storage that the graph writes to."""
@@ -89,39 +140,48 @@ class Graph:
         tensors = [x for layer in layers for x in layer.allocation]
         return all(block() is x for block, x in zip(self.blocks, tensors, strict=True))
 
-    def take(
-        self, layers: Sequence[TreeLayer], inputs: Inputs, masks: Masks, rows: int, written: int
-    ) -> None:
+    def take(self, layers: Sequence[TreeLayer], inputs: Inputs, masks: Masks) -> None:
         """Copy a forward's inputs, write columns and masks into the static tensors.
 
         Args:
             layers: that the forward writes to.
             inputs: `tokens` [B, N], and others [B, ...].
             masks: [B, 1, N, T], with the window of their layers.
-            rows: N of the graph, at least that of the inputs.
-            written: columns that the forward writes.
         """
+        # 1. Inputs. With more rows than nodes, all of them are [B, N, ...].
         batch, nodes = inputs["tokens"].shape
+        rows = self.key.rows
         for name, x in inputs.items():
-            shape = (rows, *x.shape[2:]) if rows > nodes else x.shape[1:]
-            static = self.get_static_tensor(name, x, (self.texts, *shape))
-            (static[:batch, :nodes] if rows > nodes else static[:batch]).copy_(x)
+            if rows > nodes:
+                static = self.get_static_tensor(name, x, (self.texts, rows, *x.shape[2:]))
+                static[:batch, :nodes].copy_(x)
+            else:
+                static = self.get_static_tensor(name, x, (self.texts, *x.shape[1:]))
+                static[:batch].copy_(x)
+
+        # 2. The columns that layers of each window write.
         layer_of_window = {layer.window: layer for layer in layers}
+        written = self.key.written
         for window, layer in layer_of_window.items():
-            write_columns = self.get_static_tensor(
-                f"columns {window}", inputs["tokens"], (written,)
-            )
+            name = f"columns {window}"
+            write_columns = self.get_static_tensor(name, inputs["tokens"], (written,))
             torch.arange(layer.length, layer.length + written, out=write_columns)
+
+        # 3. Masks over all columns of the storage.
         for name, (window, mask) in masks.items():
-            first = layer_of_window[window].first
-            columns = mask.shape[3]
-            static = self.get_static_tensor(
-                name, mask, (self.texts, 1, rows, layer_of_window[window].capacity)
-            )
-            static.fill_(False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min)
-            static[:batch, :, :nodes, first : first + columns] = mask
-        for name in (*inputs, *masks) if batch < self.texts else ():
-            self.given[name][batch:] = self.given[name][:1]
+            layer = layer_of_window[window]
+            end = layer.first + mask.shape[3]
+            static = self.get_static_tensor(name, mask, (self.texts, 1, rows, layer.capacity))
+            hidden: float = False
+            if mask.dtype != torch.bool:
+                hidden = torch.finfo(mask.dtype).min
+            static.fill_(hidden)
+            static[:batch, :, :nodes, layer.first : end] = mask
+
+        # 4. Texts beyond the batch repeat the first one.
+        if batch < self.texts:
+            for name in (*inputs, *masks):
+                self.given[name][batch:] = self.given[name][:1]
 
     def get_static_tensor(self, name: str, like: Tensor, shape: Sequence[int]) -> Tensor:
         """Return the static tensor of that name; it is made at the first call."""
@@ -155,9 +215,11 @@ class Graphs:
 
     def __init__(self, name: str) -> None:
         """name: of the model."""
-        self.name, self.record, self.is_broken = name, Recorder(), False
-        self.met = Counter[Any]()
-        self.graphs: dict[Key, Graph] = {}
+        self.name = name
+        self.recorder = Recorder()
+        self.is_broken = False
+        self.calls = Counter[GraphKey]()  # of forwards without a graph of their own
+        self.graphs: dict[GraphKey, Graph] = {}
 
     def __call__(
         self,
@@ -165,7 +227,7 @@ class Graphs:
         run: Run,
         inputs: Inputs,
         masks: Masks,
-        variant: tuple[int, int, More, Any],
+        variant: GraphVariant,
     ) -> Outputs:
         """Run a forward, by a graph if it comes often.
 
@@ -174,94 +236,137 @@ class Graphs:
             run: the forward, of inputs and masks by name.
             inputs: `tokens` [B, N], and others [B, ...].
             masks: [B, 1, N, T], with the window of their layers.
-            variant: the number of rows; the number of columns that the forward writes; what a graph may have more
-                of; and any other settings that the forward depends on. With "texts" all outputs are [B, ...]. With
-                "rows" all inputs and outputs are [B, N, ...], and the forward writes N columns.
+            variant: what else the forward depends on.
 
         Returns: the forward's outputs, valid until the next call.
         """
         # 1. Find a graph over this storage, or run the model if the forward is rare.
-        (rows, written, growable, settings) = variant
-        (batch, nodes) = inputs["tokens"].shape
-        run_plain = partial(run, {**inputs, **{name: mask for name, (_, mask) in masks.items()}})
-        if self.is_broken or rows > MAX_GRAPH_ROWS or not all(layer.storage for layer in layers):
+        masks_by_name = {name: mask for name, (_, mask) in masks.items()}
+        run_plain = partial(run, {**inputs, **masks_by_name})
+        if self.is_broken or variant.rows > MAX_GRAPH_ROWS:
             return run_plain()
-        rows, written = (
-            (1 << (nodes - 1).bit_length(),) * 2 if "rows" in growable else (rows, written)
-        )
-        for layer in layers:
-            layer.reserve(layer.length + written)
-        texts = (
-            min(1 << (batch - 1).bit_length(), len(layers[0].allocation[0]))
-            if "texts" in growable
-            else batch
-        )
-        key = (tuple(map(id, layers[0].allocation)), texts, rows, written, growable, settings)
+        if not all(layer.storage for layer in layers):
+            return run_plain()
+        batch, nodes = inputs["tokens"].shape
+        graph = self.find(build_key(layers, batch, nodes, variant), layers)
+        if graph is None:
+            return run_plain()
+
+        # 2. Copy the inputs; record a new graph; repeat it.
+        graph.take(layers, inputs, masks)
+        if not graph.outputs and not self.record(graph, layers, run):
+            return run_plain()
+        return self.replay(graph, layers, run_plain, batch, nodes)
+
+    def find(self, key: GraphKey, layers: Sequence[TreeLayer]) -> Graph | None:
+        """Find a graph for a forward: its own, a new one to record if it came often, or a larger one.
+
+        None: the forward is rare, and no larger graph fits.
+        """
         graph = self.graphs.get(key)
-        if graph is None or not graph.fits(layers):
-            self.met = Counter() if len(self.met) > MAX_COUNTED_FORWARDS else self.met
-            self.met[key] += 1
-            if self.met[key] >= RECORD_AFTER_CALLS:
-                graph = Graph(layers, texts)
-            elif (larger := self.find_larger(key, layers)) is None:
-                return run_plain()
-            else:
-                key = larger
-                graph = self.graphs[larger]
-                _, texts, rows, written, *_ = key
+        if graph and graph.fits(layers):
+            return graph
+        if len(self.calls) > MAX_COUNTED_FORWARDS:
+            self.calls = Counter()
+        self.calls[key] += 1
+        if self.calls[key] >= RECORD_AFTER_CALLS:
+            return Graph(layers, key)
+        return self.find_larger(key, layers)
 
-        # 2. Copy its inputs; record a new graph.
-        graph.take(layers, inputs, masks, rows, written)
-        if not graph.outputs:
-            try:
-                graph.repeat, graph.outputs, read = self.record(partial(graph.run, layers, run))
-            except Exception as error:  # such as an operation that waits for the device
-                self.disable(get_first_line(error))
-                return run_plain()
-            del self.met[key]
-            stored = {x.data_ptr() for layer in layers for x in layer.allocation}
-            graph.read = [x for x in read if x.data_ptr() not in stored]
-            self.graphs = dict([*self.graphs.items()][-MAX_GRAPHS:]) | {key: graph}
+    def find_larger(self, key: GraphKey, layers: Sequence[TreeLayer]) -> Graph | None:
+        """Find the smallest recorded graph of more texts or rows that fits. key: of a forward without a graph."""
+        room = min(layer.capacity - layer.length for layer in layers)
+        best: Graph | None = None
+        for other, graph in self.graphs.items():
+            if not other.can_serve(key) or other.written > room or not graph.fits(layers):
+                continue
+            if best is None or other.texts * other.rows < best.key.texts * best.key.rows:
+                best = graph
+        return best
 
-        # 3. Repeat it. For the comparison the model runs before the graph, because all graphs share memory.
+    def record(self, graph: Graph, layers: Sequence[TreeLayer], run: Run) -> bool:
+        """Record a forward into a graph that has its inputs. Returns False if it cannot be recorded."""
+        try:
+            graph.repeat, graph.outputs, read = self.recorder(partial(graph.run, layers, run))
+        except Exception as error:  # such as an operation that waits for the device
+            self.disable(get_first_line(error))
+            return False
+        del self.calls[graph.key]
+        stored = {x.data_ptr() for layer in layers for x in layer.allocation}
+        graph.read = [x for x in read if x.data_ptr() not in stored]
+        newest = list(self.graphs.items())[-MAX_GRAPHS:]
+        self.graphs = dict(newest) | {graph.key: graph}
+        return True
+
+    def replay(
+        self,
+        graph: Graph,
+        layers: Sequence[TreeLayer],
+        run_plain: Callable[[], Outputs],
+        batch: int,
+        nodes: int,
+    ) -> Outputs:
+        """Repeat a graph that has its inputs; once, compare its outputs with the model's.
+
+        batch, nodes: of the forward. Returns its outputs, or the model's if they differ.
+        """
+        # 1. For the comparison the model runs before the graph, because all graphs share memory.
         plain_outputs: Outputs = ()
         if not graph.is_proven and layers[0].length != graph.length:
-            graph.is_proven, plain_outputs = True, run_plain()
+            graph.is_proven = True
+            plain_outputs = run_plain()
+
+        # 2. The graph, without the outputs of padding.
         graph.repeat()
-        outputs = tuple(x[:batch] for x in graph.outputs) if texts > batch else graph.outputs
-        outputs = tuple(x[:, :nodes] for x in outputs) if rows > nodes else outputs
+        outputs = graph.outputs
+        if graph.texts > batch:
+            outputs = tuple(x[:batch] for x in outputs)
+        if graph.key.rows > nodes:
+            outputs = tuple(x[:, :nodes] for x in outputs)
+
+        # 3. The comparison.
         for output, expected in zip(outputs, plain_outputs, strict=False):
-            difference = output - expected if expected.is_floating_point() else None
-            if (
-                difference is not None
-                and not difference.abs().mean() <= GRAPH_TOLERANCE * expected.std()
-            ):
+            if not is_close(output, expected):
                 self.disable("its outputs are not the model's")
                 return plain_outputs
         return outputs
-
-    def find_larger(self, key: Key, layers: Sequence[TreeLayer]) -> Key | None:
-        """Find the smallest recorded graph of more texts or rows that fits. key: of a forward without a graph."""
-        block, texts, rows, written, growable, settings = key
-        room = min(layer.capacity - layer.length for layer in layers)
-        candidates = []
-        for candidate, graph in self.graphs.items():
-            is_alike = (candidate[0], *candidate[4:]) == (block, growable, settings) and graph.fits(
-                layers
-            )
-            has_texts = candidate[1] == texts or (candidate[1] > texts and "texts" in growable)
-            has_rows = candidate[2:4] == (rows, written) or (
-                candidate[2] > rows and "rows" in growable
-            )
-            candidates += (
-                [candidate] if is_alike and has_texts and has_rows and candidate[3] <= room else []
-            )
-        return min(candidates, key=lambda candidate: candidate[1] * candidate[2], default=None)
 
     def disable(self, why: str) -> None:
         self.is_broken = True
         self.graphs = {}
         log.warning("%s runs without CUDA graphs: %s", self.name, why)
+
+
+def build_key(
+    layers: Sequence[TreeLayer], batch: int, nodes: int, variant: GraphVariant
+) -> GraphKey:
+    """Build the key of a forward over B texts of N nodes, after reserving the columns that it writes.
+
+    What may grow is rounded up to a power of two, so that few graphs serve all sizes. Three texts of five nodes:
+
+        growable          ()    ("texts",)    ("texts", "rows")
+        texts, rows      3, 5         4, 5                 4, 8     of a storage of four rows or more
+    """
+    rows = variant.rows
+    written = variant.written
+    if "rows" in variant.growable:
+        rows = 1 << (nodes - 1).bit_length()
+        written = rows
+    for layer in layers:
+        layer.reserve(layer.length + written)
+    texts = batch
+    if "texts" in variant.growable:
+        texts = min(1 << (batch - 1).bit_length(), len(layers[0].allocation[0]))
+    block = tuple(map(id, layers[0].allocation))
+    return GraphKey(block, texts, rows, written, variant.growable, variant.settings)
+
+
+def is_close(output: Tensor, expected: Tensor) -> bool:
+    """Whether a graph's output is the model's up to rounding; numbers of other kinds are not compared."""
+    if not expected.is_floating_point():
+        return True
+    difference = (output - expected).abs().mean()
+    return bool(difference <= GRAPH_TOLERANCE * expected.std())
 
 
 def build_graphs(target: Any) -> Graphs | None:
@@ -273,59 +378,3 @@ def build_graphs(target: Any) -> Graphs | None:
         if is_fit and "position_ids" in target.forward_arguments
         else None
     )
-
-
-@final
-class InputTracer(TorchDispatchMode):
-    """Collects the tensors that operations read but did not create: a graph holds their addresses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.read: dict[int, Tensor] = {}
-        self.made = set[int]()
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        tensors = collect_tensors((args, kwargs))
-        self.read |= {address: x for address, x in tensors.items() if address not in self.made}
-        out = function(*args, **(kwargs or {}))
-        self.made |= collect_tensors(out).keys() - self.read.keys()
-        return out
-
-
-def collect_tensors(values: Any) -> dict[int, Tensor]:
-    """Return {address of storage: tensor} of all tensors in nested values."""
-    tensors = (x for x in tree_leaves(values) if isinstance(x, Tensor))
-    return {x.untyped_storage().data_ptr(): x for x in tensors}
-
-
-class Recorder:
-    """Records operations as a CUDA graph. All graphs of a model share memory, so only one runs at a time."""
-
-    def __init__(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, run: Callable[[], Outputs]) -> Recorded:
-        """Record `run`. Returns a function that repeats it, the outputs it writes, and the tensors it reads."""
-        # 1. Run twice on another stream, so that libraries initialise and constants are created.
-        stream = torch.cuda.current_stream()
-        side_stream = torch.cuda.Stream()
-        side_stream.wait_stream(stream)
-        with torch.cuda.stream(side_stream):
-            run()
-            with InputTracer() as reading:
-                run()
-        stream.wait_stream(side_stream)
-
-        # 2. Record. Other threads may go on. A failed recording leaves torch's generator in capture mode: reset it.
-        graph = torch.cuda.CUDAGraph()
-        generator = torch.cuda.default_generators[stream.device_index]
-        generator_state = generator.clone_state()
-        try:
-            with torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"):
-                outputs = run()
-        except RuntimeError:
-            generator.graphsafe_set_state(generator_state)
-            raise
-        return graph.replay, outputs, [*reading.read.values()]

@@ -20,7 +20,7 @@ from treespec.errors import InputError
 from treespec.model.adapters import unwrap_adapter
 from treespec.model.attention import ATTENTION_NAME, take_trees
 from treespec.model.cache import WINDOW_SLACK_TOKENS, TreeCache
-from treespec.model.cuda_graphs import Graphs, build_graphs
+from treespec.model.cuda_graphs import Graphs, GraphVariant, build_graphs
 from treespec.model.masks import (
     as_taken,
     build_additive_masks,
@@ -421,7 +421,7 @@ class Target:
         run = partial(self._run_decoder, cache, model_inputs, tuple(masks), aux_layers)
         if self.graphs and "tokens" in inputs:
             graph_masks = {kind: (self.windows[kind], mask) for kind, mask in masks.items()}
-            variant = (n, n, ("texts", "rows"), aux_layers)
+            variant = GraphVariant(n, n, ("texts", "rows"), aux_layers)
             hidden, features = self.graphs(cache.tree_layers, run, inputs, graph_masks, variant)
             return hidden, features.clone()
         if self.recurrent is None:

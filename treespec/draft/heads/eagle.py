@@ -13,6 +13,7 @@ from treespec.draft.drafter import Grow, GrowthKey
 from treespec.draft.heads.base import DeepeningProposer
 from treespec.draft.models.branch import Levels
 from treespec.heads.eagle import FeatureHead
+from treespec.model.cuda_graphs import GraphVariant
 from treespec.model.masks import Chunk, gather_rows
 from treespec.trees.mask import build_committed_mask
 from treespec.trees.shape import Policy
@@ -75,8 +76,8 @@ class EagleProposer(DeepeningProposer):
         if self.graphs and layers[0].columns is None:
             masks = {"mask": (None, seen[:, None])}
             rows = tokens.shape[1]
-            graph_shape = (rows, rows, ("texts",), places.shape[1:])
-            return self.graphs(layers, run, inputs, masks, graph_shape)[0]
+            variant = GraphVariant(rows, rows, ("texts",), places.shape[1:])
+            return self.graphs(layers, run, inputs, masks, variant)[0]
         return run(inputs | {"mask": seen[:, None]})[0]
 
     def build_rotary(self, count: int) -> Tensor:
@@ -144,16 +145,16 @@ class EagleProposer(DeepeningProposer):
         # 2. The columns that it writes. One graph serves any number of sequences whose trees grow together.
         policies = frozenset(key.policies)
         columns_written = sum(map(count_written_columns, policies))
-        batch_inputs: tuple[str, ...] = ()
+        growable: tuple[str, ...] = ()
         graph_key: Any = key
         if all(policy.reranks for policy in policies):
             graph_key = (policies, key.noise_params)
             if len(roots) > 1:
-                batch_inputs = ("texts",)
-        graph_shape = (1, columns_written, batch_inputs, graph_key)
+                growable = ("texts",)
+        variant = GraphVariant(1, columns_written, growable, graph_key)
 
         # 3. The trees.
-        outputs = self.graphs(layers, run, inputs, masks, graph_shape)
+        outputs = self.graphs(layers, run, inputs, masks, variant)
         return rebuild_trees(outputs[1:])
 
     def draft_next_states(self, tokens: Tensor, above: Tensor) -> Tensor:

@@ -15,9 +15,10 @@ import torch
 import typer
 from torch import Tensor
 
-from treespec import load
+from treespec import Spec, load
 from treespec.draft.auto.measure import MEASURED_NODES, measure_model_costs
 from treespec.draft.builders import TreeBuilder
+from treespec.draft.heads.loading import build_new_head
 from treespec.draft.lookup.guess import Guess
 from treespec.kernels.allocator import keep_freed_memory
 from treespec.kernels.processor import describe_processor
@@ -184,6 +185,58 @@ def drafted(
             growth.send(draft_logits[next(levels).nodes])
     except StopIteration as grown:
         return grown.value
+
+
+@app.command()
+def floor(target: str = "demo", tokens: int = 64, rounds: int = 5, long: int = 4096) -> None:
+    """Measure `auto` beside one token at a time where drafts help least, as the ratio of tokens per second.
+
+    long: tokens of the long prompt. The time of prompts does not count.
+    """
+    # 1. The ways to draft: the default, a head with random weights, only the text.
+    spec = load(target)
+    torch.manual_seed(0)
+    blank_head = build_new_head("eagle", spec.target).eval().to(spec.target.dtype)
+    drafting = {
+        "its head": spec,
+        "a head that knows nothing": Spec(spec.target, blank_head, verifier="auto"),
+        "the text alone": load(target, drafter="suffix"),
+    }
+    questions = [[{"role": "user", "content": f"Tell me about the number {i}."}] for i in range(16)]
+    text = list(range(300, 300 + long))  # an ascending list of tokens: nothing repeats
+    cases = [("its head", f"{batch} at a time", questions[:batch]) for batch in (1, 4, 16)]
+    cases.append(("its head", f"a prompt of {long} tokens", [text]))
+    cases.append(("a head that knows nothing", "1 at a time", questions[:1]))
+    cases.append(("the text alone", "1 at a time", questions[:1]))
+
+    # 2. Each case at three temperatures; both sides take turns.
+    rows = []
+    for drafter, case, prompts in cases:
+        cells = []
+        for temperature in (0.0, 0.6, 1.0):
+            sides = {
+                "auto": partial(decode_rate, drafting[drafter], prompts, tokens, temperature),
+                "one": partial(decode_rate, spec.baseline(), prompts, tokens, temperature),
+            }
+            rates = medians(sides, rounds)
+            cells.append(f"{rates['auto'] / rates['one']:.2f}")
+        rows.append([drafter, case, *cells])
+    show(["drafts from", "", "T = 0", "T = 0.6", "T = 1"], rows)
+
+
+def decode_rate(spec: Spec, prompts: list[Any], tokens: int, temperature: float) -> float:
+    """Decode all prompts in one batch. Returns tokens per second, prompts apart."""
+    outputs = spec.generate(
+        prompts,
+        max_new_tokens=tokens,
+        temperature=temperature,
+        seed=1,
+        memory=None,
+        ignore_eos=True,
+    )
+    decoded = sum(output.stats.new_tokens for output in outputs)
+    seconds = sum(output.stats.seconds["total"] for output in outputs)
+    return decoded / (seconds - sum(output.stats.seconds["prefill"] for output in outputs))
 
 
 if __name__ == "__main__":

@@ -167,6 +167,8 @@ class TreeLayer(CacheLayerMixin):
         # One statement without a call, which CPython does not interrupt.
         storage = tuple(states[:total] for states in block)
         self.allocation, self.storage, self.capacity = block, storage, capacity
+        self.host_views = ()  # they would keep the old block in memory
+        self.viewed_storage = ()
 
     def _has_room(self, rows: int, capacity: int) -> bool:
         """Whether the allocation can hold these rows at this capacity, and is not far too large for them."""

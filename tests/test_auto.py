@@ -11,7 +11,7 @@ from models import TableConfig, TableModel, random_head, target
 
 from treespec.api.engine import Engine
 from treespec.api.spec import Spec
-from treespec.draft.auto.builder import count_expansions, plan_tree
+from treespec.draft.auto.builder import AutoBuilder, count_expansions, plan_tree
 from treespec.draft.auto.cost import find_best_size
 from treespec.draft.auto.cost_model import CostModel, limit_sum
 from treespec.draft.calibration import Calibration
@@ -19,9 +19,11 @@ from treespec.draft.lookup.matches import merge_continuations
 from treespec.draft.lookup.one_hot import keep_profitable_nodes
 from treespec.draft.pairing import check_fit
 from treespec.model.target import Target
+from treespec.sampling.params import SamplingParams
 from treespec.trees.dynamic import AutoTree
 from treespec.trees.most_likely import estimate_length
 from treespec.verify.registry import SCHEMES
+from treespec.verify.topk import TopK
 
 RATES = {"1": (0.5, 0.2, 0.1)}
 CALIBRATION = Calibration((0.1, 0.8, -1, 0), RATES)
@@ -200,3 +202,12 @@ def test_the_kept_nodes_are_a_subtree_with_their_ancestors():
             above[i] = False
             assert torch.equal(above, kept.ancestors[parent] if parent >= 0 else torch.zeros_like(above))
             assert int(kept.depth[i]) == int(above.sum())
+
+
+def test_the_first_trees_on_an_accelerator_already_have_a_fixed_shape():
+    """A CUDA graph may then record them, in a batch that a new sequence has just joined too; a CPU chooses by level."""
+    params = SamplingParams(0.0)
+    builders = [AutoBuilder(AutoTree(), TopK(), CALIBRATION, lambda batch: linear_cost()) for _ in range(2)]
+    assert not any([builders[0].should_skip_cycle(params, 1, on_cpu=False), builders[1].should_skip_cycle(params, 1)])
+    assert builders[0].build_graph_key() == builders[0].shape.tree
+    assert builders[1].build_graph_key() is None

@@ -56,10 +56,12 @@ class TreeBuilder:
         """Modelled seconds of the present cycle; None: the policy models no time."""
         return None
 
-    def should_skip_cycle(self, params: SamplingParams, batch: int = 1) -> bool:
+    def should_skip_cycle(
+        self, params: SamplingParams, batch: int = 1, on_cpu: bool = True
+    ) -> bool:
         """Whether the sequence drafts nothing in this cycle. Call it once a cycle, before `grow`.
 
-        batch: the number of sequences that the cycle decodes together.
+        batch: the number of sequences that the cycle decodes together. on_cpu: whether it drafts on a CPU.
         """
         return False
 

@@ -131,11 +131,12 @@ class TreeDrafter(Drafter):
         """Returns [1, N] draft logits for the children of each root; None: the proposer drafts nothing there."""
         # 1. The sequences for which the proposer does not draft. Each builder is asked once a cycle.
         batch = len(cycle.samplers)
+        on_cpu = cycle.device.type == "cpu"
         pauses = []
         for row, sampler in enumerate(cycle.samplers):
             pause = cycle.offers[row] is not None
             if not pause:
-                pause = self.states[row].should_skip_cycle(sampler.params, batch)
+                pause = self.states[row].should_skip_cycle(sampler.params, batch, on_cpu)
             pauses.append(pause or cycle.chains.forced[row].ends)
         if all(pauses):
             return [None] * batch

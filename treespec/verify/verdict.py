@@ -173,7 +173,10 @@ def run_generator(judging: Judging, host_copy: Tensor | None = None) -> DeviceSt
     host_copy: of the tensor that it yielded last; None: it begins.
     """
     try:
-        numbers = judging.send(host_copy)  # type: ignore[arg-type]  # a generator begins with None
+        if host_copy is None:
+            numbers = next(judging)
+        else:
+            numbers = judging.send(host_copy)
     except StopIteration as end:
         verdict: Verdict = end.value
         return verdict

@@ -248,8 +248,8 @@ class AutoBuilder(TreeBuilder):
     Attributes:
         models: the cost models of the sequence; None before the first cycle.
         shape: the best tree of fixed shape in the present cycle.
-        by_level: whether trees are chosen level by level. Not on an accelerator: the host would wait for
-            each level.
+        by_level: whether the present cycle's tree is chosen level by level. Not on an accelerator: the host would
+            wait for each level.
     """
 
     policy: AutoTree
@@ -262,8 +262,11 @@ class AutoBuilder(TreeBuilder):
         assert self.models
         return self.models.current.cycle_seconds
 
-    def should_skip_cycle(self, params: SamplingParams, batch: int = 1) -> bool:
+    def should_skip_cycle(
+        self, params: SamplingParams, batch: int = 1, on_cpu: bool = True
+    ) -> bool:
         """Whether no tree is expected to be faster than one-token decoding, and none is tried."""
+        self.by_level = on_cpu
         if not self.models:
             assert self.costs
             rates = None
@@ -291,7 +294,6 @@ class AutoBuilder(TreeBuilder):
         """Grows the most likely tokens level by level, or a tree of fixed shape (`by_level`)."""
         assert self.models
         model = self.models.current
-        self.by_level = cycle.logits.device.type == "cpu"
         shape = self.build_graph_key()
         if shape:
             return (yield from cycle.grow_fixed(shape))

@@ -239,7 +239,7 @@ def request_of(tokens, temperature=0.0):
 
 
 def test_an_entering_request_takes_a_free_row_and_the_last_row_fills_the_next():
-    """Requests A to F have prompts of two to seven tokens, of which all but the last are in the cache."""
+    """Requests A to F have prompts of two to seven tokens. The cache holds all tokens of a prompt but the last."""
     requests = [request_of(tokens) for tokens in range(2, 8)]
     a, b, c, d, e, f = requests
     with torch.inference_mode():

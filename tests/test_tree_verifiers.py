@@ -178,7 +178,7 @@ TREES = [
     LOPSIDED,
     Shape(UNEVEN.draws, ((0, 0, 0), (1, 0))),
     Shape(StaticTree(((1,), (1, 1), (1, 1, 0)))),  # the first draws have no node
-    Shape(StaticTree(((0,), (2,), (0, 0), (2, 0)))),  # as many draws as tokens
+    Shape(StaticTree(((0,), (2,), (0, 0), (2, 0)))),  # three draws of three tokens
 ]
 # `block-optimal`, where every draw but the last is sure
 SURE = Traversal("sure", SCHEMES["greedy"], partial(refuse_selected_first, Optimal(0, 0)))

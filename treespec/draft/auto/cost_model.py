@@ -30,7 +30,7 @@ GUESSED_RATES = (0.7, 0.1, 0.05)  # of an unknown drafter's first, second, third
 PRIOR_CYCLES = 4  # weight of the first estimate of tokens and seconds in `CacheOrModel`, in cycles
 # Weight of the first estimate of the speed, in cycles: from fitted rates, from guessed ones.
 FITTED_SPEED_CYCLES = 16
-GUESSED_SPEED_CYCLES = 1
+GUESSED_SPEED_CYCLES = 2
 # Bounds of a correction.
 MIN_CORRECTION = 0.02
 MAX_CORRECTION = 1.5

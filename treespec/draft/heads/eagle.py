@@ -155,7 +155,8 @@ class EagleProposer(DeepeningProposer):
 
         # 3. The trees.
         outputs = self.graphs(layers, run, inputs, masks, variant)
-        return rebuild_trees(outputs[1:])
+        tree_tensors = outputs[1:]  # behind the features of the first drafted level
+        return rebuild_trees(tree_tensors)
 
     def draft_next_states(self, tokens: Tensor, above: Tensor) -> Tensor:
         self.drafted.extend(above)

@@ -208,6 +208,7 @@ def test_the_noise_of_every_uniform_number_is_finite():
     assert high == highest == pytest.approx(52 * math.log(2), rel=1e-6)  # doubles below 1 lie 2^-53 apart
 
 
+@packed
 def test_noise_of_the_kernels_is_that_of_torch():
     """To the rounding of logarithms, at sizes within a block and across several, and at both ends."""
     for size in (1, 7, 1024, 3000, 200_000):

@@ -88,6 +88,8 @@ class Head(nn.Module, ABC):
     embed_tokens: nn.Module | None
     d2t: Tensor | None
     t2d: Tensor | None
+    _drafted_tokens: Tensor | None = None  # `vocabulary`, computed from `_numbered_d2t`
+    _numbered_d2t: Tensor | None = None
 
     def __init__(self, config: Config, vocab_size: int) -> None:
         super().__init__()
@@ -99,9 +101,13 @@ class Head(nn.Module, ABC):
     @property
     def vocabulary(self) -> Tensor | None:
         """[N] int64 ascending: the target's token for each draft token; None: all V, in order."""
-        if self.d2t is None:
+        d2t = self.d2t
+        if d2t is None:
             return None
-        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+        if self._numbered_d2t is not d2t:
+            self._drafted_tokens = d2t + torch.arange(len(d2t), device=d2t.device)
+            self._numbered_d2t = d2t
+        return self._drafted_tokens
 
     @property
     def dtype(self) -> torch.dtype:

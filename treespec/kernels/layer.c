@@ -181,3 +181,42 @@ static void layer(const Layer *a) {
 void layers(const Layer *a, long many) {
   for (long i = 0; i < many; i++) layer(a + i);
 }
+
+// A step of an EAGLE head over nodes of one text: [embedding, feature] -> input -> layer -> state -> output -> logits.
+typedef struct {
+  Layer layer;            // without the fields that `HeadNodes` has
+  Linear input, output;
+  const void *embedding;  // [V, hidden]
+} HeadStep;
+
+typedef struct {
+  const int64_t *tokens, *parents;     // [N]; node i reads row parents[i] of the features
+  const int64_t *vocabulary;           // the target's token for each of `tokens`; NULL: itself
+  const void *features;                // [.., hidden]
+  const void *cos, *sin, *mask;        // as in `Layer`
+  void *keys, *values, *states;        // as in `Layer`; [N, hidden]
+  void *logits;                        // [rows, drafted], of the last rows
+  long n, rows, turned, columns, capacity, free, an, threads;
+} HeadNodes;
+
+void head_step(const HeadStep *head, const HeadNodes *nodes) {
+  Layer a = head->layer;
+  Linear input = head->input, output = head->output;
+  long n = nodes->n, row = a.hidden * (a.half ? 2 : 4);
+  char *pairs = malloc(3 * n * row), *x = pairs + 2 * n * row;
+  for (long i = 0; i < n; i++) {
+    long token = nodes->vocabulary ? nodes->vocabulary[nodes->tokens[i]] : nodes->tokens[i];
+    memcpy(pairs + 2 * i * row, (const char *)head->embedding + token * row, row);
+    memcpy(pairs + (2 * i + 1) * row, (const char *)nodes->features + nodes->parents[i] * row, row);
+  }
+  input.threads = output.threads = a.threads = nodes->threads;
+  linear(&input, pairs, x, n);
+  a.x = a.residual = x, a.y = nodes->states;
+  a.cos = nodes->cos, a.sin = nodes->sin, a.mask = nodes->mask;
+  a.keys = nodes->keys, a.values = nodes->values;
+  a.n = n, a.turned = nodes->turned, a.columns = nodes->columns, a.capacity = nodes->capacity;
+  a.free = nodes->free, a.an = nodes->an, a.mn = nodes->columns - nodes->free;
+  layer(&a);
+  linear(&output, (const char *)nodes->states + (n - nodes->rows) * row, nodes->logits, nodes->rows);
+  free(pairs);
+}

@@ -82,6 +82,7 @@ def load_kernels() -> Any:
         compiled.pack.argtypes = [C_POINTER, C_POINTER, C_LONG, C_LONG, C_INT]
         compiled.linear.argtypes = [ctypes.c_char_p, C_POINTER, C_POINTER, C_LONG]
         compiled.layers.argtypes = [ctypes.c_char_p, C_LONG]
+        compiled.head_step.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
         compiled.rms_norm.argtypes = [C_POINTER] * 3 + [
             C_LONG,
             C_LONG,

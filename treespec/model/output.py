@@ -140,17 +140,27 @@ class OutputPath:
 
         output: rows of the output embedding, for the logits of some tokens. Default: all rows.
         """
-        if hidden.dtype not in self.is_direct:
-            self.is_direct[hidden.dtype] = self.is_output_embedding(hidden)
-        if self.is_direct[hidden.dtype]:
-            if output is None:
-                output = self.model.get_output_embeddings()
-            logits = output(hidden)
+        product = self.find_product(hidden, output)
+        if product is not None:
+            logits = product(hidden)
         else:
             logits = self.compute_by_forward(hidden, output)
         return logits.to(
             hidden.device
         )  # an output embedding that is tied to the input may be on another device
+
+    def find_product(self, hidden: Tensor, output: nn.Module | None = None) -> nn.Module | None:
+        """Return the module that alone turns these hidden states into logits; None if the model does more.
+
+        hidden, output: as for `__call__`.
+        """
+        if hidden.dtype not in self.is_direct:
+            self.is_direct[hidden.dtype] = self.is_output_embedding(hidden)
+        if not self.is_direct[hidden.dtype]:
+            return None
+        if output is None:
+            output = self.model.get_output_embeddings()
+        return output
 
     def compute_by_forward(self, hidden: Tensor, output: nn.Module | None = None) -> Tensor:
         """As `__call__`, by the model's forward with its decoder replaced."""

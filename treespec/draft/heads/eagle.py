@@ -4,15 +4,19 @@ Their cache keeps the target's features of accepted tokens, and forgets those th
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from treespec.draft.drafter import Grow, GrowthKey
+from treespec.draft.drafter import Frontier, Grow, GrowthKey
 from treespec.draft.heads.base import DeepeningProposer
+from treespec.draft.heads.host_levels import HostLevels, find_head_step
 from treespec.draft.models.branch import Levels
 from treespec.heads.eagle import FeatureHead
+from treespec.model.cache import TreeCache
+from treespec.model.cpu.head_step import HeadStep
 from treespec.model.cuda_graphs import GraphVariant
 from treespec.model.masks import Chunk, gather_rows
 from treespec.trees.mask import build_committed_mask
@@ -44,12 +48,41 @@ class EagleProposer(DeepeningProposer):
         places: rotary angles of the next `POSITIONS_AHEAD` positions.
         frontiers: [B, F, H] features at the frontier of each level.
         drafted: the columns that the nodes of the present level see.
+        host_levels: draft the levels of this cycle, if they can; None: the steps run in torch.
     """
 
     head: FeatureHead
     places: Tensor
     frontiers: list[Tensor]
     drafted: Levels
+    host_levels: HostLevels | None = None
+
+    @cached_property
+    def head_step(self) -> HeadStep | None:
+        """The step of the head as one C call; None if it has parts that the call does not compute."""
+        if self.graphs:
+            return None
+        return find_head_step(self.head, self.target)
+
+    @torch.no_grad()
+    def begin(self, roots: Tensor, cache: TreeCache | None = None) -> list[Tensor | None]:
+        self.host_levels = None
+        if len(self.states) > 1 or not len(self.states[0]) or self.head_step is None:
+            return super().begin(roots, cache)
+        pairs = self.states[0]
+        self.states = [self.nothing]
+        size = self.cache.end + len(pairs) + POSITIONS_AHEAD
+        table = self.head.rotary.get_table(size, self.target.dtype, self.target.output_device)
+        self.host_levels = HostLevels(self.head_step, self.cache, table, self.vocabulary)
+        return [self.host_levels.read_pairs(pairs)]
+
+    @torch.no_grad()
+    def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
+        if self.host_levels is None:
+            return super().extend(frontiers)
+        (frontier,) = frontiers
+        assert frontier is not None
+        return [self.host_levels.extend(frontier)]
 
     def forward(self, tokens: Tensor, features: Tensor, places: Tensor, seen: Tensor) -> Tensor:
         """Runs one step of the head; its keys and values stay in the cache.

@@ -25,6 +25,8 @@ LAYER_STRUCT = Struct(
 PROJECTION_NAMES = [f"self_attn.{name}_proj" for name in "qkvo"]
 PROJECTION_NAMES += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 NORM_NAMES = ["input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"]
+HEAD_NORM_NAMES = ["none", *NORM_NAMES[1:]]  # a head's layer gets its input normed
+HEAD_SIGN = 1.0  # of the first half's sines: a head's table has them negated
 FAR_POSITION = 1 << 20  # a position at which some models scale their queries
 
 
@@ -213,7 +215,7 @@ def fuse_layer(layer: Any, stack: Stack) -> None:
 
 def fuse_head(layer: Any) -> None:
     """Fuse a draft head's layer. There is no trial: drafts may round differently."""
-    block = Block(layer, ["none", *NORM_NAMES[1:]], 1.0)
+    block = Block(layer, HEAD_NORM_NAMES, HEAD_SIGN)
     plain_forward = layer.forward
     split_inputs = layer.split_inputs
     apply_window = layer.self_attn.apply_window

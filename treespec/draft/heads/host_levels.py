@@ -1,0 +1,157 @@
+"""Drafts the levels of one sequence on a CPU with an EAGLE head, a level by one C call.
+
+`EagleProposer` drafts as this does for any number of sequences, on any device.
+"""
+
+from functools import lru_cache
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from treespec.draft.drafter import Frontier
+from treespec.draft.heads.base import WaitingPairs
+from treespec.kernels import ops as kernels
+from treespec.model.cache import TreeCache
+from treespec.model.cache_layer import view_bits_on_host
+from treespec.model.cpu.head_step import HeadStep
+from treespec.model.cpu.packing import PackedLinear
+from treespec.model.target import Target
+from treespec.trees.tree import build_range
+
+
+def find_head_step(head: Any, target: Target) -> HeadStep | None:
+    """Returns the head's step as one C call; None if it has parts that the call does not compute.
+
+    head: attached to the target. The call computes EAGLE-1's layer, packed for a CPU without hooks.
+    """
+    # 1. The kind, and plain weights of one dtype.
+    embedding = head.embed_tokens
+    if head.kind != "eagle" or head.embed_scale != 1 or type(embedding) is not nn.Embedding:
+        return None
+    weight = embedding.weight
+    dtype = target.dtype
+    is_readable = weight.is_cpu and weight.is_contiguous() and weight.dtype == dtype
+    if not is_readable or dtype not in kernels.BFLOAT16_FLAGS or embedding.max_norm is not None:
+        return None
+
+    # 2. Packed products, and a layer that runs as one call already.
+    output = head.lm_head
+    if output is None:
+        output = target.output_path.find_product(weight[:1], head.output)
+    (layer,) = head.decoder
+    modules = [head.fc, output, layer]
+    has_hooks = any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+    if has_hooks or "forward" not in vars(layer) or layer.self_attn.window is not None:
+        return None
+    for product in (head.fc, output):
+        if type(product) is not PackedLinear or product.weight.dtype != dtype:
+            return None
+    return HeadStep(layer, head.fc, weight, output)
+
+
+@lru_cache
+def list_mask_numbers(dtype: torch.dtype) -> np.ndarray:
+    """Returns [2] the numbers of an additive mask in `dtype`, hidden and seen, as integers with the same bits."""
+    return view_bits_on_host(torch.tensor([torch.finfo(dtype).min, 0], dtype=dtype))
+
+
+@lru_cache(64)
+def build_causal_mask(count: int, dtype: torch.dtype) -> np.ndarray:
+    """Returns [count, count] additive: a pair sees the pairs up to its own."""
+    return list_mask_numbers(dtype)[np.tri(count, dtype=int)]
+
+
+def extend_mask(above: np.ndarray, parents: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """Returns [F, U + F] additive: what each node of a level sees in the columns of this level and those above.
+
+    A node sees what its parent sees, and itself. Level 1 is a b, level 2 is c d e; c and d are below a:
+
+        columns    a b        columns    a b | c d e
+        a          x .        c          x . | x . .
+        b          . x        d          x . | . x .
+                              e          . x | . . x
+
+    above: [M, U] of the level above. parents: [F] the row of each node's parent there.
+    """
+    hidden, seen = list_mask_numbers(dtype)
+    count = len(parents)
+    earlier = above.shape[1]
+    mask = np.full((count, earlier + count), hidden)
+    mask[:, :earlier] = above[parents]
+    np.fill_diagonal(mask[:, earlier:], seen)
+    return mask
+
+
+@final
+class HostLevels:
+    """The levels of a cycle's tree, in the columns after the sequence's pairs.
+
+    Attributes:
+        step: the head's step.
+        cache: of the head's only layer, with one sequence.
+        table: [2, positions, R] rotary angles.
+        vocabulary: [N] the target's token for each draft token; None: all of them.
+        states: [F, H] of the present frontier.
+        mask: [F, U] additive, the columns of drafted levels that each frontier node sees.
+        position: of the next level.
+    """
+
+    states: Tensor
+
+    def __init__(
+        self, step: HeadStep, cache: TreeCache, table: Tensor, vocabulary: Tensor | None
+    ) -> None:
+        self.step = step
+        self.cache = cache
+        self.table = table
+        self.vocabulary = vocabulary
+        self.mask = np.empty((1, 0), dtype=list_mask_numbers(step.dtype).dtype)
+        self.position = 0
+
+    def read_pairs(self, pairs: WaitingPairs) -> Tensor:
+        """Reads new pairs of the sequence. Returns [1, N] draft logits of the root's children."""
+        # 1. The pairs are a chain after the earlier ones.
+        cache = self.cache
+        count = len(pairs)
+        (start,) = cache.lengths
+        cache.write_after(0)  # drops the levels of the last cycle
+        self.position = start + count
+        output = self.step.run(
+            tokens=pairs.tokens,
+            vocabulary=None,
+            features=pairs.features.contiguous(),
+            parents=build_range(count, pairs.tokens.device),
+            angles=self.table[:, start : self.position],
+            mask=build_causal_mask(count, self.step.dtype),
+            store=cache.tree_layers[0],
+            drafted=1,
+        )
+
+        # 2. They stay in the cache; the root is the frontier.
+        cache.commit([range(count)])
+        self.states = output.states[-1:]
+        return output.logits
+
+    def extend(self, frontier: Frontier) -> Tensor:
+        """Drafts a level. Returns [F, N] draft logits."""
+        tokens = frontier.tokens
+        count = len(tokens)
+        parents = frontier.parent_rows
+        self.mask = extend_mask(self.mask, parents.numpy(), self.step.dtype)
+        store = self.cache.tree_layers[0]
+        output = self.step.run(
+            tokens=tokens,
+            vocabulary=self.vocabulary,
+            features=self.states,
+            parents=parents,
+            angles=self.table[:, self.position : self.position + 1],
+            mask=self.mask,
+            store=store,
+            drafted=count,
+        )
+        store.advance(count)  # its columns stay until the next cycle
+        self.states = output.states
+        self.position += 1
+        return output.logits

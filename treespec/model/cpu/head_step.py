@@ -1,0 +1,116 @@
+"""Runs a step of an EAGLE head over nodes of one text as one C call: `head_step` of layer.c.
+
+    [embedding of a token, feature] -> fc -> decoder layer -> state -> output layer -> draft logits
+
+A step of a small head takes as long in Python as its weights take to be read, and a cycle has several steps.
+"""
+
+from struct import Struct
+from typing import Any, NamedTuple, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treespec.kernels import ops as kernels
+from treespec.model.cache_layer import TreeLayer
+from treespec.model.cpu.fused_layers import HEAD_NORM_NAMES, HEAD_SIGN, LAYER_STRUCT, Block
+from treespec.model.cpu.packing import PackedLinear
+
+# `HeadStep` and `HeadNodes` of layer.c: a layer, two products and a pointer; pointers and sizes.
+STEP_STRUCT = Struct(LAYER_STRUCT.format + 2 * kernels.LINEAR_STRUCT.format + "P")
+NODES_STRUCT = Struct("11P8l")
+
+
+class StepOutput(NamedTuple):
+    """States [N, H] of the nodes, and draft logits [M, Vd] of the last M of them."""
+
+    states: Tensor
+    logits: Tensor
+
+
+@final
+class HeadStep:
+    """The weights of a head's step, as `layer.c` takes them.
+
+    Attributes:
+        dtype: of embedding, features, states and logits.
+    """
+
+    def __init__(
+        self, layer: Any, fc: PackedLinear, embedding: Tensor, output: PackedLinear
+    ) -> None:
+        """Read the weights. Raises errors of many kinds for a layer with other modules, as `Block` does.
+
+        Args:
+            layer: the head's packed decoder layer.
+            fc: 2 H -> H.
+            embedding: [V, H].
+            output: H -> Vd.
+        """
+        self.block = Block(layer, HEAD_NORM_NAMES, HEAD_SIGN)
+        self.dtype = self.block.dtype
+        self.output = output
+        # Keeps the memory alive when parameters are replaced.
+        self.tensors = [fc.packed, fc.bias, embedding.detach(), output.packed, output.bias]
+        fields: list[Any] = [*self.block.pointers, *8 * [0], 1, 0, *self.block.sizes, *9 * [0]]
+        fields += [*self.block.modes, 0]
+        for product in (fc, output):
+            bias = 0
+            if product.bias is not None:
+                bias = product.bias.data_ptr()
+            fields += [product.packed.data_ptr(), bias, product.in_features, product.out_features]
+            fields += [product.form, kernels.BFLOAT16_FLAGS[self.dtype], 0]
+        self.fields = STEP_STRUCT.pack(*fields, embedding.data_ptr())
+
+    def run(
+        self,
+        tokens: Tensor,
+        vocabulary: Tensor | None,
+        features: Tensor,
+        parents: Tensor,
+        angles: Tensor,
+        mask: np.ndarray,
+        store: TreeLayer,
+        drafted: int,
+    ) -> StepOutput:
+        """Run the step; keys and values are written at the end of the cache.
+
+        Args:
+            tokens: [N] int64.
+            vocabulary: int64, the target's token for each value of `tokens`; None: it is the value itself.
+            features: [M, H] contiguous.
+            parents: [N] int64, the row of `features` that precedes each node.
+            angles: [2, N or 1, R] cos and sin.
+            mask: [N, U] additive, of the last U columns, as integers of the dtype's size; all nodes see the
+                columns before them.
+            store: the cache of the layer.
+            drafted: the last nodes, whose logits are computed.
+        """
+        # 1. Room for what is written.
+        count = len(tokens)
+        columns = store.length + count
+        store.reserve(columns)
+        states = features.new_empty(count, features.shape[1])
+        logits = features.new_empty(drafted, self.output.out_features)
+        if not store.storage:
+            kv_heads, width = self.block.kv
+            no_columns = features.new_empty(1, kv_heads, 0, width)
+            store.lazy_initialization(no_columns, no_columns)
+        keys, values = store.storage
+
+        # 2. The call.
+        cos, sin = angles
+        mapped = 0
+        if vocabulary is not None:
+            mapped = vocabulary.data_ptr()
+        pointers = [tokens.data_ptr(), parents.data_ptr(), mapped, features.data_ptr()]
+        pointers += [cos.data_ptr(), sin.data_ptr(), mask.__array_interface__["data"][0]]
+        pointers += [keys.data_ptr(), values.data_ptr(), states.data_ptr(), logits.data_ptr()]
+        angle_stride = 0
+        if len(cos) > 1:
+            angle_stride = cos.stride(0)
+        sizes = [count, drafted, cos.shape[1], columns, store.capacity, columns - mask.shape[1]]
+        nodes = NODES_STRUCT.pack(*pointers, *sizes, angle_stride, torch.get_num_threads())
+        kernels.load_kernels().head_step(self.fields, nodes)
+        return StepOutput(states, logits)

@@ -115,7 +115,7 @@ def test_new_prompts_go_through_a_gpu_together(monkeypatch, name, stretch):
     spec.generate(before, max_new_tokens=new)  # what the last one goes on from
     monkeypatch.setattr(graphs, "Recorder", lambda: None)
     monkeypatch.setattr(graphs, "RECORD_AFTER_CALLS", 10_000)  # none is recorded
-    target.graphs = graphs.Graphs(name)
+    target.tree_decoder.graphs = graphs.Graphs(name)
     forwards = []
     prefill = target.prefill
     monkeypatch.setattr(target, "prefill", lambda *args: forwards.append(len(args[1])) or prefill(*args))

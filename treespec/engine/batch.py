@@ -215,7 +215,7 @@ class Batch:
         ):
             if not prefilling.begun:
                 self._begin(prefilling)
-            if self.target.graphs and prefilling.is_new:
+            if self.target.tree_decoder.graphs and prefilling.is_new:
                 group_tokens = limit_tokens(max_tokens, spent_tokens, GROUP_PREFILL_TOKENS)
                 group = self._group_prompts(prefilling, group_tokens)
                 sharing += [other.request.stats for other in group[1:]]

@@ -28,7 +28,7 @@ from typing import Any, final
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from treespec.errors import get_first_line
@@ -369,12 +369,15 @@ def is_close(output: Tensor, expected: Tensor) -> bool:
     return bool(difference <= GRAPH_TOLERANCE * expected.std())
 
 
-def build_graphs(target: Any) -> Graphs | None:
-    """Build graphs for a target that has only attention layers and lies on one CUDA device; None for others."""
-    devices = {weight.device for weight in target.model.parameters()}
-    is_fit = devices == {target.device} and target.device.type == "cuda" and not target.recurrent
-    return (
-        Graphs(type(target.model).__name__)
-        if is_fit and "position_ids" in target.forward_arguments
-        else None
-    )
+def build_graphs(model: nn.Module, tree_decoder: Any) -> Graphs | None:
+    """Build graphs for a model that has only attention layers and lies on one CUDA device; None for others.
+
+    tree_decoder: the model's `treespec.model.tree_decoder.TreeDecoder`.
+    """
+    device = tree_decoder.device
+    devices = {weight.device for weight in model.parameters()}
+    if devices != {device} or device.type != "cuda" or tree_decoder.recurrent:
+        return None
+    if "position_ids" not in tree_decoder.forward_arguments:
+        return None
+    return Graphs(type(model).__name__)

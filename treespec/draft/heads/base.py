@@ -80,7 +80,7 @@ class PairProposer(Proposer):
         self.target = target
         self.vocab_size = target.vocab_size
         self.cache = TreeCache(head.cached_layers)
-        self.graphs = Graphs(type(head).__name__) if target.graphs else None
+        self.graphs = Graphs(type(head).__name__) if target.tree_decoder.graphs else None
         nothing = torch.empty(0, head.feature_size, dtype=target.dtype, device=target.output_device)
         self.nothing = WaitingPairs(nothing, nothing.new_empty(0, dtype=torch.int64))
         self.states = [self.nothing]

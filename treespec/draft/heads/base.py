@@ -92,13 +92,9 @@ class PairProposer(Proposer):
     def new(self) -> Self:
         return type(self)(self.head, self.target)
 
-    def join(self, others: Sequence[Self], row: int | None = None) -> None:
-        super().join(others, row)
-        self.cache.join([other.cache for other in others], row)
-
-    def select(self, rows: Sequence[int]) -> None:
-        super().select(rows)
-        self.cache.select(rows)
+    @property
+    def row_holders(self) -> list[TreeCache]:
+        return [self.cache]
 
     def run_layers(
         self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None

@@ -14,7 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from treespec.model.attention import ATTENTION_NAME, take_trees
 from treespec.model.cache import WINDOW_SLACK_TOKENS, TreeCache
-from treespec.model.cuda_graphs import Graphs, GraphVariant
+from treespec.model.cuda_graphs import Graphs
+from treespec.model.graph_keys import GraphVariant
 from treespec.model.masks import as_taken, build_additive_masks
 from treespec.model.output import forward_with_features
 from treespec.model.quantization.load_in import unpack_compressed

@@ -13,7 +13,7 @@ from treespec.draft.drafter import Grow, GrowthKey
 from treespec.draft.heads.base import DeepeningProposer
 from treespec.draft.models.branch import Levels
 from treespec.heads.eagle import FeatureHead
-from treespec.model.cuda_graphs import GraphVariant
+from treespec.model.graph_keys import GraphVariant
 from treespec.model.masks import Chunk, gather_rows
 from treespec.trees.mask import build_committed_mask
 from treespec.trees.shape import Policy

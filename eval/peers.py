@@ -144,7 +144,7 @@ class TransformersPeer:
         self.eos = target.eos
         self.method: dict[str, Any] = {**TRANSFORMERS_METHODS[system.method]}
         if system.method == EARLY_EXIT_METHOD:
-            self.method["assistant_early_exit"] = len(target.stack) // 2
+            self.method["assistant_early_exit"] = len(target.tree_decoder.stack) // 2
         if system.method == ASSISTED_METHOD and assistant:
             self.method["assistant_model"] = assistant
             if is_dflash(assistant.config):

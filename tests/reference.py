@@ -320,7 +320,8 @@ def enumerate_decoding(
                 found.replays += 1
 
             # 2. A cycle of all.
-            decoder.batch.prefix_cache = decoder.batch.prefix_cache if reuse else []
+            if not reuse:
+                decoder.batch.prefix_cache.clear()
             decoder.run_step(entering)
             running += entering
             for text in running:

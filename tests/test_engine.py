@@ -110,12 +110,12 @@ def test_new_prompts_go_through_a_gpu_together(monkeypatch, name, stretch):
     wanted = [spec.generate(one, max_new_tokens=new).token_ids for one in prompts]
 
     spec = spec.new()
-    spec.decoder.batch.keep = 2
+    spec.decoder.batch.prefix_cache.limit = 2
     spec.decoder.stretch = stretch
     spec.generate(before, max_new_tokens=new)  # what the last one goes on from
     monkeypatch.setattr(graphs, "Recorder", lambda: None)
     monkeypatch.setattr(graphs, "RECORD_AFTER_CALLS", 10_000)  # none is recorded
-    target.graphs = graphs.Graphs(name)
+    target.tree_decoder.graphs = graphs.Graphs(name)
     forwards = []
     prefill = target.prefill
     monkeypatch.setattr(target, "prefill", lambda *args: forwards.append(len(args[1])) or prefill(*args))

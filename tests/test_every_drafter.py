@@ -8,7 +8,7 @@ from training import save_model
 from transformers import AutoModelForCausalLM
 
 from treespec import load
-from treespec.api.spec import trace
+from treespec.api.trace import trace
 from treespec.draft.heads.loading import build_new_head
 from treespec.draft.registry import DRAFTERS as ROWS
 from treespec.draft.spec import DrafterSpec

@@ -60,7 +60,7 @@ def test_a_model_with_large_towers_is_no_exception(name):
 
 def test_a_window_that_the_model_does_not_use_is_not_applied():
     target = Target(random_model(tiny(MODELS["moshi"], {"sliding_window": 40, "num_hidden_layers": 1})))
-    assert set(target.windows.values()) == {None}
+    assert set(target.tree_decoder.windows.values()) == {None}
 
 
 def test_a_window_far_beyond_the_check_is_seen():
@@ -79,7 +79,7 @@ def test_a_window_far_beyond_the_check_is_seen():
         finally:
             model.config.sliding_window = before
 
-    assert Target(model).windows == {"sliding_attention": 64}
+    assert Target(model).tree_decoder.windows == {"sliding_attention": 64}
     model.model.forward = sixteen
     with complains("masks"):
         Target(model)
@@ -88,6 +88,6 @@ def test_a_window_far_beyond_the_check_is_seen():
 @pytest.mark.parametrize("window", [5, 60, 1000])
 def test_a_window_of_any_size_stays_as_the_config_says(window):
     model = random_model(hf.MistralConfig(**tiny(MODELS["mistral"]).to_dict() | {"sliding_window": window}))
-    assert Target(model).windows == {"sliding_attention": window}
+    assert Target(model).tree_decoder.windows == {"sliding_attention": window}
     assert model.config.sliding_window == window
     assert check_tree_logits(model) is None

@@ -333,7 +333,7 @@ def measure():
         drafter, tree, verifier, temperature = setup
         with_graphs = ((1, WARM), (BATCH, WARM)) if setup in GRAPHED else ()
         for batch, first in ((1, 2), (BATCH, 2), *with_graphs):
-            target.graphs = graphs.Graphs("Llama") if first == WARM else None
+            target.tree_decoder.graphs = graphs.Graphs("Llama") if first == WARM else None
             spec = Spec(target, source(drafter), tree, verifier, times=CycleCost((1, 8), (1.0, 1.1)))
             cycles = 0
             plain = spec.decoder._run_cycle

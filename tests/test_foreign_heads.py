@@ -327,11 +327,11 @@ def test_aux_layer_l_is_what_the_last_layer_gives_before_the_norm():
     layers = EIGHT_LAYERS.layers
     features = EIGHT_LAYERS.compute_features(tokens, (2, 4, layers))
     last = EIGHT_LAYERS.compute_features(tokens)
-    norm = EIGHT_LAYERS.decoder.norm
+    norm = EIGHT_LAYERS.tree_decoder.decoder.norm
     close(rms_norm(features[..., 64:], (32,), norm.weight, norm.variance_epsilon), last, 1e-5, 1e-4)
     assert torch.equal(features[..., :64], EIGHT_LAYERS.compute_features(tokens, (2, 4)))
-    with captured(EIGHT_LAYERS.stack, (layers,)) as inputs:
-        EIGHT_LAYERS.decoder(tokens)
+    with captured(EIGHT_LAYERS.tree_decoder.stack, (layers,)) as inputs:
+        EIGHT_LAYERS.tree_decoder.decoder(tokens)
     close(inputs[layers], features[..., 64:], 1e-5, 1e-4)
 
 

@@ -84,7 +84,7 @@ def test_our_aux_layer_is_entered_where_sglangs_layer_id_is_left():
     def keep(k):
         return lambda _, __, out: left.update({k: out[0] if isinstance(out, tuple) else out})
 
-    handles = [layer.register_forward_hook(keep(k)) for k, layer in enumerate(EIGHT_LAYERS.stack)]
+    handles = [layer.register_forward_hook(keep(k)) for k, layer in enumerate(EIGHT_LAYERS.tree_decoder.stack)]
     features = EIGHT_LAYERS.compute_features(torch.arange(3, 9)[None], (2, 4, 5))
     for handle in handles:
         handle.remove()

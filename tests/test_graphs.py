@@ -63,13 +63,13 @@ def recorded(monkeypatch, name, kind, record):
     found = []
     prompts = [prompt(9, seed) for seed in range(3)]
     for used in (None, graphs.Graphs("Llama")):
-        target.graphs = used
+        target.tree_decoder.graphs = used
         source, tree = KINDS[kind]
         spec = Spec(target, source(target), tree, "topk")
         outputs = [spec.generate(one, max_new_tokens=40) for one in prompts]
         found.append(what([*outputs, *spec.generate(prompts, max_new_tokens=40)]))
         drafting = getattr(getattr(spec.decoder.drafter, "proposer", None), "graphs", None)
-    return (*found, [target.graphs, *([drafting] if drafting else [])])
+    return (*found, [target.tree_decoder.graphs, *([drafting] if drafting else [])])
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_graph_serves_the_texts_that_are_left(monkeypatch, name, kind):
     target = Target(random_model(CONFIGS[name]()))
     target.eos, source = frozenset(), KINDS[kind][0](target) if kind else None
     for used in (None, graphs.Graphs("Llama")):
-        target.graphs = used
+        target.tree_decoder.graphs = used
         spec = Spec(target, source, RANKED if kind else None, "topk")
         texts = [spec.request(prompt(9, n), max_new_tokens=12 * (n + 1)) for n in range(3)]
         texts += [spec.request(prompt(9, n), max_new_tokens=36) for n in range(3, 7)]
@@ -128,7 +128,7 @@ def test_a_graph_serves_the_texts_that_are_left(monkeypatch, name, kind):
         found.append([*pieces.values()])
     assert found[0] == found[1]
     assert [len(tokens) for tokens in found[1]] == [12, 24, 36, 36, 36, 36, 36]
-    of_target = [graph.texts for graph in target.graphs.graphs.values()]
+    of_target = [graph.texts for graph in target.tree_decoder.graphs.graphs.values()]
     assert 8 in of_target
     assert not {5, 6, 7} & {*of_target}
     assert kind or len(recordings) == 1
@@ -140,10 +140,10 @@ def test_a_rare_forward_takes_a_graph_of_more_rows_or_texts(monkeypatch):
     monkeypatch.setattr(kernels, "load_kernels", lambda: None)
     target = Target(random_model(CONFIGS["llama"]()))
     runs = []
-    target.graphs, cache = graphs.Graphs("Llama"), target.build_cache(60)
+    target.tree_decoder.graphs, cache = graphs.Graphs("Llama"), target.build_cache(60)
     cache.rewind([0, 0])
     target.prefill(cache, torch.tensor([prompt(9, 0), prompt(9, 1)]))
-    target.decoder.register_forward_hook(lambda *_: runs.append(1))
+    target.tree_decoder.decoder.register_forward_hook(lambda *_: runs.append(1))
 
     def logits(n, texts):
         chain = torch.arange(n)
@@ -157,6 +157,6 @@ def test_a_rare_forward_takes_a_graph_of_more_rows_or_texts(monkeypatch):
     before = len(runs)
     found = [logits(4, texts=1) for _ in range(2)]
     assert len(runs) == before + 1  # once for comparison
-    target.graphs = None
+    target.tree_decoder.graphs = None
     for own in found:
         torch.testing.assert_close(own, logits(4, texts=1))

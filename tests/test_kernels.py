@@ -130,7 +130,7 @@ def test_a_node_has_the_bits_of_one_token_decoding(name, dtype):
     pack(decoded.model)
     fuse(decoded.model)
     assert has_equal_bits(decoded)
-    decoded.slack = 9
+    decoded.tree_decoder.slack = 9
 
     # 1. The tree, beside a text of 60 tokens.
     cache = decoded.build_cache()
@@ -142,7 +142,7 @@ def test_a_node_has_the_bits_of_one_token_decoding(name, dtype):
     rows = decoded.forward_trees(cache, [tree(), tree()])[0].logits
 
     # 2. Each path token by token, over all columns.
-    decoded.slack = 100
+    decoded.tree_decoder.slack = 100
     for node in (0, 4, 7, 8):
         alone = decoded.build_cache()
         decoded.prefill(alone, prompt)
@@ -175,15 +175,15 @@ def test_a_fused_layer_has_the_output_of_its_modules(name, fused, dtype):
         cache.join([other])
         features = (decoded.forward_trees(cache, [tree(), tree()], aux) for aux in [(), (1,), (0, 2)])
         whole = torch.cat([out.features for both in features for out in both], 1)
-        mlp = decoded.stack[1].mlp
-        decoded.stack[1].mlp = nn.Identity()
+        mlp = decoded.tree_decoder.stack[1].mlp
+        decoded.tree_decoder.stack[1].mlp = nn.Identity()
         without = torch.cat([out.features for out in decoded.forward_trees(cache, [tree(), tree()])])
-        decoded.stack[1].mlp = mlp
+        decoded.tree_decoder.stack[1].mlp = mlp
         return torch.cat([whole.flatten(), without.flatten()])
 
     expected = outputs()
     fuse(model)
-    assert sum("forward" in vars(layer) for layer in decoded.stack) == fused
+    assert sum("forward" in vars(layer) for layer in decoded.tree_decoder.stack) == fused
     close(outputs(), expected, 1e-4 * (dtype != torch.bfloat16))
 
 

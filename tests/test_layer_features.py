@@ -45,4 +45,4 @@ def test_layers_of_a_vision_tower_are_not_those_of_the_text():
     with torch.inference_mode():
         states = model(input_ids=text, output_hidden_states=True).hidden_states
     close(found, torch.cat(states[:3], dim=-1), 1e-4)
-    assert hf.models.git.modeling_git.GitLayer in {type(layer) for layer in Target(model).stack}
+    assert hf.models.git.modeling_git.GitLayer in {type(layer) for layer in Target(model).tree_decoder.stack}

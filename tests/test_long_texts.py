@@ -216,7 +216,7 @@ def test_chunks_of_a_long_prompt_are_computed_once_if_more_follow():
     text = random_prefix(length=ORIGINAL + 8)
     cache = target.build_cache()
     forwarded = []
-    target.decoder.register_forward_pre_hook(
+    target.tree_decoder.decoder.register_forward_pre_hook(
         lambda module, args, given: forwarded.append(given["input_ids"].shape[1]), with_kwargs=True
     )
     for start in range(0, ORIGINAL + 8, 10):

@@ -8,7 +8,8 @@ import torch
 from models import CONFIGS, close, follow, random_model, seeded
 from training import config_without_files
 
-from treespec.api.spec import Spec, trace
+from treespec.api.spec import Spec
+from treespec.api.trace import trace
 from treespec.draft.drafter import Frontier
 from treespec.draft.heads.loading import build_new_head, build_proposer, roll_out_drafts
 from treespec.draft.vocabulary import expand_logits, restrict

@@ -14,7 +14,7 @@ from training import tokenizer
 
 from treespec import load
 from treespec.api.spec import Spec
-from treespec.engine import batch
+from treespec.engine import prefill
 from treespec.model.pictures import prepare_pictures
 from treespec.model.target import Target
 from treespec.serve.errors import to_api_error
@@ -83,7 +83,7 @@ def test_a_model_with_pictures_answers_as_its_own_generate_does(tmp_path, name, 
     prompts = [prompt_with(name, 1), [3, 4, 5, 6], prompt_with(name, 2)]
     wanted = [answers(model, prompts[0]), generate_plainly(model), answers(model, prompts[2])]
     assert wanted[0] != wanted[2]
-    monkeypatch.setattr(batch, "PREFILL_CHUNK_TOKENS", 3)
+    monkeypatch.setattr(prefill, "PREFILL_CHUNK_TOKENS", 3)
     target = Target(model)
     for spec in (Spec(target, random_head(target), "2x2"), Spec(target, None)):
         for size in (1, 3):

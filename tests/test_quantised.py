@@ -230,5 +230,5 @@ def test_a_compressed_checkpoint_drafts_as_it_is(bits, inputs, tmp_path):
 def test_a_compressed_recurrent_model_unpacks_before_its_layers_are_tried(tmp_path):
     own = compress(save_tiny_model("lfm2", tmp_path / "plain"), tmp_path / "own", 8)
     spec = load(str(own), drafter="suffix:tokens=0", dtype="float32")
-    assert spec.target.recurrent
+    assert spec.target.tree_decoder.recurrent
     as_undrafted(spec, [PROMPT * 3], 16)

@@ -87,7 +87,7 @@ def test_a_tree_scores_as_its_paths_and_commit_equals_a_prefill(name):
     tree = random_tree()
     text = random_prefix(length=9)
     path = [0, 1, 5, 8]
-    assert model.recurrent.continues == RECURRENT[name]
+    assert model.tree_decoder.recurrent.continues == RECURRENT[name]
     cache = model.build_cache(capacity=4)
     again = model.build_cache()
     for part in text.split(4, 1):
@@ -110,7 +110,7 @@ def test_greedy_answers_are_one_token_decodings_own(name):
     model = target(name)
     prompts = [prompt(), prompt(length=12, seed=4)]
     wanted = [alone(name, ids) for ids in prompts]
-    assert model.recurrent
+    assert model.tree_decoder.recurrent
     accepted = 0
     for tree in ("chain:3", "2x2"):
         spec = Spec(model, proposer(name).new(), tree)
@@ -134,7 +134,7 @@ def test_commit_reads_no_weights_of_linear_layers(name):
     model.prefill(cache, text)
     model.prefill(again, torch.cat([text, tree.tokens[path][None]], dim=1))
     model.forward_tree(cache, tree)
-    for mixer in model.recurrent.mixers:
+    for mixer in model.tree_decoder.recurrent.mixers:
         for layer in list_linear_layers(mixer.module):
             layer.weight.fill_(torch.nan)
     cache.commit([path])
@@ -192,7 +192,7 @@ def test_a_head_trains_on_a_recurrent_target_and_changes_no_token(name, tmp_path
     config = small_run(folder, write_data(tmp_path / "data.jsonl"), tmp_path / "head", max_steps=2)
     train(config)
     spec = load(str(folder), f"{tmp_path}/head", tree="2x2", dtype="float32")
-    assert spec.target.recurrent
+    assert spec.target.tree_decoder.recurrent
     prompts = ["the user asks", "the assistant answers the question the user asks"]
     output, _ = as_undrafted(spec, prompts, 16, batch=2)
     assert sum(output.stats.drafted) > 0

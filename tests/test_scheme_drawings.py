@@ -10,11 +10,11 @@ from treespec.verify.conformance_trees import ConformanceTrial, draft_trial_tree
 from treespec.verify.distributions import divide_probabilities
 from treespec.verify.gumbel import GUMBEL_VERIFIER
 from treespec.verify.is_lp import solve, solve_pair_rule
+from treespec.verify.judgement_order import list_weight_slots, order_judgement
 from treespec.verify.kseq import find_smallest_rho, share_mass
 from treespec.verify.optimal import Optimal
 from treespec.verify.registry import SCHEMES
 from treespec.verify.rrs import iterate_remaining_q
-from treespec.verify.traversal import list_weight_slots, order_judgement
 from treespec.verify.walk import build_child_table, index_children, walk_chosen_path
 
 PARENTS = torch.tensor([-1, 0, 0, 1, 2])

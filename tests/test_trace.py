@@ -10,7 +10,8 @@ from drafters import extrapolate, source_of
 from models import CONFIGS, random_head, random_model
 from rich.console import Console
 
-from treespec.api.spec import Spec, trace
+from treespec.api.spec import Spec
+from treespec.api.trace import trace
 from treespec.cli.trace import draw_tree
 from treespec.draft.vocabulary import expand_logits, restrict
 from treespec.engine.events import Cycle, OwnToken, explain_end, show_token

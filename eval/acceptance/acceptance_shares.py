@@ -20,7 +20,6 @@ from torch.nn.functional import pad
 
 from treespec.sampling.probs import sample, sample_uniform
 from treespec.trees.tree import Draws
-from treespec.verify import traversal
 from treespec.verify.distributions import (
     accept_one_draft,
     clamp_positive,
@@ -35,6 +34,7 @@ from treespec.verify.distributions import (
 from treespec.verify.is_lp import IsLp, select
 from treespec.verify.kseq import find_smallest_rho, share_mass
 from treespec.verify.optimal import Optimal
+from treespec.verify.refusals import refuse_in_order
 from treespec.verify.rrs import RRSWithoutReplacement
 from treespec.verify.scheme import Scheme
 
@@ -162,7 +162,7 @@ def accept_in_turn(nodes: Nodes, k: int, weight: Tensor | None = None) -> tuple[
     weights = []
     steps: Iterable[tuple[Tensor, Tensor, Tensor]] = [(weight, nodes.p * weight, weight)]
     if k > 1:
-        steps = traversal.refuse_in_order(nodes.p, nodes.q, Draws(other_tokens), weight)
+        steps = refuse_in_order(nodes.p, nodes.q, Draws(other_tokens), weight)
     for i, (refused, p, _) in enumerate(steps):
         mass = remaining_mass[:, i : i + 1]
         chances.append(chance * y_mass / mass)

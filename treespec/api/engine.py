@@ -79,7 +79,7 @@ class Engine:
             else:
                 self.columns = require_whole_number("columns", columns, least=1)
         decoder_batch = self.decoder.batch
-        decoder_batch.keep = self.batch
+        decoder_batch.prefix_cache.limit = self.batch
         decoder_batch.columns = self.columns
 
         # 2. Requests, and the thread that answers them.

@@ -1,17 +1,15 @@
 """The public API: `load` a target and a head, `generate` and `stream`."""
 
-from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias, Unpack, cast, final, overload
 
+from treespec.api.samples import build_groups, decode_groups
 from treespec.draft.auto.cost import CostBy, CycleCost
 from treespec.draft.auto.measure import measure_costs
 from treespec.draft.calibration import Calibration
 from treespec.draft.drafter import Proposer
 from treespec.draft.source import Drafting, DraftSource, as_source
 from treespec.engine.decoder import Decoder
-from treespec.engine.events import Cycle
 from treespec.engine.options import (
     BatchKeywords,
     RequestKeywords,
@@ -19,10 +17,9 @@ from treespec.engine.options import (
     Seeds,
     parse_request_options,
 )
-from treespec.engine.output import Output, Stream, join_pieces
-from treespec.engine.prefill import IDLE_CHUNK_TOKENS
-from treespec.engine.prepare import build_requests, parse_seeds
-from treespec.engine.request import Piece, Request
+from treespec.engine.output import Output, Stream
+from treespec.engine.prepare import build_requests
+from treespec.engine.request import Request
 from treespec.errors import InputError
 from treespec.files.locks import alone_with
 from treespec.heads.head import Head
@@ -312,54 +309,6 @@ class Spec:
             rows = require_whole_number("batch", batch, least=min(1, total))
         if len(prompts) > 1 and options.get("on_cycle"):
             raise InputError("on_cycle hears of one answer at a time: give one prompt")
-        return self._decode_groups(self._begin_samples(prompts, samples, seed, options), rows)
-
-    def _begin_samples(
-        self, prompts: list[Prompt], samples: int, seed: Seeds, options: RequestKeywords
-    ) -> list[list[Request]]:
-        """Build the requests for `samples` answers to each prompt.
-
-        seed, options: as for `generate`. Raises InputError, which names the prompt if there are several.
-        """
-        groups: list[list[Request]] = []
-        seeds = parse_seeds(seed, len(prompts), samples)
-        for prompt, prompt_seed in zip(prompts, seeds, strict=True):
-            try:
-                groups.append(self.requests(prompt, samples, seed=prompt_seed, **options))
-            except InputError as error:
-                if len(prompts) == 1:
-                    raise
-                number = len(groups) + 1
-                raise InputError(f"prompt {number} of {len(prompts)}: {error}") from None
-        return groups
-
-    def _decode_groups(self, groups: list[list[Request]], rows: int) -> list[list[Output]]:
-        """Decode all requests, `rows` of them at a time, while other threads wait. Returns their answers."""
+        groups = build_groups(self.requests, prompts, samples, seed, options)
         self.measure()
-        pieces: dict[Request, list[Piece]] = {}
-        for request in chain.from_iterable(groups):
-            pieces[request] = []
-        with self.decoder.lock:
-            for request, piece in self.decoder.run(list(pieces), rows):
-                pieces[request].append(piece)
-        answers = []
-        for group in groups:
-            answers.append([join_pieces(pieces[request], request.stats) for request in group])
-        return answers
-
-
-def trace(
-    spec: Spec, prompt: Prompt, *, seed: Seed = None, **options: Unpack[RequestKeywords]
-) -> Iterator[Cycle]:
-    """Yield the cycles of `spec.generate` with this prompt and seed, each as soon as it is over.
-
-    The cycles have a cache and a drafter of their own, so `spec` may decode other requests meanwhile.
-    prompt, seed, options: as for `Spec.stream`. Raises InputError as `Spec.stream` does.
-    """
-    cycles: list[Cycle] = []
-    options["on_cycle"] = cycles.append
-    traced_spec = spec.new()
-    traced_spec.decoder.stretch = IDLE_CHUNK_TOKENS  # others may decode with the models meanwhile
-    for _ in traced_spec.stream(prompt, seed=seed, **options):
-        yield from cycles
-        cycles.clear()
+        return decode_groups(self.decoder, groups, rows)

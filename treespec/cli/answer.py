@@ -167,7 +167,7 @@ def trace(config: TraceConfig) -> None:
 
     # 2. Answer, and show each cycle as it arrives.
     spec = load_spec(config)
-    from treespec.api.spec import trace as cycles_of
+    from treespec.api.trace import trace as cycles_of
     from treespec.cli.trace import show
     from treespec.engine.stats import TAU_MEANING
 

@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -77,16 +77,29 @@ class PerText:
                 state.select(rows)
 
 
+class RowHolder(Protocol):
+    """An object with one row per sequence, such as a cache."""
+
+    def join(self, others: Sequence[Any], row: int | None = None) -> None:
+        """Appends the rows of other objects. row: only this row of each; None: all rows."""
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keeps these rows, in this order."""
+
+
 class Observer(PerText, ABC):
     """Observes B sequences, one at first, and drafts for them.
-
-    A class with state for the batch as a whole, such as a cache, overrides `join` and `select` to change it too.
 
     Attributes:
         states: one object per sequence, in the order of the batch's rows; empty if it keeps none.
     """
 
     states: Sequence[Any] = ()
+
+    @property
+    def row_holders(self) -> Sequence[RowHolder]:
+        """What has rows of its own for the sequences, such as a cache: `join` and `select` change it too."""
+        return ()
 
     @abstractmethod
     def new(self) -> Self:
@@ -95,11 +108,16 @@ class Observer(PerText, ABC):
     def join(self, others: Sequence[Self], row: int | None = None) -> None:
         super().join(others, row)
         self.states = join_states(self.states, [other.states for other in others], row)
+        others_holders = [other.row_holders for other in others]
+        for number, holder in enumerate(self.row_holders):
+            holder.join([holders[number] for holders in others_holders], row)
 
     def select(self, rows: Sequence[int]) -> None:
         super().select(rows)
         if self.states:
             self.states = [self.states[row] for row in rows]
+        for holder in self.row_holders:
+            holder.select(rows)
 
     @property
     def aux_layers(self) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from treespec.draft.auto.cost import CostBy
 from treespec.draft.builders import TreeBuilder
 from treespec.draft.calibration import Calibration
 from treespec.draft.cycle import Batching, DraftCycle
-from treespec.draft.drafter import Drafter, GrowthKey, Proposer, join_states
+from treespec.draft.drafter import Drafter, GrowthKey, Proposer, RowHolder
 from treespec.draft.forced import list_forced_chains
 from treespec.draft.lookup.one_hot import OneHotDrafter
 from treespec.draft.pairing import ProposerInfo, check_fit
@@ -255,17 +255,12 @@ class TreeDrafter(Drafter):
         proposer = self.proposer.new()
         return TreeDrafter(proposer, self.policy, self.scheme, self.calibration, self.times, cache)
 
-    def join(self, others: Sequence["TreeDrafter"], row: int | None = None) -> None:
-        self.states = join_states(self.states, [drafter.states for drafter in others], row)
-        self.proposer.join([drafter.proposer for drafter in others], row)
+    @property
+    def row_holders(self) -> list[RowHolder]:
+        holders: list[RowHolder] = [self.proposer]
         if self.cache:
-            self.cache.join([drafter.cache for drafter in others if drafter.cache], row)
-
-    def select(self, rows: Sequence[int]) -> None:
-        super().select(rows)
-        self.proposer.select(rows)
-        if self.cache:
-            self.cache.select(rows)
+            holders.append(self.cache)
+        return holders
 
     def _build_tree_builder(self) -> TreeBuilder:
         builder_class = TreeBuilder

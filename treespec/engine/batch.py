@@ -4,24 +4,22 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import final
 
-import torch
-from torch.nn.utils.rnn import pad_sequence
-
 from treespec.draft.drafter import Drafter
 from treespec.engine.prefill import (
     GROUP_PREFILL_TOKENS,
     PREFILL_CHUNK_TOKENS,
     Prefilling,
-    get_aux_layers,
     limit_tokens,
+    prefill_chunk,
+    prefill_group,
 )
+from treespec.engine.prefix_cache import PrefixCache
 from treespec.engine.request import Request, copy_row
 from treespec.engine.rows import RowMoves, plan_rows
 from treespec.engine.stats import StageTimer
 from treespec.model.cache import TreeCache
 from treespec.model.pictures import prepare_pictures
 from treespec.model.target import Target
-from treespec.text.strings import count_common_prefix
 
 
 @final
@@ -34,18 +32,16 @@ class Batch:
         requests: The request of each row of `cache`. An ended request keeps its row until the next
             `admit_and_release`. If the list is empty, the contents of `cache` are garbage.
         prefilling: Requests whose prompts are prefilled into caches of their own, a chunk each in turn.
-        prefix_cache: Caches of the last `keep` requests that ended, the latest last, for prompts that
-            begin with the same tokens.
-        keep: The most entries of `prefix_cache`. Default: 1.
+        prefix_cache: Caches of requests that ended, for prompts that begin with the same tokens.
         columns: Positions that the memory of keys and values holds. Default: None, any number.
     """
 
-    keep = 1
     columns: int | None = None
 
     def __init__(self, target: Target, drafter: Drafter | None) -> None:
         self.target = target
         self.drafter = drafter
+        self.prefix_cache = PrefixCache()
         self.clear()
 
     def clear(self) -> None:
@@ -53,7 +49,7 @@ class Batch:
         self.cache = self.target.build_cache()
         self.requests: list[Request] = []
         self.prefilling: deque[Prefilling] = deque()
-        self.prefix_cache: list[Prefilling] = []
+        self.prefix_cache.clear()
 
     @property
     def running(self) -> list[Request]:
@@ -110,14 +106,15 @@ class Batch:
         rows: of these requests. is_empty: whether no request of the batch goes on; a prefix cache of
         one entry waits for that, so that no row is copied while others run.
         """
-        if self.keep == 1 and not is_empty:
+        limit = self.prefix_cache.limit
+        if limit == 1 and not is_empty:
             return
-        for row in rows[-self.keep :]:
+        for row in rows[-limit:]:
             cache = self.cache
             drafter = self.drafter
             if len(self.requests) > 1:
                 cache, drafter = copy_row(cache, drafter, row)
-            self._keep(Prefilling(self.requests[row], cache, drafter))
+            self.prefix_cache.keep(Prefilling(self.requests[row], cache, drafter))
 
     def _move_rows(self, moves: RowMoves, entering: Sequence[Prefilling]) -> None:
         """Carry out a plan in the target's cache, in the drafter and in `requests`."""
@@ -149,22 +146,13 @@ class Batch:
         if moves.sequences != list(range(len(self.requests) + len(entering))):
             self.drafter.select(moves.sequences)
 
-    def _keep(self, prefilling: Prefilling) -> None:
-        """Keep a cache and a drafter for prompts that begin with the same tokens; the oldest are dropped."""
-        if not prefilling.request.pictures:  # a picture's tokens do not tell which picture it is
-            self.prefix_cache = [*self.prefix_cache, prefilling][-self.keep :]
-
     def _make_room(self) -> None:
         """Drop the oldest entries of the prefix cache if the requests may need their memory."""
         if self.columns is None:
             return
         requests = self.running + [prefilling.request for prefilling in self.prefilling]
         longest = max((request.columns for request in requests), default=0)
-        free_columns = self.columns - len(requests) * longest
-        kept_columns = sum(len(entry.request.committed) for entry in self.prefix_cache)
-        while self.prefix_cache and kept_columns > free_columns:
-            kept_columns -= len(self.prefix_cache[0].request.committed)
-            del self.prefix_cache[0]
+        self.prefix_cache.shrink(self.columns - len(requests) * longest)
 
     def _prefill_chunks(self, max_tokens: int | None) -> list[Prefilling]:
         """Prefill up to `max_tokens` tokens, a chunk of each prompt in turn. Returns the complete ones.
@@ -192,7 +180,7 @@ class Batch:
             # 3. It has ended, goes on, or is complete.
             if request.ended:
                 if prefilling.begun and not request.error:
-                    self._keep(prefilling)
+                    self.prefix_cache.keep(prefilling)
             elif prefilling.remaining:
                 self.prefilling.append(prefilling)
             else:
@@ -215,14 +203,14 @@ class Batch:
         ):
             if not prefilling.begun:
                 self._begin(prefilling)
-            if self.target.graphs and prefilling.is_new:
+            if self.target.tree_decoder.graphs and prefilling.is_new:
                 group_tokens = limit_tokens(max_tokens, spent_tokens, GROUP_PREFILL_TOKENS)
                 group = self._group_prompts(prefilling, group_tokens)
                 sharing += [other.request.stats for other in group[1:]]
                 if len(group) > 1:
-                    spent_tokens += self._prefill_group(group)
+                    spent_tokens += prefill_group(self.target, group)
             chunk_tokens = limit_tokens(max_tokens, spent_tokens, PREFILL_CHUNK_TOKENS)
-            spent_tokens += self._advance(prefilling, chunk_tokens)
+            spent_tokens += prefill_chunk(self.target, prefilling, chunk_tokens)
         return spent_tokens
 
     def _is_waiting_for_sample(self, prefilling: Prefilling) -> bool:
@@ -243,7 +231,7 @@ class Batch:
         request = prefilling.request
         samples = request.samples
         if not samples and not request.pictures:
-            self._reuse_kept(prefilling)
+            self.prefix_cache.reuse(prefilling)
         if prefilling.drafter:
             prefilling.drafter.enter(request.readable_memory)
         if samples and samples.cache:
@@ -258,37 +246,6 @@ class Batch:
         request.stats.prompt_tokens = len(request.prompt)
         request.stats.cached_tokens = len(request.committed)
         prefilling.cache.reserve(len(request.prompt))
-
-    def _reuse_kept(self, prefilling: Prefilling) -> None:
-        """Take the entry of the prefix cache that shares most with a prompt, cut to the shared prefix."""
-        # 1. The entry with the longest common prefix, if it is long enough.
-        request = prefilling.request
-        best_entry = None
-        best_reused = 0
-        for entry in self.prefix_cache:
-            if entry.request.memory != request.memory:
-                continue
-            reused = count_common_prefix(request.prompt[:-1], entry.request.committed) - 1
-            fits = False
-            if self.keep == 1:
-                # Even without a common prefix a request takes the storage, which graphs are recorded over.
-                fits = entry.cache.tree_layers[0].capacity <= max(512, 2 * request.columns)
-            elif 2 * reused < len(entry.request.prompt):
-                continue  # a shorter prefix may be worth more to another request
-            if reused > best_reused or fits:
-                best_entry = entry
-                best_reused = max(0, reused)
-        if best_entry is None:
-            return
-
-        # 2. Cut it to that prefix: recurrent layers may have to go back further.
-        self.prefix_cache.remove(best_entry)
-        prefilling.cache = best_entry.cache
-        prefilling.drafter = best_entry.drafter
-        prefilling.cache.rewind([best_reused])
-        request.committed = best_entry.request.committed[: prefilling.cache.lengths[0]]
-        if prefilling.drafter:
-            prefilling.drafter.rewind(prefilling.cache.lengths)
 
     def _group_prompts(self, prefilling: Prefilling, max_tokens: int) -> list[Prefilling]:
         """A new prompt and the next new ones that fit in one forward: a GPU takes as long for one as for many.
@@ -306,47 +263,6 @@ class Batch:
                 group.append(other)
                 longest = longest_with_it
         return group
-
-    def _prefill_group(self, group: Sequence[Prefilling]) -> int:
-        """Prefill new prompts in one forward. Returns the number of their tokens, padding included."""
-        counts = [prefilling.remaining for prefilling in group]
-        drafter = group[0].drafter
-        cache = self.target.build_cache(max(counts))
-        cache.rewind([0] * len(group))
-        prompts = [torch.tensor(prefilling.request.prompt) for prefilling in group]
-        tokens = pad_sequence(prompts, batch_first=True)[:, :-1]  # [B, T]
-        features = self.target.prefill(cache, tokens, get_aux_layers(drafter), counts)
-        for row, prefilling in enumerate(group):
-            capacity = prefilling.cache.tree_layers[0].capacity
-            prefilling.cache = cache.copy_sequence(row, capacity)
-            prefilling.request.committed = prefilling.request.prompt[:-1]
-            if prefilling.drafter:
-                prefilling.drafter.observe([features[row, : counts[row]]], [prompts[row]])
-        return tokens.numel()
-
-    def _advance(self, prefilling: Prefilling, max_tokens: int) -> int:
-        """Prefill the next chunk of a prompt, of at most `max_tokens` tokens. Returns the number of its tokens."""
-        request = prefilling.request
-        drafter = prefilling.drafter
-        start = len(request.committed)
-        count = min(max_tokens, PREFILL_CHUNK_TOKENS, prefilling.remaining)
-        if count:
-            tokens = torch.tensor(request.prompt[start : start + count + 1])  # and the one after it
-            tokens_ahead = prefilling.remaining - count
-            features = self.target.prefill(
-                prefilling.cache,
-                tokens[None, :-1],
-                get_aux_layers(drafter),
-                None,
-                prefilling.shown,
-                tokens_ahead,
-            )
-            if drafter:
-                drafter.observe([features[0]], [tokens])
-            request.committed = request.prompt[: start + count]
-        if request.samples and not prefilling.remaining:
-            request.samples.begin(prefilling.cache, drafter)
-        return count
 
 
 def pop_admissible(

@@ -1,12 +1,17 @@
-"""A sequence whose prompt is being prefilled, and how many tokens that takes at once."""
+"""A sequence whose prompt is being prefilled, the forwards of prompts, and how many tokens these take at once."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from treespec.draft.drafter import Drafter
 from treespec.engine.request import Request
 from treespec.model.cache import TreeCache
 from treespec.model.pictures import PictureInputs
+from treespec.model.target import Target
 
 PREFILL_CHUNK_TOKENS = 1024  # prompt tokens in a forward: bounds the memory of their features
 
@@ -64,3 +69,46 @@ def limit_tokens(max_tokens: int | None, spent_tokens: int, default: int) -> int
     if max_tokens is None:
         return default
     return max_tokens - spent_tokens
+
+
+def prefill_chunk(target: Target, prefilling: Prefilling, max_tokens: int) -> int:
+    """Prefill the next chunk of a prompt, of at most `max_tokens` tokens. Returns the number of its tokens."""
+    request = prefilling.request
+    drafter = prefilling.drafter
+    start = len(request.committed)
+    count = min(max_tokens, PREFILL_CHUNK_TOKENS, prefilling.remaining)
+    if count:
+        tokens = torch.tensor(request.prompt[start : start + count + 1])  # and the one after it
+        tokens_ahead = prefilling.remaining - count
+        features = target.prefill(
+            prefilling.cache,
+            tokens[None, :-1],
+            get_aux_layers(drafter),
+            None,
+            prefilling.shown,
+            tokens_ahead,
+        )
+        if drafter:
+            drafter.observe([features[0]], [tokens])
+        request.committed = request.prompt[: start + count]
+    if request.samples and not prefilling.remaining:
+        request.samples.begin(prefilling.cache, drafter)
+    return count
+
+
+def prefill_group(target: Target, group: Sequence[Prefilling]) -> int:
+    """Prefill new prompts in one forward. Returns the number of their tokens, padding included."""
+    counts = [prefilling.remaining for prefilling in group]
+    drafter = group[0].drafter
+    cache = target.build_cache(max(counts))
+    cache.rewind([0] * len(group))
+    prompts = [torch.tensor(prefilling.request.prompt) for prefilling in group]
+    tokens = pad_sequence(prompts, batch_first=True)[:, :-1]  # [B, T]
+    features = target.prefill(cache, tokens, get_aux_layers(drafter), counts)
+    for row, prefilling in enumerate(group):
+        capacity = prefilling.cache.tree_layers[0].capacity
+        prefilling.cache = cache.copy_sequence(row, capacity)
+        prefilling.request.committed = prefilling.request.prompt[:-1]
+        if prefilling.drafter:
+            prefilling.drafter.observe([features[row, : counts[row]]], [prompts[row]])
+    return tokens.numel()

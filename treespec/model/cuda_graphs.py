@@ -22,17 +22,17 @@ A forward that came too rarely to be recorded takes a graph of more texts or row
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from treespec.errors import get_first_line
 from treespec.model.cache_layer import TreeLayer
+from treespec.model.graph_keys import GraphKey, GraphVariant, build_key
 from treespec.model.graph_recorder import Outputs, Recorder
 
 log = logging.getLogger(__name__)
@@ -54,57 +54,6 @@ GRAPH_BACKENDS += [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 GRAPH_TOLERANCE = (
     0.1  # mean difference of a graph's outputs from the model's, over their standard deviation
 )
-
-
-@dataclass(frozen=True)
-class GraphVariant:
-    """What a forward depends on besides its layers, inputs and masks.
-
-    Attributes:
-        rows: nodes of each text.
-        written: columns that the forward writes.
-        growable: what a graph may have more of than the forward: "texts", "rows". With "texts" all outputs are
-            [B, ...]. With "rows" all inputs and outputs are [B, N, ...], and the forward writes N columns.
-        settings: anything else; equal settings mean equal operations.
-    """
-
-    rows: int
-    written: int
-    growable: tuple[str, ...] = ()
-    settings: Any = None
-
-
-@dataclass(frozen=True)
-class GraphKey:
-    """What a graph was recorded for: a `GraphVariant` over one storage.
-
-    Attributes:
-        block: identities of the first layer's keys and values.
-        texts: B of the graph.
-        rows, written, growable, settings: as of the variant; `rows` and `written` may be larger.
-    """
-
-    block: tuple[int, ...]
-    texts: int
-    rows: int
-    written: int
-    growable: tuple[str, ...]
-    settings: Any
-
-    def can_serve(self, other: "GraphKey") -> bool:
-        """Whether a graph with this key can run a forward that has the other key."""
-        is_alike = (self.block, self.growable, self.settings) == (
-            other.block,
-            other.growable,
-            other.settings,
-        )
-        has_texts = self.texts == other.texts
-        if "texts" in self.growable:
-            has_texts = self.texts >= other.texts
-        has_rows = (self.rows, self.written) == (other.rows, other.written)
-        if "rows" in self.growable:
-            has_rows = has_rows or self.rows > other.rows
-        return is_alike and has_texts and has_rows
 
 
 @final
@@ -337,30 +286,6 @@ class Graphs:
         log.warning("%s runs without CUDA graphs: %s", self.name, why)
 
 
-def build_key(
-    layers: Sequence[TreeLayer], batch: int, nodes: int, variant: GraphVariant
-) -> GraphKey:
-    """Build the key of a forward over B texts of N nodes, after reserving the columns that it writes.
-
-    What may grow is rounded up to a power of two, so that few graphs serve all sizes. Three texts of five nodes:
-
-        growable          ()    ("texts",)    ("texts", "rows")
-        texts, rows      3, 5         4, 5                 4, 8     of a storage of four rows or more
-    """
-    rows = variant.rows
-    written = variant.written
-    if "rows" in variant.growable:
-        rows = 1 << (nodes - 1).bit_length()
-        written = rows
-    for layer in layers:
-        layer.reserve(layer.length + written)
-    texts = batch
-    if "texts" in variant.growable:
-        texts = min(1 << (batch - 1).bit_length(), len(layers[0].allocation[0]))
-    block = tuple(map(id, layers[0].allocation))
-    return GraphKey(block, texts, rows, written, variant.growable, variant.settings)
-
-
 def is_close(output: Tensor, expected: Tensor) -> bool:
     """Whether a graph's output is the model's up to rounding; numbers of other kinds are not compared."""
     if not expected.is_floating_point():
@@ -369,12 +294,15 @@ def is_close(output: Tensor, expected: Tensor) -> bool:
     return bool(difference <= GRAPH_TOLERANCE * expected.std())
 
 
-def build_graphs(target: Any) -> Graphs | None:
-    """Build graphs for a target that has only attention layers and lies on one CUDA device; None for others."""
-    devices = {weight.device for weight in target.model.parameters()}
-    is_fit = devices == {target.device} and target.device.type == "cuda" and not target.recurrent
-    return (
-        Graphs(type(target.model).__name__)
-        if is_fit and "position_ids" in target.forward_arguments
-        else None
-    )
+def build_graphs(model: nn.Module, tree_decoder: Any) -> Graphs | None:
+    """Build graphs for a model that has only attention layers and lies on one CUDA device; None for others.
+
+    tree_decoder: the model's `treespec.model.tree_decoder.TreeDecoder`.
+    """
+    device = tree_decoder.device
+    devices = {weight.device for weight in model.parameters()}
+    if devices != {device} or device.type != "cuda" or tree_decoder.recurrent:
+        return None
+    if "position_ids" not in tree_decoder.forward_arguments:
+        return None
+    return Graphs(type(model).__name__)

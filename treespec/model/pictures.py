@@ -127,7 +127,7 @@ def run_with_pictures(target: Any, inputs: Mapping[str, Tensor]) -> PlainForward
         if target.follows_pictures:
             raise StopForward
 
-    handle = target.decoder.register_forward_pre_hook(keep, with_kwargs=True)
+    handle = target.tree_decoder.decoder.register_forward_pre_hook(keep, with_kwargs=True)
     try:
         on_device = {name: value.to(target.device) for name, value in inputs.items()}
         logits = target.model(**on_device, use_cache=False).logits[0, -1].float()

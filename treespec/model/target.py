@@ -1,15 +1,13 @@
 """Any transformers decoder as the target: one forward scores a whole tree.
 
-No model code is copied. Every decoder accepts an explicit 4D attention mask (a dict of masks where
-layer types alternate), `position_ids`, and a `Cache`; these carry the tree. A model that cannot
-score a tree is refused. After loading, a small tree's logits are checked against the plain model's.
+No model code is copied: `treespec.model.tree_decoder` carries the tree through the model's own decoder. A model
+that cannot score a tree is refused. After loading, a small tree's logits are checked against the plain model's.
 """
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -18,51 +16,36 @@ from transformers import PreTrainedModel
 
 from treespec.errors import InputError
 from treespec.model.adapters import unwrap_adapter
-from treespec.model.attention import ATTENTION_NAME, take_trees
-from treespec.model.cache import WINDOW_SLACK_TOKENS, TreeCache
-from treespec.model.cuda_graphs import Graphs, GraphVariant, build_graphs
-from treespec.model.masks import (
-    as_taken,
-    build_additive_masks,
-    pad_trees,
-    split_causal_chunks,
-    unpad_rows,
-)
-from treespec.model.output import OutputPath, forward_with_features
-from treespec.model.output import TreeOutput as TreeOutput
+from treespec.model.cache import TreeCache
+from treespec.model.cuda_graphs import build_graphs
+from treespec.model.masks import pad_trees, unpad_rows
+from treespec.model.output import OutputPath, TreeOutput
 from treespec.model.pictures import PictureInputs
 from treespec.model.placement import AS_IT_IS, Placement, find_device_of
+from treespec.model.prefill import ChunkedPrefill
 from treespec.model.quantization.layers import copy_output_embedding_rows, get_linear_sizes
-from treespec.model.quantization.load_in import unpack_compressed
-from treespec.model.rotary import LengthFactors, find_longest_short_text
+from treespec.model.rotary import find_longest_short_text
 from treespec.model.support import (
     LENGTH_DEPENDENT,
-    detect_layer_windows,
     end_tokens,
     find_context_length,
     find_decoder,
-    find_layers,
-    find_recurrent_layers,
-    list_forward_arguments,
     refuse_what_cannot_branch,
     refusing,
 )
 from treespec.model.tokenizers import load_tokenizer
 from treespec.model.tree_check import detect_windows
+from treespec.model.tree_decoder import AuxLayers, TreeDecoder
 from treespec.model.weights import load_model
 from treespec.trees.mask import compute_positions
-from treespec.trees.tree import TokenTree, to_device
+from treespec.trees.tree import TokenTree
 
 log = logging.getLogger(__name__)
-
-AuxLayers = tuple[int, ...]
 
 
 @final
 class Target:
     """A decoder and its tokenizer. It holds no state of a text; the cache does.
-
-    sdpa attention becomes `treespec.model.attention.attend_tree`.
 
     Attributes:
         vocab_size: V.
@@ -70,17 +53,15 @@ class Target:
         context_length: number of positions that the model scores exactly.
         longest_short_text: number of tokens of the longest text with short rotary factors; None if all texts have
             the same factors.
+        tree_decoder: its decoder; unset if the model has only its embeddings.
 
     Raises:
         InputError: the model cannot score a tree.
     """
 
     trust_remote_code = False  # whether `load` was allowed to run the model's Python files
-    slack = WINDOW_SLACK_TOKENS  # tokens that its caches can take back in layers with a window
     follows_pictures = False  # whether a trial has shown that trees can follow pictures
     has_streams = False  # whether layers pass on several hidden states of a token, by a trial
-    graphs: Graphs | None = None  # of its forwards, on CUDA
-    factors: LengthFactors | None = None  # of its rotary modules, if they differ by length
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None, ends: bool = False) -> None:
         """ends: whether the model has only its embeddings, as `treespec.model.weights.load_ends` loads it."""
@@ -93,15 +74,15 @@ class Target:
             if not ends:
                 self._read_layers(model)
                 self.output_device = detect_windows(self)
-                self.graphs = build_graphs(self)
+                self.tree_decoder.graphs = build_graphs(model, self.tree_decoder)
 
     def _read_ends(self, model: PreTrainedModel) -> None:
         """Read sizes and end tokens from the model and its config."""
         self.config = model.config.get_text_config()
-        self.dtype, self.eos, self.stack = model.dtype, end_tokens(model), nn.ModuleList()
+        self.dtype = model.dtype
+        self.eos = end_tokens(model)
         self.layers: int = self.config.num_hidden_layers
         self.vocab_size, self.feature_width = get_linear_sizes(model.get_output_embeddings())
-        self.layer_types, self.windows = detect_layer_windows(self.config)
         limit = find_context_length(self.config)
         self.context_length = limit.length
         if limit.reason:
@@ -112,21 +93,11 @@ class Target:
 
     def _read_layers(self, model: PreTrainedModel) -> None:
         """Find the layers, and prepare the model for trees."""
-        take_trees(model)
-        unpack_compressed(model)
-        self.decoder = find_decoder(model)
-        self.forward_arguments = list_forward_arguments(self.decoder)
-        self.stack = find_layers(self.decoder, self.layers, self.device)
-        self.recurrent = find_recurrent_layers(model, self.decoder, self.layers)
-        if self.recurrent and not self.recurrent.has_attention:
-            self.windows = {}
-        if self.longest_short_text:
-            factors = LengthFactors(self.decoder, self.longest_short_text)
-            if factors.is_understood(self.dtype, self.device):
-                self.factors = factors
-            else:
-                self._end_texts(self.longest_short_text, LENGTH_DEPENDENT)
-        self.mask_room = max(1 << 20, model.get_memory_footprint() >> 8)  # entries in a prefill
+        self.tree_decoder = TreeDecoder(model, self.config, self.context_length, self.device)
+        if self.longest_short_text and self.tree_decoder.factors is None:
+            self._end_texts(self.longest_short_text, LENGTH_DEPENDENT)
+        mask_room = max(1 << 20, model.get_memory_footprint() >> 8)  # entries
+        self.chunked_prefill = ChunkedPrefill(self.tree_decoder, mask_room)
 
     def _end_texts(self, length: int, why: str) -> None:
         """Limit texts to `length` tokens, and log why."""
@@ -153,15 +124,7 @@ class Target:
 
     def build_cache(self, capacity: int = 512) -> TreeCache:
         """Make an empty cache of one text. capacity: columns to allocate at first; it grows by doubling."""
-        windows = [self.windows.get(kind) for kind in self.layer_types]
-        return TreeCache(self.layers, capacity, self.recurrent, windows, self.slack)
-
-    @property
-    def masks_last(self) -> bool:
-        """Whether the attention takes masks of only the last columns: our kernels do."""
-        if self.config._attn_implementation != ATTENTION_NAME or self.graphs:
-            return False
-        return self.device.type == "cpu"
+        return self.tree_decoder.build_cache(capacity)
 
     @property
     def embed_scale(self) -> float:
@@ -221,74 +184,14 @@ class Target:
         """
         counts = counts or [tokens.shape[1]] * len(tokens)
         ends = zip(cache.lengths, counts, strict=True)
-        self._rotate(cache, [length + count + ahead for length, count in ends])
-        return self._append(cache, tokens, counts, aux_layers, pictures)
-
-    def _append(
-        self,
-        cache: TreeCache,
-        tokens: Tensor,
-        counts: Sequence[int],
-        aux_layers: AuxLayers = (),
-        pictures: PictureInputs | None = None,
-    ) -> Tensor:
-        """As `prefill`, with the rotary factors that the sequences have now."""
-        cache.reserve(cache.end + tokens.shape[1])
-        features: list[Tensor] = []
-        for part in split_causal_chunks(
-            cache, counts, self.choose_prefill_chunk, self.output_device
-        ):
-            model_inputs: dict[str, Any] = {"tokens": tokens[:, part.columns]}
-            if pictures:
-                model_inputs = pictures.select_arguments(
-                    cache.end, cache.end + part.causal.shape[1]
-                )
-                cache.shift(pictures.shift)
-            features.append(
-                self._forward(cache, model_inputs, part.places, part.causal, aux_layers)[1]
-            )
-        cache.mark()
-        return torch.cat(features, 1)
-
-    def _rotate(self, cache: TreeCache, lengths: Sequence[int]) -> None:
-        """Compute the keys of a text again if its rotary factors do not fit its new length.
-
-        lengths: by sequence.
-
-        Raises:
-            InputError: a text with pictures becomes long.
-        """
-        if self.factors is None:
-            return
-        for row in self.factors.find_outdated(cache, lengths):
-            snapshot = cache.rows[row].now
-            new_cache = self.build_cache(max(snapshot.length, 1))
-            new_cache.replace_with(not snapshot.is_long)
-            if snapshot.length:
-                if snapshot.tokens is None:
-                    raise InputError(
-                        f"a text with pictures ends at {self.longest_short_text} tokens in this model"
-                    )
-                self._append(new_cache, snapshot.tokens[None], [snapshot.length])
-            cache.put(row, new_cache)
-
-    def choose_prefill_chunk(self, columns: int) -> int:
-        """Return the number of new positions per forward of a prompt: `choose_chunk_beside` of the masked columns."""
-        if self.masks_last:
-            return self.choose_chunk_beside(min(columns, 1))
-        return self.choose_chunk_beside(columns)
+        final_lengths = [length + count + ahead for length, count in ends]
+        device = self.output_device
+        self.chunked_prefill.refresh_factors(cache, final_lengths, device)
+        return self.chunked_prefill.append(cache, tokens, counts, device, aux_layers, pictures)
 
     def choose_chunk_beside(self, columns: int) -> int:
-        """Return the number of new positions per forward: a power of two (16 to 512) whose mask is small.
-
-        Powers of two, because oneDNN caches memory for each shape.
-
-        columns: that the mask covers besides the new ones.
-        """
-        if self.recurrent and not self.recurrent.continues and not columns:
-            return 1024  # the layers take all later positions token by token
-        room = max(16, min(512, self.mask_room // (columns + 512)))
-        return 1 << (room.bit_length() - 1)
+        """Return the number of new positions per forward, as `ChunkedPrefill.choose_chunk_beside`."""
+        return self.chunked_prefill.choose_chunk_beside(columns)
 
     @torch.no_grad()
     def compute_features(
@@ -302,7 +205,7 @@ class Target:
             last: whether to append the hidden states after the final norm to the aux layers' inputs.
         """
         arguments = {"input_ids": tokens.to(self.device), "use_cache": False}
-        hidden, features = forward_with_features(self.decoder, self.stack, arguments, aux_layers)
+        hidden, features = self.tree_decoder.call_decoder(arguments, aux_layers)
         if aux_layers and last:
             features = torch.cat([features, hidden], dim=-1)
         limit = self.longest_short_text
@@ -347,20 +250,22 @@ class Target:
 
         Returns: by text, logits [N, V] and features; inexact for nodes deeper than `find_deepest`.
         """
-        self._rotate(cache, cache.lengths)
+        self.chunked_prefill.refresh_factors(cache, cache.lengths, self.output_device)
         nodes = pad_trees(trees)
         places = compute_positions(nodes.depth, cache.lengths)
-        model_inputs = {"tokens": nodes.tokens}
-        hidden, features = self._forward(cache, model_inputs, places, nodes.ancestors, aux_layers)
+        hidden, features = self.tree_decoder.forward(
+            cache, {"tokens": nodes.tokens}, places, nodes.ancestors, aux_layers
+        )
         sizes = [len(tree.tokens) for tree in trees]
         logits = self.compute_output_logits(unpad_rows(hidden, sizes)).split(sizes)
         return [TreeOutput(logits[row], features[row, :size]) for row, size in enumerate(sizes)]
 
     def find_deepest(self, cache: TreeCache) -> list[int] | None:
         """Return, by text, the largest depth of a node with exact logits; None: any depth in all texts."""
-        if self.factors is None:
+        factors = self.tree_decoder.factors
+        if factors is None:
             return None
-        return self.factors.find_deepest(cache)
+        return factors.find_deepest(cache)
 
     @torch.no_grad()
     def forward_nodes(
@@ -384,82 +289,4 @@ class Target:
         Nothing is committed: only columns after the cache's end change.
         """
         with cache.writing_after(seen.shape[2] - tokens.shape[1]):
-            return self._forward(cache, {"tokens": tokens}, places, seen, ())[0]
-
-    def _forward(
-        self,
-        cache: TreeCache,
-        model_inputs: dict[str, Any],
-        places: Tensor,
-        seen: Tensor,
-        aux_layers: AuxLayers,
-    ) -> tuple[Tensor, Tensor]:
-        """Return hidden states after the final norm, and features, of B trees of N nodes.
-
-        Args:
-            cache: of the B texts.
-            model_inputs: `tokens` [B, N] int64, or the arguments of `PictureInputs`.
-            places: [B, T] int64, the positions of all T columns.
-            seen: [B, N, U] bool, the uncommitted columns that each node sees.
-            aux_layers: as for `prefill`.
-        """
-        # 1. Masks and positions. Learned positions end at the context length, so positions are clamped:
-        #    no node beyond is kept.
-        n = seen.shape[1]
-        node_places = cache.shift_positions(places[:, -n:].clamp_max(self.context_length - 1))
-        free = min(cache.lengths) if self.masks_last else 0
-        columns = partial(cache.mask_positions, places, free)
-        masks = build_additive_masks(self.windows, columns, seen, self.dtype, self.device)
-        inputs = {"places": to_device(node_places, self.device)}
-        if "tokens" in model_inputs:
-            inputs["tokens"] = to_device(model_inputs["tokens"], self.device)
-        if self.factors:
-            inputs["is_long"] = self.factors.select_rows(cache, n, self.device)
-            cache.tokens = inputs.get("tokens")
-
-        # 2. The forward, by a graph if possible. Models with recurrent layers have no graphs.
-        run = partial(self._run_decoder, cache, model_inputs, tuple(masks), aux_layers)
-        if self.graphs and "tokens" in inputs:
-            graph_masks = {kind: (self.windows[kind], mask) for kind, mask in masks.items()}
-            variant = GraphVariant(n, n, ("texts", "rows"), aux_layers)
-            hidden, features = self.graphs(cache.tree_layers, run, inputs, graph_masks, variant)
-            return hidden, features.clone()
-        if self.recurrent is None:
-            return run(inputs | masks)
-        with self.recurrent.running(cache, places, seen):
-            return run(inputs | masks)
-
-    def _run_decoder(
-        self,
-        cache: TreeCache,
-        model_inputs: dict[str, Any],
-        layer_types: Sequence[str],
-        aux_layers: AuxLayers,
-        inputs: Mapping[str, Tensor],
-    ) -> tuple[Tensor, Tensor]:
-        """As `_forward`, after masks and positions are made.
-
-        Args:
-            cache: of the B texts.
-            model_inputs: arguments of the decoder, if `inputs` holds no tokens.
-            layer_types: names of the masks in `inputs`.
-            aux_layers: as for `prefill`.
-            inputs: [B, N] by name, and masks [B, 1, N, T] by layer type.
-        """
-        masks: Any = as_taken({kind: inputs[kind] for kind in layer_types})
-        if self.recurrent:
-            masks = self.recurrent.build_all_masks(masks)
-        offered: dict[str, Any] = {"past_key_values": cache, "cache_params": cache}
-        offered |= {"attention_mask": masks, "position_ids": inputs["places"]}
-        arguments = {
-            name: value for name, value in offered.items() if name in self.forward_arguments
-        }
-        if "tokens" in inputs:
-            arguments["input_ids"] = inputs["tokens"]
-        else:
-            arguments |= model_inputs
-        arguments["use_cache"] = True
-        if self.factors is None:
-            return forward_with_features(self.decoder, self.stack, arguments, aux_layers)
-        with self.factors.by_text(inputs["is_long"]):
-            return forward_with_features(self.decoder, self.stack, arguments, aux_layers)
+            return self.tree_decoder.forward(cache, {"tokens": tokens}, places, seen, ())[0]

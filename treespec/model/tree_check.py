@@ -38,20 +38,20 @@ def detect_windows(target: Any) -> torch.device:
             logits.
     """
     # 1. With narrow windows, then without.
-    windows = target.windows
-    unused = dict.fromkeys(target.windows)
+    windows = target.tree_decoder.windows
+    unused = dict.fromkeys(target.tree_decoder.windows)
     with narrowed(target):
         try:
             return check_against_plain_model(target, CHECK_TOKENS)
         except Exception as first:  # a model's own code may raise anything
-            target.windows = unused
+            target.tree_decoder.windows = unused
             try:
                 check_against_plain_model(target, CHECK_TOKENS)
             except Exception:
                 raise first from None
 
     # 2. The model ignores its windows: check without them, over their full length.
-    target.windows = unused
+    target.tree_decoder.windows = unused
     longest = max(filter(None, windows.values()), default=0)
     return check_against_plain_model(target, longest + 2)
 
@@ -76,7 +76,7 @@ def check_against_plain_model(target: Any, committed: int = 1) -> torch.device:
     c = 7 % target.vocab_size
     d = 11 % target.vocab_size
     last = target.layers - 1
-    with captured(target.stack, (last,)) as inputs:
+    with captured(target.tree_decoder.stack, (last,)) as inputs:
         plain = _compute_plain_logits(target, tokens + [b, d])[-2:]
     if last in inputs:  # it may call no layer
         target.has_streams = inputs[last].shape != (1, committed + 2, target.config.hidden_size)
@@ -121,9 +121,9 @@ def has_equal_bits(target: Any) -> bool:
     # 1. Models that cannot have equal bits.
     if target.device.type != "cpu" or target.config._attn_implementation != ATTENTION_NAME:
         return False
-    if target.recurrent or multiplies_itself(target.model.get_output_embeddings()):
+    if target.tree_decoder.recurrent or multiplies_itself(target.model.get_output_embeddings()):
         return False
-    if any(multiplies_itself(module) for module in target.decoder.modules()):
+    if any(multiplies_itself(module) for module in target.tree_decoder.decoder.modules()):
         return False
 
     # 2. The tree.
@@ -221,8 +221,8 @@ class WindowAttribute:
 @contextmanager
 def narrowed(target: Any) -> Iterator[None]:
     """Inside, every window and chunk in a model's configs and modules is at most `CHECK_WINDOW`."""
-    windows = target.windows
-    slack = target.slack
+    windows = target.tree_decoder.windows
+    slack = target.tree_decoder.slack
     narrow_windows = dict(windows)
     for kind, window in windows.items():
         if window:
@@ -231,12 +231,12 @@ def narrowed(target: Any) -> Iterator[None]:
     try:
         for attribute in attributes:
             setattr(attribute.owner, attribute.name, CHECK_WINDOW)
-        target.windows = narrow_windows
-        target.slack = CHECK_WINDOW
+        target.tree_decoder.windows = narrow_windows
+        target.tree_decoder.slack = CHECK_WINDOW
         yield
     finally:
-        target.windows = windows
-        target.slack = slack
+        target.tree_decoder.windows = windows
+        target.tree_decoder.slack = slack
         for attribute in attributes:
             setattr(attribute.owner, attribute.name, attribute.size)
 
@@ -246,7 +246,11 @@ def find_window_attributes(target: Any) -> list[WindowAttribute]:
 
     It searches modules, configs, and configs that modules hold.
     """
-    sizes = {window for window in target.windows.values() if window and window > CHECK_WINDOW}
+    sizes = {
+        window
+        for window in target.tree_decoder.windows.values()
+        if window and window > CHECK_WINDOW
+    }
     attributes = []
     for owner in list_modules_and_configs(target):
         for name, value in vars(owner).items():

@@ -14,7 +14,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import FileResponse
 from pydantic import Field
 
-from treespec.api.spec import trace
+from treespec.api.trace import trace
 from treespec.engine.events import explain_end, show_token
 from treespec.errors import is_input_error
 from treespec.options import TREE_FORMS, join_or

@@ -203,13 +203,19 @@ def parse_messages(turns: object, answered: bool) -> list[Message]:
             messages.append(message)
 
     # 2. Drop a last question without an answer.
-    while answered and messages and messages[-1]["role"] != "assistant":
-        messages.pop()
-    if not messages and answered:
-        raise UnusableConversation("no assistant turn that answers a user turn")
+    missing = "no user turn"
+    if answered:
+        _drop_unanswered(messages)
+        missing = "no assistant turn that answers a user turn"
     if not messages:
-        raise UnusableConversation("no user turn")
+        raise UnusableConversation(missing)
     return system + messages
+
+
+def _drop_unanswered(messages: list[Message]) -> None:
+    """Drop the messages after the last answer, in place."""
+    while messages and messages[-1]["role"] != "assistant":
+        messages.pop()
 
 
 def _iter_turns(turns: object) -> Iterator[Message]:

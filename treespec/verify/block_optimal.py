@@ -24,8 +24,9 @@ from torch import Tensor
 from treespec.trees.tree import Draws
 from treespec.verify.distributions import clamp_positive, divide_probabilities, mask_out, scale
 from treespec.verify.optimal import Optimal
+from treespec.verify.refusals import RefusalStep, Refused
 from treespec.verify.scheme import Scheme
-from treespec.verify.traversal import RefusalStep, Refused, Traversal
+from treespec.verify.traversal import Traversal
 
 
 def refuse_selected_first(
@@ -41,7 +42,7 @@ def refuse_selected_first(
         draws: of the nodes, the sure ones last.
         weight: [n, 1] w of the nodes.
 
-    Yields: a `treespec.verify.traversal.RefusalStep` for each column of draws, and one for the nodes.
+    Yields: a `treespec.verify.refusals.RefusalStep` for each column of draws, and one for the nodes.
     """
     # 1. The selected draw, and the residual without it.
     assert draws.sure is not None

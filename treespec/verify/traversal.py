@@ -10,41 +10,25 @@ The verdict is the path to the first accepted node. When a child is refused, its
 of p, against which the next child is judged.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, TypeAlias, final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from treespec.sampling.probs import sample, sample_events
 from treespec.trees.tree import Drafts, Draws, TokenTree, to_device
-from treespec.verify.distributions import clamp_positive, mask_out, normalize_residual
+from treespec.verify.distributions import normalize_residual
+from treespec.verify.judgement_order import JudgementOrder, list_weight_slots, order_judgement
+from treespec.verify.refusals import Refused, refuse_in_order
 from treespec.verify.rrs import RRSWithoutReplacement
 from treespec.verify.scheme import Scheme
 from treespec.verify.single import Single
 from treespec.verify.topk import TopK
 from treespec.verify.verdict import DeviceStep, Verdict
 from treespec.verify.walk import Probabilities, Walk, index_children, select_row_draws
-
-
-class RefusalStep(NamedTuple):
-    """One draw at each of n nodes, after their earlier draws are refused; the last step is the nodes themselves.
-
-    Attributes:
-        draw_weight: [n, 1] w of the draws.
-        residual: [n, V] w p without the mass of the refused draws.
-        node_weight: [n, 1] w of the nodes so far.
-    """
-
-    draw_weight: Tensor
-    residual: Tensor
-    node_weight: Tensor
-
-
-Refused: TypeAlias = Iterator[RefusalStep]
 
 
 @final
@@ -174,7 +158,7 @@ class Traversal:
         return DeviceStep(torch.cat([end, after]), partial(shape.build_verdict, len(p)))
 
     def weigh_draws(
-        self, drafts: Drafts, slots: Tensor, p: Tensor, shape: "JudgementOrder"
+        self, drafts: Drafts, slots: Tensor, p: Tensor, shape: JudgementOrder
     ) -> "WeighedDraws":
         """Compute w of all draws and the residuals of the nodes, from the root down, a level at a time.
 
@@ -217,145 +201,12 @@ class WeighedDraws(NamedTuple):
     residuals: Tensor
 
 
-@dataclass(frozen=True)
-class JudgementOrder:
-    """How `Traversal` goes through a tree. Draws have slots as in `list_weight_slots`.
-
-    Attributes:
-        order: the slots, children before their parents, the root last.
-        above: {slot: (parent node, token)}, without the root.
-        rows_by_depth: {depth: rows of inner nodes}, the root's first.
-    """
-
-    order: list[int]
-    above: dict[int, tuple[int, int]]
-    rows_by_depth: dict[int, list[int]]
-
-    def build_verdict(self, nodes: int, end_and_token: Tensor) -> Verdict:
-        """Build the verdict that ends at an accepted slot: the path down to it.
-
-        No token follows a draw without a node, whose slot is no node's number.
-
-        Args:
-            nodes: of the tree.
-            end_and_token: [2] the position of the slot in `order`, and the token that follows it; on the host.
-        """
-        position, token = end_and_token.tolist()
-        slot = self.order[position]
-        path: list[int] = []
-        tokens: list[int] = []
-        if slot < nodes:
-            tokens = [token]
-        while slot:
-            if slot < nodes:
-                path.append(slot)
-            slot, token = self.above[slot]
-            tokens.append(token)
-        return Verdict(path[::-1], tokens[::-1])
-
-
-def order_judgement(table: Sequence[Sequence[Sequence[int]]]) -> JudgementOrder:
-    """Find the order in which the draws of a tree are judged.
-
-    table: [I, K, 3] by inner node and draw: the node, the draw's token, the draw's slot. In the drawing of
-    `list_weight_slots` the order is 3 8 1 4 2 0.
-    """
-    row_of = {draws[0][0]: row for row, draws in enumerate(table)}
-    above: dict[int, tuple[int, int]] = {}
-    order: list[int] = []
-    rows_by_depth: defaultdict[int, list[int]] = defaultdict(list)
-
-    def descend(slot: int, depth: int) -> None:
-        row = row_of.get(slot)
-        if row is not None:
-            rows_by_depth[depth].append(row)
-            for _, token, child in table[row]:
-                if token >= 0 and child not in above:
-                    above[child] = (slot, token)
-                    descend(child, depth + 1)
-        order.append(slot)
-
-    descend(0, 0)
-    return JudgementOrder(order, above, rows_by_depth)
-
-
 def sort_certain_last(drafts: Drafts) -> Drafts:
     """Move the columns of sure draws to the end of each row."""
     sure = drafts.draws.sure
     if sure is None:
         return drafts
     return replace(drafts, draws=drafts.draws.select_columns(sure.int().argsort(stable=True)))
-
-
-def refuse_in_order(p: Tensor, q: Tensor, draws: Draws, weight: Tensor) -> Refused:
-    """Refuse draws without replacement in turn (2505.12398). On a chain this is block verification.
-
-        root      w = 1
-        child     w_c = min(1, w p/q)           p, q: the parent's distributions at the child's token
-        refused   p <- norm (w p - q)+          the parent, after a child is refused
-                  w <- S / (S + 1 - w)          S: the mass of (w p - q)+
-                  q <- q without the child's token, normalised
-
-    In a tree of depth 1 this is `rrs-wo`.
-
-    Args:
-        p, q: [n, V] probabilities of the target and of the draft.
-        draws: of the nodes.
-        weight: [n, 1] w of the nodes.
-
-    Yields: a `RefusalStep` for each column of draws, and one for the nodes.
-    """
-    # 1. The mass of q without the earlier draws, which normalises it, and q at each draw. The mass is a
-    #    sum of small numbers: 1 minus the mass of the draws would lose digits.
-    token_index = draws.tokens.clamp(min=0)
-    is_drawn = draws.tokens >= 0
-    draw_probs = q.gather(1, token_index) * is_drawn
-    remaining_mass = mask_out(q, draws.tokens).sum(-1, keepdim=True) + draw_probs.flip(1).cumsum(
-        1
-    ).flip(1)
-    remaining_mass = clamp_positive(remaining_mass).masked_fill(
-        ~is_drawn, torch.inf
-    )  # [n, K]; by inf, q is 0
-    draw_probs = clamp_positive(draw_probs / remaining_mass).masked_fill(~is_drawn, torch.inf)
-
-    # 2. The residual starts as w p. An absent draw has w 0 and does not change it. We divide by the total
-    #    because rounding can leave no mass if p and q are the same one-hot row.
-    residual = p * weight
-    columns = zip(
-        token_index.split(1, dim=1),
-        draw_probs.split(1, dim=1),
-        remaining_mass.split(1, dim=1),
-        strict=True,
-    )
-    for index, draw_prob, mass in columns:
-        draw_weight = (residual.gather(1, index) / draw_prob).clamp(max=1)
-        yield RefusalStep(draw_weight, residual, weight)
-        residual = residual.addcdiv_(q, mass, value=-1).clamp_(min=0)
-        residual_mass = residual.sum(-1, keepdim=True)
-        total = clamp_positive(residual_mass + (1 - weight))
-        residual = residual.div_(total)
-        weight = residual_mass / total
-    yield RefusalStep(weight, residual, weight)
-
-
-def list_weight_slots(tree: TokenTree, drafts: Drafts) -> Tensor:
-    """Return [I, K] int64 the slot of each draw's weight: its node's number, or N + its index if it has no node.
-
-    Five nodes; 0, 1 and 2 have two draws each. Draw 1 of node 2 repeats the token of
-    draw 0, and draw 1 of node 1 has no node. Slots from N = 5 on are numbered by draw:
-
-        0 ─┬─ a: 1 ─┬─ c: 3        draws     slots
-           │        └─ d           a b       1 2
-           └─ b: 2 ─┬─ e: 4        c d       3 8
-                    └─ e           e e       4 4
-    """
-    tokens = drafts.draws.tokens
-    is_child = tree.parents == drafts.nodes[:, None, None]
-    is_node = is_child & (tree.tokens == tokens[..., None])  # [I, K, N]
-    own_slots = torch.arange(tokens.numel(), device=tokens.device).view_as(tokens) + len(
-        tree.tokens
-    )
-    return torch.where(is_node.any(-1), is_node.int().argmax(-1), own_slots)
 
 
 TRAVERSAL_VERIFIER = Traversal("traversal", RRSWithoutReplacement(), refuse_in_order)

@@ -80,7 +80,7 @@ class PairProposer(Proposer):
         self.target = target
         self.vocab_size = target.vocab_size
         self.cache = TreeCache(head.cached_layers)
-        self.graphs = Graphs(type(head).__name__) if target.graphs else None
+        self.graphs = Graphs(type(head).__name__) if target.tree_decoder.graphs else None
         nothing = torch.empty(0, head.feature_size, dtype=target.dtype, device=target.output_device)
         self.nothing = WaitingPairs(nothing, nothing.new_empty(0, dtype=torch.int64))
         self.states = [self.nothing]
@@ -92,13 +92,9 @@ class PairProposer(Proposer):
     def new(self) -> Self:
         return type(self)(self.head, self.target)
 
-    def join(self, others: Sequence[Self], row: int | None = None) -> None:
-        super().join(others, row)
-        self.cache.join([other.cache for other in others], row)
-
-    def select(self, rows: Sequence[int]) -> None:
-        super().select(rows)
-        self.cache.select(rows)
+    @property
+    def row_holders(self) -> list[TreeCache]:
+        return [self.cache]
 
     def run_layers(
         self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None

@@ -17,7 +17,7 @@ from treespec.draft.models.branch import Levels
 from treespec.heads.eagle import FeatureHead
 from treespec.model.cache import TreeCache
 from treespec.model.cpu.head_step import HeadStep
-from treespec.model.cuda_graphs import GraphVariant
+from treespec.model.graph_keys import GraphVariant
 from treespec.model.masks import Chunk, gather_rows
 from treespec.trees.mask import build_committed_mask
 from treespec.trees.shape import Policy

@@ -105,7 +105,7 @@ class MtpProposer(EagleProposer):
     def forward(self, tokens: Tensor, features: Tensor, places: Tensor, seen: Tensor) -> Tensor:
         target = self.target
         positions = seen.sum(-1) - 1
-        rotary = getattr(target.decoder, "rotary_emb", None)
+        rotary = getattr(target.tree_decoder.decoder, "rotary_emb", None)
         angles = None
         if rotary:
             angles = rotary(features, positions)
@@ -141,7 +141,7 @@ def load_mtp(spec: DrafterSpec, target: Target) -> MtpProposer:
     tensors = join_experts(dequantize_fp8(read_mtp_tensors(files, names)))
 
     # 2. A layer of the class of the target's last one, on the meta device at first.
-    like = target.stack[-1]
+    like = target.tree_decoder.stack[-1]
     if not hasattr(like, "input_layernorm"):
         raise InputError(
             f"--drafter mtp: {name}: its layers are of {type(like).__name__}, MTP layers are known of "

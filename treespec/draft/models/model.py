@@ -52,13 +52,9 @@ class ModelProposer(BranchProposer):
     def new(self) -> Self:
         return type(self)(self.model, self.target)
 
-    def join(self, others: Sequence[Self], row: int | None = None) -> None:
-        super().join(others, row)
-        self.cache.join([other.cache for other in others], row)
-
-    def select(self, rows: Sequence[int]) -> None:
-        super().select(rows)
-        self.cache.select(rows)
+    @property
+    def row_holders(self) -> list[TreeCache]:
+        return [self.cache]
 
     @property
     def models(self) -> list[nn.Module]:

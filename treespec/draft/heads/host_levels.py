@@ -26,29 +26,43 @@ def find_head_step(head: Any, target: Target) -> HeadStep | None:
 
     head: attached to the target. The call computes EAGLE-1's layer, packed for a CPU without hooks.
     """
-    # 1. The kind, and plain weights of one dtype.
+    if head.kind != "eagle" or target.dtype not in kernels.BFLOAT16_FLAGS:
+        return None
+    (layer,) = head.decoder
     embedding = head.embed_tokens
-    if head.kind != "eagle" or head.embed_scale != 1 or type(embedding) is not nn.Embedding:
+    if not is_plain_embedding(embedding, target.dtype) or head.embed_scale != 1:
         return None
-    weight = embedding.weight
-    dtype = target.dtype
-    is_readable = weight.is_cpu and weight.is_contiguous() and weight.dtype == dtype
-    if not is_readable or dtype not in kernels.BFLOAT16_FLAGS or embedding.max_norm is not None:
-        return None
-
-    # 2. Packed products, and a layer that runs as one call already.
     output = head.lm_head
     if output is None:
-        output = target.output_path.find_product(weight[:1], head.output)
-    (layer,) = head.decoder
-    modules = [head.fc, output, layer]
-    has_hooks = any(module._forward_hooks or module._forward_pre_hooks for module in modules)
-    if has_hooks or "forward" not in vars(layer) or layer.self_attn.window is not None:
+        output = target.output_path.find_product(embedding.weight[:1], head.output)
+    products = [head.fc, output]
+    if not is_fused(layer) or not all(is_packed(product, target.dtype) for product in products):
         return None
-    for product in (head.fc, output):
-        if type(product) is not PackedLinear or product.weight.dtype != dtype:
-            return None
-    return HeadStep(layer, head.fc, weight, output)
+    return HeadStep(layer, head.fc, embedding.weight, output)
+
+
+def is_fused(layer: Any) -> bool:
+    """Whether a head's layer runs as one C call, and without a window or hooks."""
+    return "forward" in vars(layer) and layer.self_attn.window is None and not has_hooks(layer)
+
+
+def is_packed(product: Any, dtype: torch.dtype) -> bool:
+    """Whether a linear layer is packed, for inputs and biases of that dtype, without hooks."""
+    if type(product) is not PackedLinear or has_hooks(product):
+        return False
+    return product.weight.dtype == dtype
+
+
+def is_plain_embedding(embedding: Any, dtype: torch.dtype) -> bool:
+    """Whether an embedding only copies rows of a weight of that dtype in the memory of the CPU."""
+    if type(embedding) is not nn.Embedding or embedding.max_norm is not None:
+        return False
+    weight = embedding.weight
+    return weight.is_cpu and weight.is_contiguous() and weight.dtype == dtype
+
+
+def has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 @lru_cache

@@ -189,25 +189,35 @@ void pack(const void *weight, void *packed, long in, long out, int form) {
     }
 }
 
+// The most rows of a tile, and the most blocks: of a tile of few rows, of a tile of all. The sums stay in registers.
 #ifdef __AVX512F__
-enum { ROWS = 6, BLOCKS = 4 };
+enum { ROWS = 8, FEW_ROWS = 6, BLOCKS = 4, BLOCKS_OF_MANY = 3 };
 #else
-enum { ROWS = 4, BLOCKS = 2 };
+enum { ROWS = 4, FEW_ROWS = 4, BLOCKS = 2, BLOCKS_OF_MANY = 2 };
 #endif
 
 // How rows and weights are read: `pairs` by the processor's own product of bfloat16, others in floats.
 typedef enum { PAIRS, WIDE, HALVES, FLOATS } Mode;
 
-// What a loop over weights asks for ahead, in bytes: the processor's own guesses end with each page.
-enum { AHEAD = 1024 };
+// What a loop over weights asks for ahead, in bytes, into the second level of caches: the processor's own guesses end
+// with each page and each block. At the end of its blocks it asks for the beginnings of the next ones:
+//
+//   a tile of two blocks      | block 0 ........ | block 1 ........ |         | block 2 ...
+//   reads                                 ^                  ^
+//   asks for                                  ^                  ^            then ^
+//
+// A tile of further rows (`again`) finds its blocks in the cache, and asks for all of the next ones.
+enum { AHEAD = 2048 };
 
 // rows x blocks of outputs. x: [rows, width]; w: blocks of a weight, `block` bytes each.
-INLINE void tile(const char *x, const char *w, F *sums, long width, int rows, int blocks, Mode mode) {
+INLINE void tile(const char *x, const char *w, F *sums, long width, int rows, int blocks, Mode mode, int again) {
   F sum[ROWS][BLOCKS] = {};
   long step = mode == PAIRS || mode == WIDE ? 2 : 1, size = mode == FLOATS ? 4 : 2;
+  long block = L * width * size, ahead = again ? blocks * block : AHEAD;
   for (long i = 0; i < width; i += step, w += step * size * L) {
+    if (!again && (width - i) * size * L <= AHEAD) ahead = AHEAD + (blocks - 1) * block;
 #pragma GCC unroll 4
-    for (int b = 0; b < blocks; b++) __builtin_prefetch(w + b * L * width * size + AHEAD);
+    for (int b = 0; b < blocks; b++) __builtin_prefetch(w + b * block + ahead, 0, 2);
 #ifdef __AVX512BF16__
     if (mode == PAIRS) {
 #pragma GCC unroll 8
@@ -250,16 +260,17 @@ INLINE void tile(const char *x, const char *w, F *sums, long width, int rows, in
 }
 
 #define CASE(r, b) case r * 8 + b: \
-  if (mode == PAIRS) tile(x, w, sums, width, r, b, PAIRS); \
-  else if (mode == WIDE) tile(x, w, sums, width, r, b, WIDE); \
-  else if (mode == HALVES) tile(x, w, sums, width, r, b, HALVES); \
-  else tile(x, w, sums, width, r, b, FLOATS); \
+  if (mode == PAIRS) tile(x, w, sums, width, r, b, PAIRS, again); \
+  else if (mode == WIDE) tile(x, w, sums, width, r, b, WIDE, again); \
+  else if (mode == HALVES) tile(x, w, sums, width, r, b, HALVES, again); \
+  else tile(x, w, sums, width, r, b, FLOATS, again); \
   break;
 #define CASES(r) CASE(r, 1) CASE(r, 2) CASE(r, 3) CASE(r, 4)
-static void tiles(const char *x, const char *w, F *sums, long width, int rows, int blocks, Mode mode) {
+static void tiles(const char *x, const char *w, F *sums, long width, int rows, int blocks, Mode mode, int again) {
   switch (rows * 8 + blocks) {
 #ifdef __AVX512F__
     CASES(1) CASES(2) CASES(3) CASES(4) CASES(5) CASES(6)
+    CASE(7, 1) CASE(7, 2) CASE(7, 3) CASE(8, 1) CASE(8, 2) CASE(8, 3)
 #else
     CASE(1, 1) CASE(1, 2) CASE(2, 1) CASE(2, 2) CASE(3, 1) CASE(3, 2) CASE(4, 1) CASE(4, 2)
 #endif
@@ -374,11 +385,13 @@ static void share(const Linear *a, const Rows *f, const char *x, void *y, long n
   }
 #endif
   F sums[ROWS * BLOCKS];
-  for (long o = from; o < to; o += BLOCKS * L)
-    for (long r = 0; r < n; r += ROWS) {
-      int rows = MIN(ROWS, n - r), many = MIN(BLOCKS, (to - o + L - 1) / L);
+  long passes = (n + ROWS - 1) / ROWS, each = (n + passes - 1) / passes;  // rows of a pass
+  int most = each > FEW_ROWS ? BLOCKS_OF_MANY : BLOCKS;
+  for (long o = from; o < to; o += most * L)
+    for (long r = 0; r < n; r += each) {
+      int rows = MIN(each, n - r), many = MIN(most, (to - o + L - 1) / L);
       const char *w = (const char *)a->weight + o * width * (f->mode == FLOATS ? 4 : 2);
-      tiles(x + r * width * f->size, w, sums, width, rows, many, f->mode);
+      tiles(x + r * width * f->size, w, sums, width, rows, many, f->mode, r > 0);
       finish((float *)sums, BLOCKS * L, y, a->bias, a->out, a->half, r, rows, o, many * L);
     }
 }

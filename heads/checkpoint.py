@@ -101,7 +101,11 @@ class WithoutRandomNumbers(TorchFunctionMode):
     """In this block modules do not draw the random numbers of their parameters, which stay uninitialized."""
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func in RANDOM_INITIALIZERS:
             return None

@@ -57,7 +57,7 @@ class AnswerConfig(DemoOptions, RequestOptions):
 
 def load_spec(config: ModelOptions) -> "Spec":
     """Load target and drafter, after `begin_answers` has checked the options."""
-    import_libraries()
+    import_libraries(config.target)
     from treespec.api.load import load_options
 
     spec = load_options(config)
@@ -234,7 +234,7 @@ def quickstart(config: QuickstartConfig) -> None:
     # 1. Load the target. Without a head, drafts are looked up in the text itself.
     drafter = choose_default_drafter(config.target) or "suffix:tokens=0"
     check_inputs_early(TargetOptions(target=config.target), [drafter], chats=True)
-    import_libraries()
+    import_libraries(config.target)
     from rich.console import Console
 
     from treespec.api.load import load

@@ -102,9 +102,9 @@ def test_a_cost_is_checked_once_every_ten_minutes(tmp_path, monkeypatch, llama_h
     assert load(1.2) == (first, 0)  # a new file's cost is checked
     assert load(1.0) == (first, 1)  # not again within ten minutes
     os.utime(file, (time.time() - 601,) * 2)
-    assert load(1.2, 1.3) == (first, 0)  # a second trial, since the first one was disturbed
+    assert load(1.2, 1.5) == (first, 0)  # a second trial, since the first one was disturbed
     os.utime(file, (time.time() + 60,) * 2)
-    changed, unused = load(1.0, 1.3, 0.7)  # two trials fail, and one is of the new cost
+    changed, unused = load(1.0, 1.5, 0.6)  # two trials fail, and one is of the new cost
     assert changed != first
     assert unused == 0
 

@@ -50,7 +50,7 @@ MAX_MEASURED_LEVELS = 5
 MAX_FORWARD_RATIO = 6
 # Measure again if T(CHECKED_NODES) / T(1) has changed by more than this factor since the cost was measured.
 CHECKED_NODES = 16
-MAX_COST_DRIFT = 1.25
+MAX_COST_DRIFT = 1.4
 CHECK_TRIALS = 2
 TRUSTED_SECONDS = 600  # after a check: so long other processes do not check the cost again
 # Rounds stop after MEASURING_SECONDS, but not before MIN_ROUNDS.

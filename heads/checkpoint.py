@@ -9,9 +9,11 @@ import json
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any, final
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from treespec.errors import InputError, get_first_line
 from treespec.files.atomic import add_checksum, read_tensors, write_tensors, write_text
@@ -33,6 +35,9 @@ UNREADABLE_ADVICE = (
     "if it is one, some of its files are missing or its project has changed the format; if not, "
     "treespec does not read it yet"
 )
+
+# How the modules of torch initialize parameters.
+RANDOM_INITIALIZERS = (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_)
 
 
 def load_head(
@@ -75,7 +80,8 @@ def load_head(
     #    some of its buffers are computed from the config.
     try:
         check_shapes(described, tensors, described.optional)
-        head: Head = build(config)
+        with WithoutRandomNumbers():  # the tensors replace all parameters
+            head: Head = build(config)
         head.fill(tensors)
     except ValueError as error:
         reading = f"it was read as {build.known_as}"
@@ -88,6 +94,22 @@ def load_head(
             f"{folder}: {list_names(broken)} hold values that are not finite; {FETCH_AGAIN_ADVICE}"
         )
     return head.to(device=device, dtype=dtype)
+
+
+@final
+class WithoutRandomNumbers(TorchFunctionMode):
+    """In this block modules do not draw the random numbers of their parameters, which stay uninitialized."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in RANDOM_INITIALIZERS:
+            return None
+        return func(*args, **(kwargs or {}))
 
 
 def build_config_error(folder: Path, known_as: str, reason: str) -> InputError:

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import time
 from dataclasses import asdict
 
 import faults
@@ -80,7 +82,31 @@ def test_a_cost_is_kept_in_a_file_while_it_holds(tmp_path, monkeypatch, llama_he
     monkeypatch.setattr(measure, "MAX_COST_DRIFT", 1.0)  # any change counts, once a process
     assert load_or_measure_cost(*llama_head, tmp_path / "new").begin == 12.5
     measure.CHECKED_FILES.clear()
+    os.utime(file, (0, 0))
     assert load_or_measure_cost(*llama_head, tmp_path / "new").begin < 12.5
+
+
+def test_a_cost_is_checked_once_every_ten_minutes(tmp_path, monkeypatch, llama_head):
+    ratios = []  # of the trials to come, the last one first, over that of the first cost
+    monkeypatch.setattr(measure, "measure_check_ratio", lambda target, cost: 2.0 * ratios.pop())
+
+    def load(*next_ratios):
+        """Load the cost in a new process, as it were; return it and the number of unused ratios."""
+        measure.CHECKED_FILES.clear()
+        ratios[:] = next_ratios
+        cost = load_or_measure_cost(*llama_head, tmp_path)
+        return cost, len(ratios)
+
+    first, _ = load(1.0)
+    (file,) = tmp_path.iterdir()
+    assert load(1.2) == (first, 0)  # a new file's cost is checked
+    assert load(1.0) == (first, 1)  # not again within ten minutes
+    os.utime(file, (time.time() - 601,) * 2)
+    assert load(1.2, 1.5) == (first, 0)  # a second trial, since the first one was disturbed
+    os.utime(file, (time.time() + 60,) * 2)
+    changed, unused = load(1.0, 1.5, 0.6)  # two trials fail, and one is of the new cost
+    assert changed != first
+    assert unused == 0
 
 
 @pytest.mark.parametrize(

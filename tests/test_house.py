@@ -198,3 +198,14 @@ def test_tests_share_eight_helper_modules_and_import_no_test():
         names = [name for name in imported_names(file) if re.match(r"(tests\.)?test_", name)]
         importers |= {(file.name, name) for name in names}
     assert not importers
+
+
+def test_a_command_imports_its_libraries_once_and_collects_no_garbage_of_theirs():
+    code = (
+        "import gc, sys; from treespec.cli.libraries import import_libraries as load; load('x'); load('x');"
+        "unused = ('treespec.serve.run', 'treespec.train.run', 'treespec.eval.benchmark', 'fastapi', 'pandas', 'rich');"
+        "print(gc.isenabled(), gc.get_freeze_count() > 1e5, 'treespec.api.load' in sys.modules,"
+        "[name for name in unused if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "True True True []", done.stderr

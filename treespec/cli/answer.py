@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from treespec.api.options import DemoOptions, ModelOptions, TargetOptions
 from treespec.cli.early import begin_answers, check_inputs_early
+from treespec.cli.libraries import import_libraries
 from treespec.cli.options import build_command
 from treespec.cli.terminal import end_notice, print_remark, read_standard_input
 from treespec.demo.known import DEMO_NAME, choose_default_drafter
@@ -56,6 +57,7 @@ class AnswerConfig(DemoOptions, RequestOptions):
 
 def load_spec(config: ModelOptions) -> "Spec":
     """Load target and drafter, after `begin_answers` has checked the options."""
+    import_libraries(config.target)
     from treespec.api.load import load_options
 
     spec = load_options(config)
@@ -232,6 +234,7 @@ def quickstart(config: QuickstartConfig) -> None:
     # 1. Load the target. Without a head, drafts are looked up in the text itself.
     drafter = choose_default_drafter(config.target) or "suffix:tokens=0"
     check_inputs_early(TargetOptions(target=config.target), [drafter], chats=True)
+    import_libraries(config.target)
     from rich.console import Console
 
     from treespec.api.load import load

@@ -39,6 +39,7 @@ class CycleCost:
         level: seconds of one draft level that expands one node.
         begin: extra seconds of the first draft level.
         overhead: extra seconds of verification and commit of a tree, compared with one-token decoding.
+        check_ratio: T(n) / T(1) of the trial that later decides whether this cost is still valid; 0: unknown.
 
     Raises:
         ValueError: a number is negative or not finite, or there are fewer than two sizes.
@@ -49,14 +50,15 @@ class CycleCost:
     level: float = 0.0
     begin: float = 0.0
     overhead: float = 0.0
+    check_ratio: float = 0.0
 
     def __post_init__(self) -> None:
-        seconds = list(self.forward) + [self.level, self.begin, self.overhead]
+        numbers = list(self.forward) + [self.level, self.begin, self.overhead, self.check_ratio]
         is_possible = len(self.nodes) == len(self.forward) > 1
-        for number in seconds:
+        for number in numbers:
             is_possible = is_possible and 0 <= number < math.inf
         if not is_possible:
-            raise ValueError("no such seconds")
+            raise ValueError("no such cost")
 
     @cached_property
     def _line(self) -> tuple[np.ndarray, np.ndarray]:

@@ -1,18 +1,20 @@
 """Measures the cost of a cycle (`CycleCost`) with the decoding code, once per machine and pair of models.
 
 Steps are timed in interleaved rounds. Other work on the machine only adds time, so a step's cost is the lower
-quartile over rounds. The cost is kept in the user's cache folder, and measured again if it is no longer valid.
+quartile over rounds. The cost is kept in the user's cache folder, and measured again if it is no longer valid, which
+a trial of a quarter of a second decides, at most every ten minutes.
 """
 
 import hashlib
 import json
 import math
+import os
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import final
@@ -46,9 +48,11 @@ WAITING_TOKENS = 3
 MAX_MEASURED_LEVELS = 5
 # Sizes are measured up to the first whose forward takes this many one-token forwards.
 MAX_FORWARD_RATIO = 6
-# Measure again if T(CHECKED_NODES) / T(1) differs from the kept cost's by more than this factor.
+# Measure again if T(CHECKED_NODES) / T(1) has changed by more than this factor since the cost was measured.
 CHECKED_NODES = 16
-MAX_COST_DRIFT = 1.25
+MAX_COST_DRIFT = 1.4
+CHECK_TRIALS = 2
+TRUSTED_SECONDS = 600  # after a check: so long other processes do not check the cost again
 # Rounds stop after MEASURING_SECONDS, but not before MIN_ROUNDS.
 MAX_ROUNDS = 12
 MIN_ROUNDS = 4
@@ -61,9 +65,12 @@ Act = Callable[[], object]
 
 @dataclass(frozen=True)
 class Step:
-    """A call to time, and the call that precedes it in decoding, which warms the processor's caches."""
+    """A call to time, and the call that precedes it in decoding, which warms the processor's caches.
 
-    before: Act
+    before: None: the step that was timed before this one.
+    """
+
+    before: Act | None
     timed: Act
 
 
@@ -91,32 +98,58 @@ def load_or_measure_cost(
         folder = cache_folder()
     file = folder / f"times-{hashlib.sha256(about).hexdigest()[:16]}.json"
     stored_cost = read_cost(file)
-    if stored_cost and (file in CHECKED_FILES or is_still_valid(target, stored_cost)):
-        CHECKED_FILES.add(file)
-        return stored_cost
+    if stored_cost:
+        if file in CHECKED_FILES or was_checked_lately(file):
+            return stored_cost
+        if is_still_valid(target, stored_cost):
+            CHECKED_FILES.add(file)
+            with suppress(OSError):  # of another user: each process checks it
+                os.utime(file)
+            return stored_cost
     cost = measure_model_costs(target, proposer)
+    cost = replace(cost, check_ratio=measure_check_ratio(target, cost))
     CHECKED_FILES.add(file)
     with suppress(InputError):  # a folder that cannot be written: the next run measures again
         remove_leftovers(file.parent)
         write_json(file, {"format": COST_FORMAT, "cost": asdict(cost)})
+        os.utime(file, (0, 0))  # the next process checks it
     return cost
 
 
-@torch.inference_mode()
+def was_checked_lately(file: Path) -> bool:
+    """Whether a process found a file's cost valid in the last `TRUSTED_SECONDS`: then it set the file's time."""
+    age = time.time() - file.stat().st_mtime
+    return 0 <= age < TRUSTED_SECONDS
+
+
 def is_still_valid(target: Target, cost: CycleCost) -> bool:
     """Whether the ratio T(n) / T(1), by which trees are chosen, is still about that of a stored cost.
 
-    Memory bandwidth and clock of a shared machine change from hour to hour.
+    Memory bandwidth and clock of a shared machine change from hour to hour. Other work disturbs a trial too,
+    so only a second one decides that the cost is no longer valid.
+    """
+    if not cost.check_ratio:
+        return False
+    for _ in range(CHECK_TRIALS):
+        drift = math.log(measure_check_ratio(target, cost) / cost.check_ratio)
+        if abs(drift) < math.log(MAX_COST_DRIFT):
+            return True
+    return False
+
+
+@torch.inference_mode()
+def measure_check_ratio(target: Target, cost: CycleCost) -> float:
+    """Measures T(n) / T(1), of `CHECKED_NODES` nodes or the most that the cost holds.
+
+    The ratio of the cost itself is no standard: its forwards ran after drafts, with other contents of the
+    processor's caches.
     """
     bench = Bench(target, None, CONTEXT_TOKENS)
-    nodes = min(CHECKED_NODES, cost.nodes[-1])
-    forward_one = partial(bench.forward, bench.build_branch(1))
-    forward_more = partial(bench.forward, bench.build_branch(nodes))
-    steps = [Step(forward_one, forward_one), Step(forward_more, forward_more)]
+    steps = []
+    for nodes in (1, min(CHECKED_NODES, cost.nodes[-1])):
+        steps.append(Step(None, partial(bench.forward, bench.build_branch(nodes))))
     one_node, many_nodes = time_steps(steps, target.output_device, MIN_ROUNDS)
-    stored = cost.predict_forward_seconds(nodes)
-    drift = math.log(many_nodes / one_node * stored[0] / stored[-1])
-    return abs(drift) < math.log(MAX_COST_DRIFT)
+    return many_nodes / one_node
 
 
 def list_dependencies(target: Target, proposer: Proposer | None) -> list[object]:
@@ -273,8 +306,9 @@ def time_steps(
         if done > MIN_ROUNDS and time.perf_counter() - measuring_since > MEASURING_SECONDS:
             break
         for step, step_seconds in zip(steps, seconds, strict=True):
-            step.before()
-            wait()
+            if step.before is not None:
+                step.before()
+                wait()
             started = time.perf_counter()
             step.timed()
             wait()

@@ -119,8 +119,9 @@ class Suffix(TextDrafter):
 def load_suffix(spec: DrafterSpec, target: Target) -> TextDrafter:
     """Loads the drafter of `--drafter suffix` or `suffix:FOLDER,tokens=5000`. Raises InputError."""
     root = None
+    vocabulary = ""
     if spec.place:
         root = Path(spec.place).expanduser()
-    vocabulary = hash_vocabulary(target.tokenizer, target.vocab_size)
+        vocabulary = hash_vocabulary(target.tokenizer, target.vocab_size)  # the files hold it
     caches = SuffixCaches(spec.options.tokens, root, vocabulary, target.vocab_size)
     return Suffix(spec.options, caches)

@@ -105,7 +105,8 @@ class Head(nn.Module, ABC):
         if d2t is None:
             return None
         if self._numbered_d2t is not d2t:
-            self._drafted_tokens = d2t + torch.arange(len(d2t), device=d2t.device)
+            with torch.inference_mode(False):  # training may need it later
+                self._drafted_tokens = d2t + torch.arange(len(d2t), device=d2t.device)
             self._numbered_d2t = d2t
         return self._drafted_tokens
 

@@ -95,9 +95,8 @@ def test_the_planned_shape_is_one_of_few_and_nearly_the_fastest():
     tree = AutoTree(nodes=20, depth=5)
     model = CostModel(cost, rates)
     met = set()
-    model.rate_correction.predicted = np.ones((2, 2))
     for firsts in product(np.exp(np.linspace(-1, 0.4, 11)), repeat=2):
-        model.rate_correction.accepted = np.array([firsts, (1.0, 1.0)]).T
+        model.rate_correction.factors = np.array([firsts, (1.0, 1.0)]).T
         found = plan_tree(model, tree)
         shape = found.tree
         corrected = limit_sum(np.array([rates, rates]) * np.array([firsts, (1, 1), (1, 1)]).T)

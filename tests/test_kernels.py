@@ -309,3 +309,18 @@ def test_keys_normed_by_the_weight_of_the_queries_are_found(monkeypatch, tmp_pat
             test_a_fused_layer_has_the_output_of_its_modules("qwen3", 3, torch.float32)
     finally:
         kernels.load_kernels.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size, k", [(203, 10), (64, 1), (17, 17), (9, 3)])
+def test_the_most_likely_tokens_are_those_of_torch(dtype, size, k):
+    logits = (4 * torch.randn(5, size, generator=seeded(2))).to(dtype)
+    logits[1, 2:] = -torch.inf  # two tokens are possible
+    logits[2] = 1.0
+    best, tokens = kernels.rank_tokens(logits, k, 0.5)
+    probabilities = (logits.float() / 0.5).softmax(-1)
+    close(best, probabilities.sort(descending=True).values[:, :k], 1e-6)
+    assert torch.equal(probabilities.gather(-1, tokens).sort(descending=True).values, probabilities.gather(-1, tokens))
+    assert torch.equal(tokens[2], torch.arange(k))  # of equal ones the earlier comes first
+    for row in tokens:
+        assert len(row.unique()) == k

@@ -15,7 +15,7 @@ def test_dropped_columns_change_no_token_of_unequal_texts_and_of_resumed_ones(na
     texts = [prompt(n, n) for n in (3, 21, 70)]
     said = []
     for slack in (9, 1000):
-        monkeypatch.setattr(model, "slack", slack)
+        monkeypatch.setattr(model.tree_decoder, "slack", slack)
         spec = Spec(model, random_head(model), "2x2")
         outputs = spec.generate(texts, max_new_tokens=40, batch=3)
         text = texts[2] + outputs[2].token_ids

@@ -20,7 +20,8 @@ from treespec.draft.best_tree import (
 )
 from treespec.draft.drafter import Frontier
 from treespec.draft.tree_assembly import Growing, Growth
-from treespec.sampling.probs import select_topk
+from treespec.kernels import ops as kernels
+from treespec.sampling.probs import SamplingParams, compute_probs, select_topk
 from treespec.trees.tree import build_range
 
 
@@ -101,6 +102,23 @@ class TopRanking(Ranking):
 
         # 3. Keep the best of all candidates.
         return select_best_tree(level_tokens, orders, scores, self.nodes)
+
+
+def rank_most_likely(logits: Tensor, params: SamplingParams, k: int) -> tuple[Tensor, Tensor]:
+    """Returns [F, K] probabilities of each row's most likely tokens, descending, and [F, K] int64 these tokens.
+
+    logits: [F, V] on a CPU. params: at temperature 0 the probabilities are those at temperature 1.
+    """
+    temperature = params.temperature
+    if params.greedy:
+        temperature = 1.0
+    only_temperature = params.greedy or params == SamplingParams(temperature)
+    is_readable = logits.dtype in kernels.BFLOAT16_FLAGS and logits.is_contiguous()
+    if only_temperature and is_readable and kernels.load_kernels():
+        return kernels.rank_tokens(logits, k, temperature)
+    if params.greedy:
+        return select_topk(logits.float().softmax(-1), k)
+    return select_topk(compute_probs(logits, params), k)
 
 
 @dataclass(frozen=True)

@@ -647,3 +647,42 @@ void attention(const Attention *a) {
 #pragma omp parallel num_threads(a->threads)
   attend(a);
 }
+
+// --- Ranking ------------------------------------------------------------------------------------
+
+// Puts x among numbers in descending order, behind equal ones; the last of them falls out.
+INLINE void insert(float x, int64_t token, float *best, int64_t *tokens, long many) {
+  long i = many - 1;
+  for (; i > 0 && best[i - 1] < x; i--) best[i] = best[i - 1], tokens[i] = tokens[i - 1];
+  best[i] = x, tokens[i] = token;
+}
+
+// The k most likely tokens of each row of logits [rows, size], and their probabilities: the softmax of logits * scale.
+void rank(const void *logits, float *best, int64_t *tokens, long rows, long size, long k, float scale, int half,
+          int threads) {
+#pragma omp parallel for num_threads(MIN(threads, rows))
+  for (long r = 0; r < rows; r++) {
+    const char *row = (const char *)logits + r * size * (half ? 2 : 4);
+    float *top = best + r * k, sum = 0;
+    int64_t *top_tokens = tokens + r * k;
+    long i = 0;
+
+    // 1. The largest, from the first k on.
+    for (; i < k; i++) insert(get(row, i, half), i, top, top_tokens, i + 1);
+    for (; i < size; i++) {
+      if (i + L <= size) {
+        F x = load(row, i, half);
+        if (!any(x > all(top[k - 1]))) { i += L - 1; continue; }
+      }
+      float x = get(row, i, half);
+      if (x > top[k - 1]) insert(x, i, top, top_tokens, k);
+    }
+
+    // 2. Their probabilities.
+    F sums = {}, largest = all(top[0]);
+    for (i = 0; i + L <= size; i += L) sums += exponential((load(row, i, half) - largest) * scale);
+    for (; i < size; i++) sum += exponential((all(get(row, i, half)) - largest) * scale)[0];
+    for (int c = 0; c < L; c++) sum += sums[c];
+    for (i = 0; i < k; i++) top[i] = exponential((all(top[i]) - largest) * scale)[0] / sum;
+  }
+}

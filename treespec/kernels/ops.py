@@ -91,6 +91,7 @@ def load_kernels() -> Any:
             C_INT,
         ]
         compiled.noise.argtypes = [C_POINTER, C_POINTER, C_LONG, C_LONG, C_INT]
+        compiled.rank.argtypes = [C_POINTER] * 3 + [C_LONG] * 3 + [ctypes.c_float, C_INT, C_INT]
         return compiled
     except (OSError, InputError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", None) or str(error)
@@ -171,6 +172,22 @@ def fill_noise(starts: Sequence[int], size: int) -> Tensor:
     threads = torch.get_num_threads()
     load_kernels().noise(given.data_ptr(), out.data_ptr(), len(starts), size, threads)
     return out
+
+
+def rank_tokens(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return [N, k] float32 probabilities of the k most likely tokens, descending, and [N, k] int64 these tokens.
+
+    Of equal ones the earlier token comes first.
+
+    logits: [N, V] bfloat16 or float32, contiguous on a CPU, with k <= V. temperature: above 0.
+    """
+    count, size = logits.shape
+    best = torch.empty(count, k)
+    tokens = torch.empty(count, k, dtype=torch.int64)
+    pointers = logits.data_ptr(), best.data_ptr(), tokens.data_ptr()
+    modes = 1 / temperature, BFLOAT16_FLAGS[logits.dtype], torch.get_num_threads()
+    load_kernels().rank(*pointers, count, size, k, *modes)
+    return best, tokens
 
 
 def apply_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

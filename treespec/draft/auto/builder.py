@@ -21,9 +21,9 @@ from treespec.draft.auto.cost_model import (
 from treespec.draft.best_tree import CandidateLevel, RankedTree
 from treespec.draft.builders import CycleBuilder, TreeBuilder
 from treespec.draft.calibration import GREEDY_TEMPERATURE, Calibration, find_nearest
-from treespec.draft.ranking import HostRanking, ScoredChildren
+from treespec.draft.ranking import HostRanking, ScoredChildren, rank_most_likely
 from treespec.draft.tree_assembly import Growth
-from treespec.sampling.probs import SamplingParams, compute_probs, select_topk
+from treespec.sampling.probs import SamplingParams
 from treespec.trees.dynamic import AutoTree
 from treespec.trees.layout import get_layout
 from treespec.trees.most_likely import estimate_length
@@ -153,11 +153,7 @@ class CostAwareRanking(HostRanking):
     def score_children(
         self, above: np.ndarray | None, logits: Tensor, depth: int
     ) -> ScoredChildren:
-        if self.params.greedy:
-            probabilities = logits.float().softmax(-1)
-        else:
-            probabilities = compute_probs(logits, self.params)
-        best, tokens = select_topk(probabilities, min(self.topk, logits.shape[-1]))
+        best, tokens = rank_most_likely(logits, self.params, min(self.topk, logits.shape[-1]))
         predicted = best.numpy().astype(np.float64)
         if self.calibration and self.params.greedy:
             predicted = self.calibration.predict_certain_choice(predicted, depth)

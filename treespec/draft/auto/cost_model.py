@@ -49,6 +49,8 @@ def limit_sum(probabilities: np.ndarray) -> np.ndarray:
 
     .9 .2 .1, at most .98    .9 and .08 for the others    .9 .053 .027
     """
+    if probabilities.sum(1).max() <= MAX_CHILD_PROBABILITY:
+        return probabilities
     limited = np.empty_like(probabilities)
     first = np.minimum(probabilities[:, :1], MAX_CHILD_PROBABILITY, out=limited[:, :1])
     others = probabilities[:, 1:]
@@ -66,18 +68,14 @@ class Correction:
     Attributes:
         predicted, accepted: [2, 2] decayed counts. Rows: the root's children, deeper ones. Columns: first
             children, the others.
+        factors: [2, 2] actual acceptances per predicted one, within bounds.
     """
 
     def __init__(self, weight: float) -> None:
         """weight: the prior weight of the ratio 1, in predicted acceptances."""
         self.predicted = np.full((2, 2), weight)
         self.accepted = np.full((2, 2), weight)
-
-    @property
-    def factors(self) -> np.ndarray:
-        """[2, 2] actual acceptances per predicted one, within bounds."""
-        ratios = self.accepted / self.predicted
-        return np.minimum(np.maximum(ratios, MIN_CORRECTION), MAX_CORRECTION)
+        self.factors = np.ones((2, 2))
 
     def correct_predictions(self, probabilities: np.ndarray, depth: int) -> np.ndarray:
         """Multiplies predictions by the ratios so far.
@@ -108,6 +106,8 @@ class Correction:
             if depth < len(path):
                 is_other = path[depth] != children[0]
                 self.accepted[row, int(is_other)] += 1
+        ratios = self.accepted / np.maximum(self.predicted, SMALLEST_FLOAT)
+        self.factors = np.minimum(np.maximum(ratios, MIN_CORRECTION), MAX_CORRECTION)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from treespec.draft.drafter import Frontier
 from treespec.draft.heads.base import WaitingPairs
+from treespec.heads.eagle import EagleHead
 from treespec.kernels import ops as kernels
 from treespec.model.cache import TreeCache
 from treespec.model.cache_layer import view_bits_on_host
@@ -26,7 +27,7 @@ def find_head_step(head: Any, target: Target) -> HeadStep | None:
 
     head: attached to the target. The call computes EAGLE-1's layer, packed for a CPU without hooks.
     """
-    if head.kind != "eagle" or target.dtype not in kernels.BFLOAT16_FLAGS:
+    if type(head) is not EagleHead or target.dtype not in kernels.BFLOAT16_FLAGS:
         return None
     (layer,) = head.decoder
     embedding = head.embed_tokens

@@ -27,7 +27,8 @@ def find_head_step(head: Any, target: Target) -> HeadStep | None:
 
     head: attached to the target. The call computes EAGLE-1's layer, packed for a CPU without hooks.
     """
-    if type(head) is not EagleHead or target.dtype not in kernels.BFLOAT16_FLAGS:
+    kind = type(head)
+    if kind is not EagleHead or target.dtype not in kernels.BFLOAT16_FLAGS:
         return None
     (layer,) = head.decoder
     embedding = head.embed_tokens

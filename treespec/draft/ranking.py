@@ -112,9 +112,9 @@ def rank_most_likely(logits: Tensor, params: SamplingParams, k: int) -> tuple[Te
     temperature = params.temperature
     if params.greedy:
         temperature = 1.0
-    only_temperature = params.greedy or params == SamplingParams(temperature)
+    is_cut = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
     is_readable = logits.dtype in kernels.BFLOAT16_FLAGS and logits.is_contiguous()
-    if only_temperature and is_readable and kernels.load_kernels():
+    if is_readable and (params.greedy or not is_cut) and kernels.load_kernels():
         return kernels.rank_tokens(logits, k, temperature)
     if params.greedy:
         return select_topk(logits.float().softmax(-1), k)

@@ -64,7 +64,6 @@ class EagleProposer(DeepeningProposer):
             return None
         return find_head_step(self.head, self.target)
 
-    @torch.no_grad()
     def begin(self, roots: Tensor, cache: TreeCache | None = None) -> list[Tensor | None]:
         self.host_levels = None
         if len(self.states) > 1 or not len(self.states[0]) or self.head_step is None:
@@ -76,7 +75,6 @@ class EagleProposer(DeepeningProposer):
         self.host_levels = HostLevels(self.head_step, self.cache, table, self.vocabulary)
         return [self.host_levels.read_pairs(pairs)]
 
-    @torch.no_grad()
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
         if self.host_levels is None:
             return super().extend(frontiers)

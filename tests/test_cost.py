@@ -130,6 +130,7 @@ def test_a_batch_computes_the_nodes_of_all_in_one_forward():
     assert of_two.forward == pytest.approx((1.5, 4.5, 8.5))
     assert (of_two.level, of_two.begin, of_two.overhead) == pytest.approx((0.45, 0.15, 0.02))
     assert cost.select_batch_size(1) == cost
+    assert cost.select_batch_size(2, apart=True).level == 2 * cost.level
     assert measure_costs(target("llama"), None, linear_cost())(7) == linear_cost()
 
 

@@ -12,6 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 from treespec.trees.tree import to_device
 
 BITS_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+MOVES_AT_ONCE = 3  # columns from which one indexed copy on a CPU is faster than a copy of each
 MAX_SPARE_FACTOR = 4  # a block with more than this many times the rows in use is replaced
 
 
@@ -137,9 +138,14 @@ class TreeLayer(CacheLayerMixin):
         if self.viewed_storage is not self.storage:
             self.host_views = tuple(view_bits_on_host(states) for states in self.storage)
             self.viewed_storage = self.storage
+        if len(moves) < MOVES_AT_ONCE:
+            for view in self.host_views:
+                for row, source, place in moves:
+                    view[row, :, place] = view[row, :, source]
+            return
+        rows, sources, places = np.transpose(moves)
         for view in self.host_views:
-            for row, source, place in moves:
-                view[row, :, place] = view[row, :, source]
+            view[rows, :, places] = view[rows, :, sources]
 
     def limit_columns(self, columns: int) -> int:
         """Return `columns`, but at most `max_columns`."""

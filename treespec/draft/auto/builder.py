@@ -243,7 +243,8 @@ class AutoBuilder(TreeBuilder):
 
     Attributes:
         models: the cost models of the sequence; None before the first cycle.
-        shape: the best tree of fixed shape in the present cycle.
+        shape: the best tree of fixed shape; on a CPU that of the first cycle, which gives the first estimate of
+            the speed.
         by_level: whether the present cycle's tree is chosen level by level. Not on an accelerator: the host would
             wait for each level.
     """
@@ -271,11 +272,12 @@ class AutoBuilder(TreeBuilder):
                 rates = find_nearest(self.calibration.rates, temperature)
             self.models = CostModels(self.costs, rates)
         model = self.models.select_for_batch(batch)
-        self.shape = plan_tree(model, self.policy)
-        model.start(self.shape.speed)
-        speed = self.shape.speed
-        if self.by_level:
-            speed = model.speed
+        if not self.by_level or not model.seconds:
+            self.shape = plan_tree(model, self.policy)
+            model.start(self.shape.speed)
+        speed = model.speed
+        if not self.by_level:
+            speed = self.shape.speed
         return model.should_skip_cycle(speed)
 
     def build_graph_key(self) -> StaticTree | None:

@@ -91,14 +91,18 @@ class CycleCost:
         ratio = several_nodes / max(one_node, math.ulp(1.0))
         return self.level * float(ratio - 1) / (ROW_PRICE_NODES - 1)
 
-    def select_batch_size(self, batch: int) -> "CycleCost":
+    def select_batch_size(self, batch: int, apart: bool = False) -> "CycleCost":
         """Returns the cost of a batch of sequences, derived from the cost of one.
 
         The target's forward computes the nodes of all sequences. A draft level slows down by the same factor
-        as the target's forward. The overhead is spent for each sequence.
+        as the target's forward, or takes its time for each sequence. The overhead is spent for each sequence.
+
+        apart: whether the trees of a batch grow each for itself, as on a CPU.
         """
         forward = tuple(self.interpolate_forward(np.multiply(self.nodes, batch)).tolist())
         factor = forward[0] / max(self.forward[0], math.ulp(1.0))
+        if apart:
+            factor = batch
         level = self.level * factor
         begin = self.begin * factor
         return CycleCost(self.nodes, forward, level, begin, batch * self.overhead)

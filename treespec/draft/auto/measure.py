@@ -86,7 +86,8 @@ def measure_costs(
     if given is not None:
         return given
     cost_of_one = lru_cache(None)(partial(load_or_measure_cost, target, proposer))
-    return lru_cache(None)(lambda batch: cost_of_one().select_batch_size(batch))
+    apart = target.output_device.type == "cpu"
+    return lru_cache(None)(lambda batch: cost_of_one().select_batch_size(batch, apart))
 
 
 def load_or_measure_cost(

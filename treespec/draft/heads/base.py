@@ -39,25 +39,42 @@ class WaitingPairs:
     """The observed pairs of one sequence that the layers have not yet run over.
 
     Attributes:
-        features: [n, F] the target's features at n positions.
-        tokens: [n] int64, the token after each of these positions.
+        feature_parts: [n, F] each, the target's features at the positions of each call of `observe`.
+        token_parts: [n] int64 each, the token after each of these positions.
+        count: the number of pairs.
     """
 
-    features: Tensor
-    tokens: Tensor
+    feature_parts: tuple[Tensor, ...]
+    token_parts: tuple[Tensor, ...]
+    count: int
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return self.count
 
     def __getitem__(self, pairs: slice) -> "WaitingPairs":
-        return WaitingPairs(self.features[pairs], self.tokens[pairs])
+        tokens = self.tokens[pairs]
+        return WaitingPairs((self.features[pairs],), (tokens,), len(tokens))
 
-    def append(self, later: "WaitingPairs") -> "WaitingPairs":
-        """Returns these pairs, followed by later ones."""
-        if not len(self):
-            return later
-        features = torch.cat([self.features, later.features])
-        return WaitingPairs(features, torch.cat([self.tokens, later.tokens]))
+    @property
+    def features(self) -> Tensor:
+        """[n, F] the features of all pairs."""
+        if len(self.feature_parts) == 1:
+            return self.feature_parts[0]
+        return torch.cat(self.feature_parts)
+
+    @property
+    def tokens(self) -> Tensor:
+        """[n] int64, the tokens of all pairs."""
+        if len(self.token_parts) == 1:
+            return self.token_parts[0]
+        return torch.cat(self.token_parts)
+
+    def append(self, features: Tensor, tokens: Tensor) -> "WaitingPairs":
+        """Returns these pairs, followed by later ones. features: [n, F]. tokens: [n] int64."""
+        if not self.count:
+            return WaitingPairs((features,), (tokens,), len(tokens))
+        count = self.count + len(tokens)
+        return WaitingPairs((*self.feature_parts, features), (*self.token_parts, tokens), count)
 
 
 class PairProposer(Proposer):
@@ -82,7 +99,7 @@ class PairProposer(Proposer):
         self.cache = TreeCache(head.cached_layers)
         self.graphs = Graphs(type(head).__name__) if target.tree_decoder.graphs else None
         nothing = torch.empty(0, head.feature_size, dtype=target.dtype, device=target.output_device)
-        self.nothing = WaitingPairs(nothing, nothing.new_empty(0, dtype=torch.int64))
+        self.nothing = WaitingPairs((nothing,), (nothing.new_empty(0, dtype=torch.int64),), 0)
         self.states = [self.nothing]
 
     @property
@@ -164,7 +181,7 @@ class PairProposer(Proposer):
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
         for row, (new_features, new_tokens) in enumerate(zip(features, tokens, strict=True)):
             following = to_device(new_tokens[1:], new_features.device)
-            self.states[row] = self.states[row].append(WaitingPairs(new_features, following))
+            self.states[row] = self.states[row].append(new_features, following)
         if max(map(len, self.states)) > PREFILL_AT:
             last_pairs = [pairs[-1:] for pairs in self.states]
             self.states = [pairs[:-1] for pairs in self.states]

@@ -20,7 +20,8 @@ from treespec.model.attention import CAPS_OR_SINKS
 from treespec.model.cache import TreeCache
 from treespec.model.cpu.experts import ACTIVATION_BLOCK, THREAD_GRAIN, round_up_to_blocks
 from treespec.model.cpu.fused_layers import fuse
-from treespec.model.cpu.packing import PackedNorm, pack, pack_layer
+from treespec.model.cpu.packed_layers import PackedNorm, pack_layer
+from treespec.model.cpu.packing import pack
 from treespec.model.target import Target
 from treespec.model.tree_check import has_equal_bits
 from treespec.trees.mask import build_ancestor_mask

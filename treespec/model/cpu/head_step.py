@@ -15,7 +15,7 @@ from torch import Tensor
 from treespec.kernels import ops as kernels
 from treespec.model.cache_layer import TreeLayer
 from treespec.model.cpu.decoder_block import HEAD_NORM_NAMES, HEAD_SIGN, LAYER_STRUCT, Block
-from treespec.model.cpu.packing import PackedLinear
+from treespec.model.cpu.packed_layers import PackedLinear
 
 # `HeadStep` of layer.c: a layer, two products and a pointer
 PRODUCT_FORMAT = kernels.LINEAR_STRUCT.format

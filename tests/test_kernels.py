@@ -13,13 +13,15 @@ from torch import nn
 
 from treespec.api.load import load
 from treespec.draft.heads.loading import build_new_head
+from treespec.kernels import library
 from treespec.kernels import ops as kernels
 from treespec.kernels.huge_pages import CACHE_LINE_BYTES, SHARED_MAPPING, allocate_huge_pages
 from treespec.model.attention import CAPS_OR_SINKS
 from treespec.model.cache import TreeCache
 from treespec.model.cpu.experts import ACTIVATION_BLOCK, THREAD_GRAIN, round_up_to_blocks
 from treespec.model.cpu.fused_layers import fuse
-from treespec.model.cpu.packing import PackedNorm, pack, pack_layer
+from treespec.model.cpu.packed_layers import PackedNorm, pack_layer
+from treespec.model.cpu.packing import pack
 from treespec.model.target import Target
 from treespec.model.tree_check import has_equal_bits
 from treespec.trees.mask import build_ancestor_mask
@@ -299,10 +301,10 @@ def test_keys_normed_by_the_weight_of_the_queries_are_found(monkeypatch, tmp_pat
     """A fault in layer.c."""
     old = "norm = key ? OF_KEYS : OF_QUERIES;"
     new = "norm = OF_QUERIES;"
-    assert sum(source.read_text().count(old) for source in kernels.SOURCE_FILES) == 1
-    for source in kernels.SOURCE_FILES:
+    assert sum(source.read_text().count(old) for source in library.SOURCE_FILES) == 1
+    for source in library.SOURCE_FILES:
         (tmp_path / source.name).write_text(source.read_text().replace(old, new))
-    monkeypatch.setattr(kernels, "SOURCE_FILES", [tmp_path / source.name for source in kernels.SOURCE_FILES])
+    monkeypatch.setattr(library, "SOURCE_FILES", [tmp_path / source.name for source in library.SOURCE_FILES])
     kernels.load_kernels.cache_clear()
     try:
         with pytest.raises(AssertionError):

@@ -13,7 +13,8 @@ from treespec.draft.heads.loading import build_new_head
 from treespec.heads.registry import HEAD_KINDS
 from treespec.kernels import ops as kernels
 from treespec.model.cpu import packing as packed
-from treespec.model.cpu.packing import pack, pack_layer
+from treespec.model.cpu.packed_layers import pack_layer
+from treespec.model.cpu.packing import pack
 from treespec.model.target import Target
 
 WITHIN = {torch.float32: 1e-5, torch.bfloat16: 1 / 128, torch.float16: 1 / 512}  # of the largest output: rounding

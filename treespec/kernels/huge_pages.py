@@ -10,9 +10,8 @@ from torch import Tensor
 # bytes of a huge page and of a cache line
 HUGE_PAGE_BYTES = 1 << 21
 CACHE_LINE_BYTES = 64
-SHARED_MAPPING = (
-    16 * HUGE_PAGE_BYTES
-)  # bytes of a mapping that several tensors share: most weights are smaller than a page
+# bytes of a mapping that several tensors share: most weights are smaller than a page
+SHARED_MAPPING = 16 * HUGE_PAGE_BYTES
 
 unused: list[Tensor] = []  # the unused end of the newest shared mapping
 lock = Lock()

@@ -1,118 +1,31 @@
 """Products and attention in C: a row has the same bits, whatever other rows a forward holds.
 
 torch's order of summation depends on the number of rows and of keys, so a node of a tree and a forward over one
-token round differently. `kernels.c` always sums in the same order, and it reads a weight once, at the
-speed of the memory. It is compiled for this processor at its first use, in a second, and kept in
-the user's cache. Without a compiler torch's operations run.
+token round differently. The kernels always sum in the same order, and they read a weight once, at the
+speed of the memory. Without a C compiler `load_kernels` returns None, and torch's operations run.
 """
 
-import ctypes
-import hashlib
-import logging
-import os
-import platform
-import shutil
-import subprocess
 from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
 from struct import Struct
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from treespec.errors import InputError
-from treespec.files.atomic import writing
-from treespec.files.downloads import cache_folder
 from treespec.kernels.huge_pages import allocate_huge_pages
-from treespec.kernels.processor import describe_processor
+from treespec.kernels.library import load_kernels
 
-log = logging.getLogger(__name__)
+# dtypes of rows -> the kernels' `half` argument
+BFLOAT16_FLAGS = {torch.bfloat16: 1, torch.float32: 0}
+# dtypes of packed weights; kernels.c numbers them in this order
+WEIGHT_FORMS = (torch.bfloat16, torch.float16, torch.float32)
+# kernels.c packs weights in blocks of so many outputs and inputs.
+BLOCK_OUTPUTS = 16
+BLOCK_INPUTS = 32
 
-SOURCE_FILES = [
-    Path(__file__).with_name(name) for name in ("layer.c", "kernels.c")
-]  # layer.c includes kernels.c
-BFLOAT16_FLAGS = {
-    torch.bfloat16: 1,
-    torch.float32: 0,
-}  # dtypes of rows -> the kernels' `half` argument
-WEIGHT_FORMS = (
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-)  # dtypes of packed weights; kernels.c numbers them in this order
-C_POINTER = ctypes.c_void_p
-C_LONG = ctypes.c_long
-C_INT = ctypes.c_int
-
-
-LINEAR_STRUCT = Struct("2P2l3i")  # `Linear` of kernels.c
-ATTENTION_STRUCT = Struct(
-    "6P19l2f2i"
-)  # `Attention` of kernels.c: pointers, sizes, strides, scale, cap, half, threads
-
-
-@cache
-def load_kernels() -> Any:
-    """Load the kernels; compile them at the first use. None if there is no compiler or it fails."""
-    compiler = os.environ.get("CC") or shutil.which("cc")
-    if compiler is None:
-        log.warning(
-            "no C compiler: torch's own operations run, which are slower, and round by tree"
-        )
-        return None
-    command = [
-        compiler,
-        *choose_compiler_flags(),
-        "-O3",
-        "-ffp-contract=off",
-        "-fopenmp",
-        "-shared",
-        "-fPIC",
-    ]
-    about = [*command, *(source.read_text() for source in SOURCE_FILES), describe_processor()]
-    file = cache_folder() / f"kernels-{hashlib.sha256(repr(about).encode()).hexdigest()[:16]}.so"
-    try:
-        if not file.exists():
-            with writing(file) as path:
-                compiling = [*command, str(SOURCE_FILES[0]), "-o", str(path)]
-                subprocess.run(compiling, check=True, capture_output=True, text=True)
-        compiled = ctypes.CDLL(str(file))
-        compiled.pack.argtypes = [C_POINTER, C_POINTER, C_LONG, C_LONG, C_INT]
-        compiled.linear.argtypes = [ctypes.c_char_p, C_POINTER, C_POINTER, C_LONG]
-        compiled.layers.argtypes = [ctypes.c_char_p, C_LONG]
-        compiled.head_step.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
-        compiled.rms_norm.argtypes = [C_POINTER] * 3 + [
-            C_LONG,
-            C_LONG,
-            ctypes.c_float,
-            C_INT,
-            C_INT,
-        ]
-        compiled.noise.argtypes = [C_POINTER, C_POINTER, C_LONG, C_LONG, C_INT]
-        compiled.rank.argtypes = [C_POINTER] * 3 + [C_LONG] * 3 + [ctypes.c_float, C_INT, C_INT]
-        return compiled
-    except (OSError, InputError, subprocess.CalledProcessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        log.warning(
-            "%s cannot compile the kernels, torch's own run: %s", compiler, said.splitlines()[0]
-        )
-        return None
-
-
-def name() -> str:
-    """Return the name of the compiled file, a hash of source, flags and processor; "" if there is none."""
-    return Path(kernels._name).name if (kernels := load_kernels()) else ""
-
-
-def choose_compiler_flags() -> list[str]:
-    """Return the compiler's flags for this processor, or for the smaller one that torch's settings ask for."""
-    if torch.backends.cpu.get_cpu_capability() == "AVX2":
-        return ["-march=x86-64-v3"]
-    has_amx = "AMX" in os.environ.get("ONEDNN_MAX_CPU_ISA", "AMX").upper()
-    plain = has_amx or platform.machine() != "x86_64"
-    return ["-march=native"] if plain else ["-march=native", "-mno-amx-bf16"]
+# `Linear` of kernels.c: pointers, sizes, modes
+LINEAR_STRUCT = Struct("2P2l3i")
+# `Attention` of kernels.c: pointers, sizes and strides, numbers, modes
+ATTENTION_STRUCT = Struct("6P19l2f2i")
 
 
 def choose_form(weight: Tensor) -> int | None:
@@ -132,10 +45,16 @@ def pack_weight(weight: Tensor, form: int) -> Tensor:
     """Copy a weight [out, in] into the order of the kernels. form: from `choose_form`."""
     outputs, inputs = weight.shape
     plain = weight.detach().to(WEIGHT_FORMS[form]).contiguous()
-    numbers = -(-outputs // 16) * 16 * (-(-inputs // 32) * 32)
-    order = allocate_huge_pages(numbers * plain.itemsize).view(plain.dtype)
-    load_kernels().pack(plain.data_ptr(), order.data_ptr(), inputs, outputs, form)
-    return order
+    rows = round_up(outputs, BLOCK_OUTPUTS)
+    columns = round_up(inputs, BLOCK_INPUTS)
+    packed = allocate_huge_pages(rows * columns * plain.itemsize).view(plain.dtype)
+    load_kernels().pack(plain.data_ptr(), packed.data_ptr(), inputs, outputs, form)
+    return packed
+
+
+def round_up(number: int, block: int) -> int:
+    """Return the smallest multiple of `block` that is at least `number`."""
+    return -(-number // block) * block
 
 
 def multiply_packed(
@@ -153,11 +72,16 @@ def multiply_packed(
     if x.dtype not in BFLOAT16_FLAGS:
         return multiply_packed(x.float(), weight, bias, shape, form).to(x.dtype)
     outputs, inputs = shape
-    x, bias = x.contiguous(), None if bias is None else bias.to(x.dtype)
+    x = x.contiguous()
+    bias_pointer = 0
+    if bias is not None:
+        bias = bias.to(x.dtype)
+        bias_pointer = bias.data_ptr()
     out = x.new_empty(*x.shape[:-1], outputs)
-    pointers = weight.data_ptr(), 0 if bias is None else bias.data_ptr()
-    modes = form, BFLOAT16_FLAGS[x.dtype], torch.get_num_threads()
-    options = LINEAR_STRUCT.pack(*pointers, inputs, outputs, *modes)
+    half = BFLOAT16_FLAGS[x.dtype]
+    threads = torch.get_num_threads()
+    pointers = (weight.data_ptr(), bias_pointer)
+    options = LINEAR_STRUCT.pack(*pointers, inputs, outputs, form, half, threads)
     load_kernels().linear(options, x.data_ptr(), out.data_ptr(), x.numel() // inputs)
     return out
 
@@ -167,11 +91,11 @@ def fill_noise(starts: Sequence[int], size: int) -> Tensor:
 
     starts: P int64 states. size: numbers of each stream.
     """
-    given = torch.tensor(starts)
-    out = torch.empty(len(starts), size)
+    states = torch.tensor(starts)
+    noise = torch.empty(len(starts), size)
     threads = torch.get_num_threads()
-    load_kernels().noise(given.data_ptr(), out.data_ptr(), len(starts), size, threads)
-    return out
+    load_kernels().noise(states.data_ptr(), noise.data_ptr(), len(starts), size, threads)
+    return noise
 
 
 def rank_tokens(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor]:
@@ -182,22 +106,25 @@ def rank_tokens(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Ten
     logits: [N, V] bfloat16 or float32, contiguous on a CPU, with k <= V. temperature: above 0.
     """
     count, size = logits.shape
-    best = torch.empty(count, k)
+    probs = torch.empty(count, k)
     tokens = torch.empty(count, k, dtype=torch.int64)
-    pointers = logits.data_ptr(), best.data_ptr(), tokens.data_ptr()
-    modes = 1 / temperature, BFLOAT16_FLAGS[logits.dtype], torch.get_num_threads()
-    load_kernels().rank(*pointers, count, size, k, *modes)
-    return best, tokens
+    pointers = (logits.data_ptr(), probs.data_ptr(), tokens.data_ptr())
+    half = BFLOAT16_FLAGS[logits.dtype]
+    threads = torch.get_num_threads()
+    load_kernels().rank(*pointers, count, size, k, 1 / temperature, half, threads)
+    return probs, tokens
 
 
 def apply_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return [..., H] the root mean square norm of x [..., H], as in Llama: rounded, then times the weight."""
     x = x.contiguous()
     width = len(weight)
+    rows = x.numel() // width
     out = torch.empty_like(x)
-    pointers = (tensor.data_ptr() for tensor in (x, weight, out))
-    modes = BFLOAT16_FLAGS[x.dtype], torch.get_num_threads()
-    load_kernels().rms_norm(*pointers, x.numel() // width, width, eps, *modes)
+    pointers = (x.data_ptr(), weight.data_ptr(), out.data_ptr())
+    half = BFLOAT16_FLAGS[x.dtype]
+    threads = torch.get_num_threads()
+    load_kernels().rms_norm(*pointers, rows, width, eps, half, threads)
     return out
 
 
@@ -207,7 +134,8 @@ def attend_packed(
     value: Tensor,
     mask: Tensor,
     scale: float,
-    cap_and_sinks: tuple[float, Tensor | None] = (0.0, None),
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor | None:
     """Attend over N nodes. Returns [B, N, heads, DV], or None if the kernels do not take these tensors.
 
@@ -218,34 +146,66 @@ def attend_packed(
         mask: [B or 1, 1, N, T or fewer] additive, of the last columns; all nodes see the earlier columns. Every
             node must see at least one column.
         scale: factor on the scores.
-        cap_and_sinks: the soft cap of the scores (Gemma 2), 0 for none; and scores [heads] that enter only
-            the sum of the softmax (gpt-oss), None for none.
+        cap: soft cap of the scores (Gemma 2). Default: 0, none.
+        sinks: [heads] scores that enter only the sum of the softmax (gpt-oss). Default: none.
     """
-    cap, sinks = cap_and_sinks
-    tensors = query, key, value, mask
+    # 1. Half precision is computed in single precision; what the kernel does not read is left to the caller.
     if query.dtype == mask.dtype == torch.float16:
-        q, k, v, hidden = (x.float() for x in tensors)
-        found = attend_packed(q, k, v, hidden, scale, cap_and_sinks)
-        return None if found is None else found.half()
-    (b, heads, n, d) = query.shape
-    (_, kv, columns, dv) = value.shape
-    free = columns - mask.shape[-1]
-    whole = mask.shape[:3] in ((b, 1, n), (1, 1, n)) and free >= 0  # nothing to broadcast
-    fit = whole and query.dtype in BFLOAT16_FLAGS and all(fits(x, query.dtype) for x in tensors)
-    if not fit or load_kernels() is None:
+        output = attend_packed(
+            query.float(), key.float(), value.float(), mask.float(), scale, cap, sinks
+        )
+        if output is not None:
+            output = output.half()
+        return output
+    if not can_attend(query, key, value, mask):
         return None
-    out = query.new_empty(b, n, heads, dv)
-    sinks = None if sinks is None else sinks.to(query.dtype)
-    pointers = [x.data_ptr() for x in (*tensors, out)] + [0 if sinks is None else sinks.data_ptr()]
+
+    # 2. Tensors, as pointers and strides.
+    batch, heads, nodes, width = query.shape
+    _, kv_heads, columns, value_width = value.shape
+    out = query.new_empty(batch, nodes, heads, value_width)
+    sinks_pointer = 0
+    if sinks is not None:
+        sinks = sinks.to(query.dtype)
+        sinks_pointer = sinks.data_ptr()
+    pointers = [query.data_ptr(), key.data_ptr(), value.data_ptr(), mask.data_ptr()]
+    pointers += [out.data_ptr(), sinks_pointer]
     strides = [*query.stride()[:3], *key.stride()[:3], *value.stride()[:3]]
-    strides += [mask.stride(0) if len(mask) > 1 else 0, mask.stride(2)]
-    options = scale, cap, BFLOAT16_FLAGS[query.dtype], torch.get_num_threads()
-    load_kernels().attention(
-        ATTENTION_STRUCT.pack(*pointers, b, heads, kv, n, columns, free, d, dv, *strides, *options)
-    )
+    strides += [find_stride(mask, 0), mask.stride(2)]
+
+    # 3. The call.
+    free_columns = columns - mask.shape[-1]
+    sizes = [batch, heads, kv_heads, nodes, columns, free_columns, width, value_width]
+    half = BFLOAT16_FLAGS[query.dtype]
+    threads = torch.get_num_threads()
+    options = ATTENTION_STRUCT.pack(*pointers, *sizes, *strides, scale, cap, half, threads)
+    load_kernels().attention(options)
     return out
 
 
-def fits(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the attention can read a tensor without a copy: dtype, stride and device fit."""
-    return x.is_cpu and x.dtype == dtype and x.stride(-1) == 1 and not x.requires_grad
+def can_attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
+    """Whether the attention kernel takes the tensors of `attend_packed`: it broadcasts only one mask over all texts."""
+    dtype = query.dtype
+    if dtype not in BFLOAT16_FLAGS or mask.shape[-1] > value.shape[2]:
+        return False
+    batch, _, nodes, _ = query.shape
+    if mask.shape[:3] not in ((batch, 1, nodes), (1, 1, nodes)):
+        return False
+    for tensor in (query, key, value, mask):
+        if not is_readable(tensor, dtype):
+            return False
+    return load_kernels() is not None
+
+
+def is_readable(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the attention kernel can read a tensor without a copy: device, dtype, stride and gradient fit."""
+    if not tensor.is_cpu or tensor.dtype != dtype:
+        return False
+    return tensor.stride(-1) == 1 and not tensor.requires_grad
+
+
+def find_stride(tensor: Tensor, dimension: int) -> int:
+    """Return the stride of a dimension, as the kernels take it: 0 where a size of 1 is broadcast."""
+    if tensor.shape[dimension] > 1:
+        return tensor.stride(dimension)
+    return 0

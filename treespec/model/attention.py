@@ -86,7 +86,7 @@ def attend_on_cpu(
         if mask.dtype == torch.bool:
             mask = to_additive_mask(mask, query.dtype)
         scale = options.get("scaling") or query.shape[-1] ** -0.5
-        output = kernels.attend_packed(query, key, value, mask, scale, (cap, sinks))
+        output = kernels.attend_packed(query, key, value, mask, scale, cap, sinks)
         if output is not None:
             return output
     if cap or sinks is not None:

@@ -29,7 +29,7 @@ from treespec.draft.tree_assembly import grow_together
 from treespec.errors import InputError
 from treespec.files.atomic import remove_leftovers, write_json
 from treespec.files.downloads import cache_folder
-from treespec.kernels import ops as kernels
+from treespec.kernels.library import name_library
 from treespec.kernels.processor import describe_processor
 from treespec.model.target import Target
 from treespec.sampling.probs import SamplingParams
@@ -166,7 +166,7 @@ def list_dependencies(target: Target, proposer: Proposer | None) -> list[object]
         describe_processor(),
         torch.get_num_threads(),
         torch.__version__,
-        kernels.name(),
+        name_library(),
         str(device),
         name,
         str(target.dtype),

@@ -17,7 +17,7 @@ from treespec.kernels import ops as kernels
 from treespec.model.cache import TreeCache
 from treespec.model.cache_layer import view_bits_on_host
 from treespec.model.cpu.head_step import HeadStep
-from treespec.model.cpu.packing import PackedLinear
+from treespec.model.cpu.packed_layers import PackedLinear
 from treespec.model.target import Target
 from treespec.trees.tree import build_range
 
@@ -27,25 +27,33 @@ def find_head_step(head: Any, target: Target) -> HeadStep | None:
 
     head: attached to the target. The call computes EAGLE-1's layer, packed for a CPU without hooks.
     """
+    # 1. The kind of the head, and its embedding.
     kind = type(head)
-    if kind is not EagleHead or target.dtype not in kernels.BFLOAT16_FLAGS:
+    dtype = target.dtype
+    if kind is not EagleHead or dtype not in kernels.BFLOAT16_FLAGS:
         return None
-    (layer,) = head.decoder
     embedding = head.embed_tokens
-    if not is_plain_embedding(embedding, target.dtype) or head.embed_scale != 1:
+    if not is_plain_embedding(embedding, dtype) or head.embed_scale != 1:
         return None
+
+    # 2. The decoder layer.
+    (layer,) = head.decoder
+    if not is_fused(layer):
+        return None
+
+    # 3. The products. A head without an output layer has that of the target.
     output = head.lm_head
     if output is None:
         output = target.output_path.find_product(embedding.weight[:1], head.output)
-    products = [head.fc, output]
-    if not is_fused(layer) or not all(is_packed(product, target.dtype) for product in products):
+    if not is_packed(head.fc, dtype) or not is_packed(output, dtype):
         return None
     return HeadStep(layer, head.fc, embedding.weight, output)
 
 
 def is_fused(layer: Any) -> bool:
     """Whether a head's layer runs as one C call, and without a window or hooks."""
-    return "forward" in vars(layer) and layer.self_attn.window is None and not has_hooks(layer)
+    has_fused_forward = "forward" in vars(layer)
+    return has_fused_forward and layer.self_attn.window is None and not has_hooks(layer)
 
 
 def is_packed(product: Any, dtype: torch.dtype) -> bool:
@@ -64,6 +72,7 @@ def is_plain_embedding(embedding: Any, dtype: torch.dtype) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
+    """Whether code runs before or after the module's forward."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
@@ -152,13 +161,15 @@ class HostLevels:
 
     def extend(self, frontier: Frontier) -> Tensor:
         """Drafts a level. Returns [F, N] draft logits."""
-        tokens = frontier.tokens
-        count = len(tokens)
+        # 1. A node sees what its parent sees, and itself.
+        count = len(frontier.tokens)
         parents = frontier.parent_rows
         self.mask = extend_mask(self.mask, parents.numpy(), self.step.dtype)
+
+        # 2. The step. Its columns stay in the cache until the next cycle.
         store = self.cache.tree_layers[0]
         output = self.step.run(
-            tokens=tokens,
+            tokens=frontier.tokens,
             vocabulary=self.vocabulary,
             features=self.states,
             parents=parents,
@@ -167,7 +178,7 @@ class HostLevels:
             store=store,
             drafted=count,
         )
-        store.advance(count)  # its columns stay until the next cycle
+        store.advance(count)
         self.states = output.states
         self.position += 1
         return output.logits

@@ -14,9 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 ACTIVATION_BLOCK = 64  # numbers that torch's activations take at once, in any dtype
-PACKED = (
-    "multiplies_by_kernels"  # attribute of modules that hold plain matrices next to packed ones
-)
+# attribute of modules that hold plain matrices next to packed ones
+PACKED = "multiplies_by_kernels"
 THREAD_GRAIN = 32768  # numbers from which torch uses a further thread
 
 
@@ -143,9 +142,8 @@ def round_up_to_blocks(numbers: int, threads: int) -> int:
     14 rows of 4,864 numbers, 68,096, go to three threads: 22,699 each, no whole number of blocks.
     They are padded to 68,352, which is 356 blocks for each thread.
     """
-    size = (
-        max(-(-numbers // ACTIVATION_BLOCK), 1) * ACTIVATION_BLOCK
-    )  # a block of zeros, if there are none
+    blocks = max(-(-numbers // ACTIVATION_BLOCK), 1)  # a block of zeros, if there are none
+    size = blocks * ACTIVATION_BLOCK
     while size % (ACTIVATION_BLOCK * min(threads, -(-size // THREAD_GRAIN))):
         size += ACTIVATION_BLOCK
     return size

@@ -14,12 +14,17 @@ from torch import Tensor
 
 from treespec.kernels import ops as kernels
 from treespec.model.cache_layer import TreeLayer
-from treespec.model.cpu.fused_layers import HEAD_NORM_NAMES, HEAD_SIGN, LAYER_STRUCT, Block
-from treespec.model.cpu.packing import PackedLinear
+from treespec.model.cpu.decoder_block import HEAD_NORM_NAMES, HEAD_SIGN, LAYER_STRUCT, Block
+from treespec.model.cpu.packed_layers import PackedLinear
 
-# `HeadStep` and `HeadNodes` of layer.c: a layer, two products and a pointer; pointers and sizes.
-STEP_STRUCT = Struct(LAYER_STRUCT.format + 2 * kernels.LINEAR_STRUCT.format + "P")
+# `HeadStep` of layer.c: a layer, two products and a pointer
+PRODUCT_FORMAT = kernels.LINEAR_STRUCT.format
+STEP_STRUCT = Struct(LAYER_STRUCT.format + PRODUCT_FORMAT + PRODUCT_FORMAT + "P")
+# `HeadNodes` of layer.c: pointers and sizes
 NODES_STRUCT = Struct("11P8l")
+# Fields of `Layer` that are 0 in `HeadStep`, since `HeadNodes` has them: x to y, and turned to mn.
+NODE_POINTERS = 8
+NODE_SIZES = 9
 
 
 class StepOutput(NamedTuple):
@@ -53,15 +58,22 @@ class HeadStep:
         self.output = output
         # Keeps the memory alive when parameters are replaced.
         self.tensors = [fc.packed, fc.bias, embedding.detach(), output.packed, output.bias]
-        fields: list[Any] = [*self.block.pointers, *8 * [0], 1, 0, *self.block.sizes, *9 * [0]]
-        fields += [*self.block.modes, 0]
+        texts = 1
+        nodes = 0
+        threads = 0
+        fields: list[Any] = self.block.pointers + [0] * NODE_POINTERS
+        fields += [texts, nodes, *self.block.sizes]
+        fields += [0] * NODE_SIZES
+        fields += [*self.block.modes, threads]
         for product in (fc, output):
-            bias = 0
+            bias_pointer = 0
             if product.bias is not None:
-                bias = product.bias.data_ptr()
-            fields += [product.packed.data_ptr(), bias, product.in_features, product.out_features]
-            fields += [product.form, kernels.BFLOAT16_FLAGS[self.dtype], 0]
-        self.fields = STEP_STRUCT.pack(*fields, embedding.data_ptr())
+                bias_pointer = product.bias.data_ptr()
+            fields += [product.packed.data_ptr(), bias_pointer]
+            fields += [product.in_features, product.out_features]
+            fields += [product.form, kernels.BFLOAT16_FLAGS[self.dtype], threads]
+        fields.append(embedding.data_ptr())
+        self.fields = STEP_STRUCT.pack(*fields)
 
     def run(
         self,
@@ -94,23 +106,23 @@ class HeadStep:
         states = features.new_empty(count, features.shape[1])
         logits = features.new_empty(drafted, self.output.out_features)
         if not store.storage:
-            kv_heads, width = self.block.kv
-            no_columns = features.new_empty(1, kv_heads, 0, width)
-            store.lazy_initialization(no_columns, no_columns)
+            self.block.allocate_storage(store, 1, features)
         keys, values = store.storage
 
-        # 2. The call.
+        # 2. Pointers and sizes. Every node sees the columns before the mask's.
         cos, sin = angles
-        mapped = 0
+        vocabulary_pointer = 0
         if vocabulary is not None:
-            mapped = vocabulary.data_ptr()
-        pointers = [tokens.data_ptr(), parents.data_ptr(), mapped, features.data_ptr()]
-        pointers += [cos.data_ptr(), sin.data_ptr(), mask.__array_interface__["data"][0]]
+            vocabulary_pointer = vocabulary.data_ptr()
+        mask_pointer, _ = mask.__array_interface__["data"]
+        pointers = [tokens.data_ptr(), parents.data_ptr(), vocabulary_pointer, features.data_ptr()]
+        pointers += [cos.data_ptr(), sin.data_ptr(), mask_pointer]
         pointers += [keys.data_ptr(), values.data_ptr(), states.data_ptr(), logits.data_ptr()]
-        angle_stride = 0
-        if len(cos) > 1:
-            angle_stride = cos.stride(0)
-        sizes = [count, drafted, cos.shape[1], columns, store.capacity, columns - mask.shape[1]]
-        nodes = NODES_STRUCT.pack(*pointers, *sizes, angle_stride, torch.get_num_threads())
+        free_columns = columns - mask.shape[1]
+        sizes = [count, drafted, cos.shape[1], columns, store.capacity, free_columns]
+        sizes += [kernels.find_stride(cos, 0), torch.get_num_threads()]
+        nodes = NODES_STRUCT.pack(*pointers, *sizes)
+
+        # 3. The call.
         kernels.load_kernels().head_step(self.fields, nodes)
         return StepOutput(states, logits)

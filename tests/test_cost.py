@@ -10,16 +10,18 @@ import faults
 import numpy as np
 import pytest
 from drafters import linear_cost
-from models import random_head, target
+from models import GROUPED, random_head, random_model, target
+from transformers import MistralConfig
 
 from treespec.draft.auto import cost_model as running
 from treespec.draft.auto import measure
 from treespec.draft.auto.cost import COST_FORMAT, CycleCost, read_cost
 from treespec.draft.auto.cost_model import CacheOrModel, Correction, CostModel, CostModels, Prediction, limit_sum
-from treespec.draft.auto.measure import list_dependencies, load_or_measure_cost, measure_costs
+from treespec.draft.auto.measure import list_dependencies, load_or_measure_cost, measure_context, measure_costs
 from treespec.draft.heads.eagle import EagleProposer
 from treespec.files.atomic import write_json
 from treespec.kernels.processor import describe_processor
+from treespec.model.target import Target
 from treespec.trees.most_likely import estimate_length
 from treespec.trees.sequoia import build_sequoia_tree
 
@@ -240,3 +242,21 @@ def test_a_processor_is_its_name_and_its_instruction_sets(tmp_path):
     assert old.endswith("avx2 fma")
     assert new.endswith("avx2 avx512_bf16 fma")
     assert describe_processor(tmp_path / "no such file").split(",")[0]
+
+
+def test_each_node_of_a_longer_text_costs_more():
+    """Steps of 512 tokens beyond 192, in which each node attends to all of them."""
+    cost = CycleCost((1, 4, 8), (1.0, 2.5, 4.5), context=1e-3, node_context=5e-4)
+    assert cost.select_length(703) is cost
+    assert cost.select_length(704).forward == pytest.approx((1.512, 2.5 + 512 * 2.5e-3, 4.5 + 512 * 4.5e-3))
+    assert cost.select_length(1215).forward == cost.select_length(704).forward
+    of_two = cost.select_batch_size(2).select_length(704)
+    assert of_two.forward[0] == pytest.approx(cost.select_batch_size(2).forward[0] + 2 * 0.512)
+    assert linear_cost().select_length(10_000) == linear_cost()  # a cost that knows nothing of the text
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_the_cost_of_context_is_measured_without_a_prompt(window):
+    config = MistralConfig(**GROUPED | {"max_position_embeddings": 4096}, sliding_window=window)
+    for seconds in measure_context(Target(random_model(config))):
+        assert 0 <= seconds < math.inf

@@ -57,11 +57,15 @@ class TreeBuilder:
         return None
 
     def should_skip_cycle(
-        self, params: SamplingParams, batch: int = 1, on_cpu: bool = True
+        self, params: SamplingParams, batch: int = 1, on_cpu: bool = True, length: float = 0.0
     ) -> bool:
         """Whether the sequence drafts nothing in this cycle. Call it once a cycle, before `grow`.
 
-        batch: the number of sequences that the cycle decodes together. on_cpu: whether it drafts on a CPU.
+        Args:
+            params: the sequence's.
+            batch: the number of sequences that the cycle decodes together.
+            on_cpu: whether it drafts on a CPU.
+            length: the mean number of tokens of their texts, if costs are to follow it.
         """
         return False
 

@@ -132,11 +132,14 @@ class TreeDrafter(Drafter):
         # 1. The sequences for which the proposer does not draft. Each builder is asked once a cycle.
         batch = len(cycle.samplers)
         on_cpu = cycle.device.type == "cpu"
+        length = 0.0  # on an accelerator each other tree would be another graph
+        if on_cpu:
+            length = sum(cache.lengths) / batch
         pauses = []
         for row, sampler in enumerate(cycle.samplers):
             pause = cycle.offers[row] is not None
             if not pause:
-                pause = self.states[row].should_skip_cycle(sampler.params, batch, on_cpu)
+                pause = self.states[row].should_skip_cycle(sampler.params, batch, on_cpu, length)
             pauses.append(pause or cycle.chains.forced[row].ends)
         if all(pauses):
             return [None] * batch

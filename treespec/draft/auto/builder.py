@@ -260,7 +260,7 @@ class AutoBuilder(TreeBuilder):
         return self.models.current.cycle_seconds
 
     def should_skip_cycle(
-        self, params: SamplingParams, batch: int = 1, on_cpu: bool = True
+        self, params: SamplingParams, batch: int = 1, on_cpu: bool = True, length: float = 0.0
     ) -> bool:
         """Whether no tree is expected to be faster than one-token decoding, and none is tried."""
         self.by_level = on_cpu
@@ -271,7 +271,7 @@ class AutoBuilder(TreeBuilder):
                 temperature = max(params.temperature, GREEDY_TEMPERATURE)
                 rates = find_nearest(self.calibration.rates, temperature)
             self.models = CostModels(self.costs, rates)
-        model = self.models.select_for_batch(batch)
+        model = self.models.select_for_batch(batch, length)
         if not self.by_level or not model.seconds:
             self.shape = plan_tree(model, self.policy)
             model.start(self.shape.speed)

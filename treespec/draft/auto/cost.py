@@ -11,8 +11,8 @@ T(n) is the time of the target's forward over a tree of n nodes, interpolated be
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ from treespec.files.atomic import read_json
 from treespec.trees.sequoia import solve_trees
 from treespec.trees.static import StaticTree
 
-COST_FORMAT = 2
+COST_FORMAT = 3
+CONTEXT_TOKENS = 192  # before the tree whose forward is measured
+CONTEXT_STEP = 512  # further tokens after which the cost of a longer text is derived again
 LAST_SLOPE_NODES = 1_000_000  # nodes up to which T is extrapolated with its last slope
 ROW_PRICE_NODES = 7  # nodes over which the cost of one more row of a draft level is averaged
 
@@ -39,6 +41,8 @@ class CycleCost:
         level: seconds of one draft level that expands one node.
         begin: extra seconds of the first draft level.
         overhead: extra seconds of verification and commit of a tree, compared with one-token decoding.
+        context: extra seconds of a forward for each token of the text beyond `CONTEXT_TOKENS`.
+        node_context: of them, those of each further node.
         check_ratio: T(n) / T(1) of the trial that later decides whether this cost is still valid; 0: unknown.
 
     Raises:
@@ -50,10 +54,13 @@ class CycleCost:
     level: float = 0.0
     begin: float = 0.0
     overhead: float = 0.0
+    context: float = 0.0
+    node_context: float = 0.0
     check_ratio: float = 0.0
 
     def __post_init__(self) -> None:
-        numbers = list(self.forward) + [self.level, self.begin, self.overhead, self.check_ratio]
+        numbers = [*self.forward, self.level, self.begin, self.overhead]
+        numbers += [self.context, self.node_context, self.check_ratio]
         is_possible = len(self.nodes) == len(self.forward) > 1
         for number in numbers:
             is_possible = is_possible and 0 <= number < math.inf
@@ -105,7 +112,26 @@ class CycleCost:
             factor = batch
         level = self.level * factor
         begin = self.begin * factor
-        return CycleCost(self.nodes, forward, level, begin, batch * self.overhead)
+        return replace(
+            self,
+            forward=forward,
+            level=level,
+            begin=begin,
+            overhead=batch * self.overhead,
+            context=batch * self.context,
+            node_context=batch * self.node_context,
+        )
+
+    def select_length(self, tokens: float) -> "CycleCost":
+        """Returns the cost for texts of that many tokens, in steps of `CONTEXT_STEP`: each node attends to all of them.
+
+        tokens             192 to 703    704 to 1215
+        T(n) grows by      0             512 (context + (n - 1) node_context)
+        """
+        steps = int(max(tokens - CONTEXT_TOKENS, 0) // CONTEXT_STEP)
+        if not steps or not self.context:
+            return self
+        return extend_context(self, steps * CONTEXT_STEP)
 
     @cached_property
     def baseline_speed(self) -> float:
@@ -138,6 +164,16 @@ class CycleCost:
         row, column = np.unravel_index(int(speeds.argmax()), speeds.shape)
         fastest = trees.build_tree(int(sizes[column]), int(row) + 1)
         return fastest, float(speeds[row, column])
+
+
+@lru_cache(256)
+def extend_context(cost: CycleCost, tokens: int) -> CycleCost:
+    """Returns the cost of texts with that many further tokens."""
+    forward = []
+    for nodes, seconds in zip(cost.nodes, cost.forward, strict=True):
+        per_token = cost.context + (nodes - 1) * cost.node_context
+        forward.append(seconds + tokens * per_token)
+    return replace(cost, forward=tuple(forward))
 
 
 def find_best_size(reach: np.ndarray, forward: np.ndarray, rate: float) -> int:

@@ -265,7 +265,8 @@ class CostModels:
     """The cost models of one sequence, one for each batch size.
 
     In a larger batch a forward costs less per sequence, and each further node costs more: with enough sequences
-    drafting is slower than not drafting. So every batch size has a model. The corrections depend only on the
+    drafting is slower than not drafting. In a longer text each node costs more. So every batch size and every step of
+    the length has a model. The corrections depend only on the
     sequence; the models share them.
 
     Attributes:
@@ -280,9 +281,12 @@ class CostModels:
         self.corrections = build_corrections(rates)
         self._by_cost: dict[CycleCost, CostModel] = {}
 
-    def select_for_batch(self, batch: int) -> CostModel:
-        """Returns the model for a batch size and makes it the current one."""
-        cost = self.costs(batch)
+    def select_for_batch(self, batch: int, length: float = 0.0) -> CostModel:
+        """Returns the model for a batch size and makes it the current one.
+
+        length: the mean number of tokens of the texts, if the cost is to follow it.
+        """
+        cost = self.costs(batch).select_length(length)
         if cost not in self._by_cost:
             self._by_cost[cost] = CostModel(cost, self.rates, self.corrections, batch)
         self.current = self._by_cost[cost]

@@ -22,7 +22,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from treespec.draft.auto.cost import COST_FORMAT, CostBy, CycleCost, read_cost
+from treespec.draft.auto.cost import CONTEXT_TOKENS, COST_FORMAT, CostBy, CycleCost, read_cost
 from treespec.draft.drafter import GrowthKey, Proposer
 from treespec.draft.ranking import HostRanking, TopRanking
 from treespec.draft.tree_assembly import grow_together
@@ -42,9 +42,11 @@ from treespec.verify.gumbel import AUTO_VERIFIER
 
 MEASURED_NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 BATCH_NODES = 256  # nodes of a batch; measured if the context has room for them
-# Tokens before the tree, and tokens that the last cycle committed.
-CONTEXT_TOKENS = 192
-WAITING_TOKENS = 3
+WAITING_TOKENS = 3  # that the last cycle committed
+# Further tokens of a longer text, and nodes of the larger tree, whose forwards show the cost of context.
+LONGER_BY_TOKENS = 2048
+CONTEXT_NODES = 8
+COMMITTED_AT_ONCE = 256
 MAX_MEASURED_LEVELS = 5
 # Sizes are measured up to the first whose forward takes this many one-token forwards.
 MAX_FORWARD_RATIO = 6
@@ -227,7 +229,32 @@ def measure_model_costs(
     begin = max(seconds["level"] - level, 0.0)
     overhead = max(seconds["tree"] - seconds["plain"], 0.0)
     forward_seconds = tuple(seconds[str(size)] + seconds["plain"] for size in nodes)
-    return CycleCost(tuple(nodes), forward_seconds, level, begin, overhead)
+    per_token, per_token_and_node = measure_context(target)
+    return CycleCost(
+        tuple(nodes), forward_seconds, level, begin, overhead, per_token, per_token_and_node
+    )
+
+
+@torch.inference_mode()
+def measure_context(target: Target) -> tuple[float, float]:
+    """Measures the seconds that each token of the text adds to a forward over one node, and for each further node.
+
+    On an accelerator, and for a model that cannot take a longer text, both count as 0.
+    """
+    device = target.output_device
+    longest = CONTEXT_TOKENS + LONGER_BY_TOKENS + BATCH_NODES
+    if device.type != "cpu" or longest > target.context_length or target.tree_decoder.recurrent:
+        return 0.0, 0.0
+    steps = []
+    for further in (0, LONGER_BY_TOKENS):
+        bench = Bench(target, None, CONTEXT_TOKENS)
+        bench.lengthen_text(further)
+        for nodes in (1, CONTEXT_NODES):
+            steps.append(Step(None, partial(bench.forward, bench.build_branch(nodes))))
+    one_node, more_nodes, longer_one_node, longer_more_nodes = time_steps(steps, device, MIN_ROUNDS)
+    per_token = max(longer_one_node - one_node, 0.0) / LONGER_BY_TOKENS
+    all_nodes = max(longer_more_nodes - more_nodes, 0.0) / LONGER_BY_TOKENS
+    return per_token, max(all_nodes - per_token, 0.0) / (CONTEXT_NODES - 1)
 
 
 @final
@@ -248,6 +275,12 @@ class Bench:
         if proposer:
             self.proposer = proposer.new()
             self.proposer.observe([self.features[:-1]], [self.tokens])
+
+    def lengthen_text(self, tokens: int) -> None:
+        """Commits further tokens without a forward: their keys and values are zeros, which take as long."""
+        self.cache.reserve(self.cache.end + tokens + BATCH_NODES)
+        for _ in range(0, tokens, COMMITTED_AT_ONCE):
+            self.cache.commit([range(COMMITTED_AT_ONCE)])
 
     def build_branch(self, nodes: int) -> TokenTree:
         """Builds a tree of one branch; a forward's time does not depend on the shape."""

@@ -93,6 +93,23 @@ def test_commit_moves_the_accepted_columns_to_the_end_of_each_text():
     assert keys[1, :5].tolist() == [20, 21, 0, 1, 4]
 
 
+def test_columns_that_move_at_once_end_where_they_end_one_by_one():
+    """Row 1 accepts every other one of 20 nodes behind a text of 3; row 0 accepts one."""
+    moves = [ColumnMove(0, 9, 5)]
+    moves += [ColumnMove(1, 4 + 2 * number, 3 + number) for number in range(10)]
+    states = torch.randn(2, 3, 32, 4).bfloat16()
+    stores = []
+    for groups in ([moves], [[move] for move in moves]):
+        store = TreeLayer(32)
+        store.update(states, 2 * states)
+        for group in groups:
+            store.move_columns_on_host(group)
+        stores.append(store)
+    for found, wanted in zip(stores[0].storage, stores[1].storage, strict=True):
+        assert torch.equal(found, wanted)
+    assert torch.equal(stores[0].storage[0][1, :, 3:13], states[1, :, 4:24:2])
+
+
 def test_a_move_of_a_row_reads_and_writes_a_column_of_each_head():
     moves = [ColumnMove(row=1, source=6, place=4)]
     assert flatten_moves(moves, heads=2, capacity=8).tolist() == [[22, 30], [20, 28]]

@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 from treespec.trees.tree import to_device
 
 BITS_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
-MOVES_AT_ONCE = 3  # columns from which one indexed copy on a CPU is faster than a copy of each
+MOVES_AT_ONCE = 8  # columns from which one indexed copy on a CPU is faster than a copy of each
 MAX_SPARE_FACTOR = 4  # a block with more than this many times the rows in use is replaced
 
 

@@ -23,7 +23,7 @@ from treespec.files.atomic import read_json
 from treespec.trees.sequoia import solve_trees
 from treespec.trees.static import StaticTree
 
-COST_FORMAT = 3
+COST_FORMAT = 2
 CONTEXT_TOKENS = 192  # before the tree whose forward is measured
 CONTEXT_STEP = 512  # further tokens after which the cost of a longer text is derived again
 LAST_SLOPE_NODES = 1_000_000  # nodes up to which T is extrapolated with its last slope

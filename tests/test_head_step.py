@@ -55,7 +55,7 @@ def random_frontiers(tokens, sizes=(3, 4, 2), topk=2):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("drafted", [None, torch.arange(10, 58, 3)])
 def test_one_call_drafts_the_logits_of_the_modules(dtype, drafted):
-    """First a prompt of 40 pairs, of which all but the last are read when they are observed."""
+    """The first 40 pairs are a prompt: observing it reads all but the last of them."""
     proposer = build_packed_proposer(dtype=dtype, drafted=drafted)
     tokens = 64 if drafted is None else len(drafted)
     frontiers = list(random_frontiers(tokens))

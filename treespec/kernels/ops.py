@@ -18,7 +18,7 @@ from treespec.kernels.library import load_kernels
 BFLOAT16_FLAGS = {torch.bfloat16: 1, torch.float32: 0}
 # dtypes of packed weights; kernels.c numbers them in this order
 WEIGHT_FORMS = (torch.bfloat16, torch.float16, torch.float32)
-# kernels.c packs weights in blocks of so many outputs and inputs.
+# kernels.c pads a packed weight to multiples of these numbers of outputs and inputs.
 BLOCK_OUTPUTS = 16
 BLOCK_INPUTS = 32
 

@@ -14,7 +14,7 @@ from typing import Annotated, final
 
 import typer
 
-from treespec.cli import answer, make, measure
+from treespec.cli import answer, datastore, make, measure
 from treespec.cli.chat import chat
 from treespec.cli.terminal import end_notice
 from treespec.errors import get_first_line, is_input_error
@@ -46,6 +46,7 @@ app.command()(measure.certify)
 app.command()(measure.tau)
 app.command()(answer.serve)
 app.command()(make.export)
+app.add_typer(datastore.app, name="datastore")
 app.command()(answer.quickstart)
 
 

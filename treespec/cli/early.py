@@ -143,7 +143,7 @@ def check_text(file: str | None, name: str = "text") -> None:
         return
     if Path(file).suffix in CONVERSATION_SUFFIXES:
         check_data(file)
-    elif not read_content(file).strip():
+    elif not read_content(file, f"--{name}").strip():
         raise InputError(f"--{name} {file} is empty: it holds no text")
 
 

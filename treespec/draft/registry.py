@@ -66,6 +66,24 @@ class SuffixOptions(DrafterOptions):
     percent: int = option("least probability of a drafted path", 10, least=1, most=100)
 
 
+@dataclass(frozen=True)
+class PromptLookupOptions(DrafterOptions):
+    prompt_lookup_num_tokens: int = option("draft tokens at most", 10, least=1, most=4095)
+    max_matching_ngram_size: int = option(
+        "last tokens to look for at most; the longest match counts", 2, least=1, most=1024
+    )
+
+
+@dataclass(frozen=True)
+class RestOptions(DrafterOptions):
+    nodes: int = option("draft tokens at most, the most frequent ones", 64, least=1, most=4095)
+    tokens: int = option("of each continuation", 10, least=1, most=4095)
+    longest: int = option("tokens of the suffix to look for", 16, least=2, most=16)
+    matches: int = option(
+        "occurrences of the suffix to draft from at most", 1000, least=1, most=MAX_TEXT_TOKENS
+    )
+
+
 CHECKS_MODULE = "treespec.draft.preflight"
 
 
@@ -93,6 +111,26 @@ BUILTIN_DRAFTERS = (
         f"{CHECKS_MODULE}:check_suffix_cache",
         "may",
         SuffixOptions,
+        one_hot=True,
+    ),
+    DrafterKind(
+        "prompt-lookup",
+        ("prompt-lookup",),
+        "treespec.draft.lookup.prompt_lookup:load_prompt_lookup",
+        "what followed the text's last tokens where they first stood in it, as transformers drafts it",
+        "prompt lookup, Saxena 2023",
+        options=PromptLookupOptions,
+        one_hot=True,
+    ),
+    DrafterKind(
+        "rest",
+        ("rest:DATASTORE",),
+        "treespec.draft.lookup.rest:load_rest",
+        "what followed them in a datastore of texts, the most frequent continuations as a tree",
+        "REST, He et al. 2024",
+        "treespec.draft.lookup.datastore:check_datastore",
+        "must",
+        RestOptions,
         one_hot=True,
     ),
     DrafterKind(

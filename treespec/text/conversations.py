@@ -106,13 +106,13 @@ CONVERSATION_SUFFIXES = (
 )  # suffixes of conversation files; other files are plain text
 
 
-def read_content(text: str) -> bytes:
-    """Read the file that `--text` names. Raises InputError if it cannot be read or is not UTF-8."""
+def read_content(text: str, option: str = "--text") -> bytes:
+    """Read the file that an option names. Raises InputError if it cannot be read or is not UTF-8."""
     try:
         content = Path(text).read_bytes()
         content.decode()
     except OSError as error:
-        raise InputError(f"cannot read --text {text}: {error.strerror}") from error
+        raise InputError(f"cannot read {option} {text}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise InputError(f"--text {text} is not text in UTF-8") from error
+        raise InputError(f"{option} {text} is not text in UTF-8") from error
     return content

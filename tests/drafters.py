@@ -36,12 +36,14 @@ from treespec.draft.drafter import Frontier
 from treespec.draft.heads.block import BlockProposer
 from treespec.draft.heads.eagle import EagleProposer
 from treespec.draft.heads.loading import build_new_head
+from treespec.draft.lookup.datastore import build_datastore
 from treespec.draft.lookup.one_hot import OneHotDrafter
+from treespec.draft.lookup.rest import Rest
 from treespec.draft.lookup.suffix import Suffix
 from treespec.draft.lookup.suffix_cache import SuffixCaches
 from treespec.draft.models.model import ModelProposer, OtherVocabulary
 from treespec.draft.models.other_vocabulary import SharedVocabulary
-from treespec.draft.registry import SuffixOptions
+from treespec.draft.registry import RestOptions, SuffixOptions
 from treespec.draft.source import DraftSource, load_source
 from treespec.draft.spec import DrafterSpec
 from treespec.draft.vocabulary import restrict
@@ -134,6 +136,12 @@ def suffix_cache() -> OneHotDrafter:
     return OneHotDrafter(Suffix(chosen, SuffixCaches(chosen.tokens)))
 
 
+def random_rest(target) -> Rest:
+    """Drafts a few nodes from texts of random tokens."""
+    texts = torch.randint(target.vocab_size, (4, 40), generator=seeded(4)).tolist()
+    return Rest(build_datastore(texts, target.vocab_size), RestOptions(nodes=9, tokens=3, longest=2))
+
+
 DRAFTERS: dict[str, Callable[[Target], Any]] = {
     "none": lambda target: None,
     "eagle": lambda target: random_head(target, seed=2),
@@ -144,6 +152,8 @@ DRAFTERS: dict[str, Callable[[Target], Any]] = {
     "other vocabulary": other_words,
     "recurrent": lambda target: ModelProposer(Target(random_model(target.config, seed=3)), target),
     "suffix": lambda target: source_of("suffix:percent=1,growth=9,nodes=8", target),
+    "prompt-lookup": lambda target: source_of("prompt-lookup:prompt_lookup_num_tokens=3", target),
+    "rest": random_rest,
     "suffix+model": lambda target: DraftSource(ModelProposer(near(2), target), suffix_cache()),
     "suffix+eagle": lambda target: DraftSource(EagleProposer(random_head(target, seed=2), target), suffix_cache()),
 }

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from commands import treespec
 from head_files import add_tensors, mtp_tensors
 from models import as_undrafted
 from training import save_model
@@ -23,6 +24,7 @@ DRAFTERS = {
     "head": "head:{home}/eagle3",
     "model": "model:{home}/small",
     "suffix": "suffix:{home}/memory",
+    "rest": "rest:{home}/store",
 }
 JOINED = {
     "suffix+eagle": "suffix+eagle:{home}/eagle",
@@ -41,6 +43,8 @@ def home(tmp_path_factory):
     model.save_pretrained(folder)
     add_tensors(folder, mtp_tensors(model, "mimo"))
     save_model(home / "small", num_hidden_layers=1)
+    (home / "texts.txt").write_text(TEXT * 9)
+    assert treespec(f"datastore build --target {folder} --data {home}/texts.txt --out {home}/store") == 0
     target = Target(AutoModelForCausalLM.from_pretrained(folder))
     for kind in HEAD_KINDS:
         torch.manual_seed(0)

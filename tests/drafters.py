@@ -136,12 +136,6 @@ def suffix_cache() -> OneHotDrafter:
     return OneHotDrafter(Suffix(chosen, SuffixCaches(chosen.tokens)))
 
 
-def random_rest(target) -> Rest:
-    """Drafts a few nodes from texts of random tokens."""
-    texts = torch.randint(target.vocab_size, (4, 40), generator=seeded(4)).tolist()
-    return Rest(build_datastore(texts, target.vocab_size), RestOptions(nodes=9, tokens=3, longest=2))
-
-
 DRAFTERS: dict[str, Callable[[Target], Any]] = {
     "none": lambda target: None,
     "eagle": lambda target: random_head(target, seed=2),
@@ -152,8 +146,7 @@ DRAFTERS: dict[str, Callable[[Target], Any]] = {
     "other vocabulary": other_words,
     "recurrent": lambda target: ModelProposer(Target(random_model(target.config, seed=3)), target),
     "suffix": lambda target: source_of("suffix:percent=1,growth=9,nodes=8", target),
-    "prompt-lookup": lambda target: source_of("prompt-lookup:prompt_lookup_num_tokens=3", target),
-    "rest": random_rest,
+    "rest": lambda target: Rest(build_datastore([[n**3 // 11 % 4 for n in range(99)]], 4), RestOptions(longest=2)),
     "suffix+model": lambda target: DraftSource(ModelProposer(near(2), target), suffix_cache()),
     "suffix+eagle": lambda target: DraftSource(EagleProposer(random_head(target, seed=2), target), suffix_cache()),
 }

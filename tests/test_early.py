@@ -41,6 +41,7 @@ tree: --out HOME/tree.json --head HOME/eagle
 train: --out HOME/out --data HOME/talk.jsonl
 regenerate: --out HOME/out --data HOME/talk.jsonl
 export: --out HOME/out --head HOME/eagle --to vllm
+datastore build: --out HOME/out --data HOME/talk.jsonl
 """
 # Commands, their options, and words of the only line.
 WRONG = Path(__file__).with_name("early.txt").read_text()

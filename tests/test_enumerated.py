@@ -45,7 +45,7 @@ SETUPS = [
     *((drafter, *pair, "top-k", 64) for drafter, pair in product([*HEADS, *MODELS], WIDE[:2])),
     *((drafter, "traversal", "2x2", "penalties", 64) for drafter in (*HEADS, *MODELS)),
     *(("suffix", "topk", None, way, 64) for way in ("greedy", "warm", "top-p", "min-p", *SHAPED)),
-    *((found, "topk", None, way, 64) for found, way in product(("prompt-lookup", "rest"), ("greedy", "warm", "end"))),
+    *((found, "topk", None, way, 64) for found, way in product(("prompt-lookup:3", "rest"), ("greedy", "warm", "end"))),
     *(("recurrent", "rrs-wo", tree, "top-k", 64) for tree in ("chain:2", "2x2")),
     *((*grown, way, 64) for grown, way in product(GROWN, ("top-k", "penalties"))),
     *(("suffix+model", *pair, "top-k", 64) for pair in (*REPLACED, *CHAINS[:2], *WIDE[3:])),

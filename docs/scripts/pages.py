@@ -141,7 +141,7 @@ def options_of(config: Any) -> str:
         value = field.default
         words = "/".join(f"{x:g}" for x in value) if isinstance(value, tuple) else str(value)
         unset = value is MISSING or value is None or not words
-        option_texts.append(f"`{field.name.replace('_', '-')}{'' if unset else f'={words}'}`")
+        option_texts.append(f"`{field.name}{'' if unset else f'={words}'}`")
     return ", ".join(option_texts)
 
 

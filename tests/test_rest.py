@@ -84,6 +84,13 @@ def test_of_many_occurrences_it_takes_evenly_spaced_ones():
     assert dict(zip(guess.tokens, guess.shares, strict=True)) == {0: 0.5, 3: 0.5}
 
 
+def test_a_continuation_that_no_text_holds_counts_once():
+    rest = Rest(build_datastore([[1, 2, 3, 4], [1, 2, 3, 0], [1, 2, 0]], 5), RestOptions())
+    guess = rest.draft(np.array([1, 2]))
+    probabilities = dict(zip(zip(guess.parents, guess.tokens, strict=True), guess.probabilities[1:], strict=True))
+    assert probabilities == pytest.approx({(0, 3): 2 / 4, (0, 0): 1 / 4, (1, 4): 1 / 3, (1, 0): 1 / 3})
+
+
 def test_a_match_of_one_token_drafts_nothing():
     rest = Rest(build_datastore([[1, 2, 3]], 4), RestOptions())
     assert rest.draft(np.array([0, 2])).tokens == ()

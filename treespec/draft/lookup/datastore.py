@@ -81,7 +81,7 @@ class Datastore:
         return self.tokens[max(slot - count, 0) : slot][::-1].tolist()
 
     def list_continuations(self, slots: np.ndarray, tokens: int) -> list[list[int]]:
-        """Lists `tokens` tokens from each slot on; behind the end of its text END_OF_TEXT or other texts follow."""
+        """Lists `tokens` tokens from each slot on. A text's end is END_OF_TEXT; tokens of other texts may follow it."""
         places = slots[:, None].astype(np.int64) + np.arange(tokens)
         continuations = self.tokens.take(places, mode="clip")  # the last token is END_OF_TEXT
         return np.where(continuations < self.vocab_size, continuations, END_OF_TEXT).tolist()

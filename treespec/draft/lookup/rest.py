@@ -3,10 +3,10 @@
 The longest suffix of the text that the datastore holds is looked up, of 16 to 2 tokens. The continuations of its
 occurrences make a trie, and the 64 nodes that most of them go through are the draft tree. Two differences from the
 authors' program: of more occurrences than `matches` it takes evenly spaced ones, where theirs takes the first 5,000
-in the order of what follows; and with `--verifier auto` it leaves out nodes that are too rare to be worth their time.
+in the order of what follows; and `--verifier auto` drafts only the nodes that should be worth their time.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self, final
 
 import numpy as np
@@ -43,7 +43,22 @@ class Rest(TextDrafter):
             chosen = np.linspace(0, len(slots) - 1, options.matches).round().astype(np.int64)
             slots = slots[chosen]
         continuations = self.store.list_continuations(slots, options.tokens)
-        return merge_continuations(continuations, options.nodes, length, lambda matched: 1.0, 0.0)
+        guess = merge_continuations(continuations, options.nodes, length, lambda matched: 1.0, 0.0)
+        return estimate_probabilities(guess, len(continuations))
+
+
+def estimate_probabilities(guess: Guess, occurrences: int) -> Guess:
+    """Estimates Pr(a node is accepted | its parent is), by which `auto` chooses nodes.
+
+    Of a parent's n continuations c go on to the node: the estimate is c / (n + 1), because a continuation that the
+    datastore lacks is as likely as one that it holds once (PPM's method A, Cleary and Witten 1984).
+
+    guess: with the shares c / n as probabilities. occurrences: the root's n.
+    """
+    assert guess.probabilities is not None
+    counts = guess.compute_reach(guess.probabilities) * occurrences  # [N]
+    parent_counts = counts[list(guess.parents)]  # [N - 1]
+    return replace(guess, probabilities=np.append(1.0, counts[1:] / (parent_counts + 1)))
 
 
 def load_rest(spec: DrafterSpec, target: Target) -> TextDrafter:

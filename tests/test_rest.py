@@ -48,8 +48,7 @@ def test_it_finds_the_longest_suffix(seed, longest):
     texts = random_texts(seed)
     texts[1] = texts[0][4:] + texts[1]  # two texts with long parts in common
     store = build_datastore(texts, 3)
-    for cut in (1, 3, 9, 30):
-        context = texts[0][:cut]
+    for context in [*(texts[0][:cut] for cut in (1, 3, 9, 30)), *random_texts(seed + 100, length=12)]:
         length, slots = store.find_longest_match(np.array(context), longest)
         wanted, found = find_by_hand(texts, context, longest)
         assert length == wanted

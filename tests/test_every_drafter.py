@@ -22,6 +22,7 @@ DRAFTERS = {
     **{kind: f"{kind}:{{home}}/{kind}" for kind in HEAD_KINDS},
     "head": "head:{home}/eagle3",
     "model": "model:{home}/small",
+    "sparse": "sparse:window=8,snapkv=4",
     "suffix": "suffix:{home}/memory",
 }
 JOINED = {

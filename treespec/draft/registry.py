@@ -66,6 +66,18 @@ class SuffixOptions(DrafterOptions):
     percent: int = option("least probability of a drafted path", 10, least=1, most=100)
 
 
+@dataclass(frozen=True)
+class SparseOptions(DrafterOptions):
+    window: int = option("latest tokens that drafts see", 512, least=1, most=MAX_TEXT_TOKENS)
+    sinks: int = option("first tokens that they see", 4, least=0, most=1024)
+    snapkv: int = option(
+        "further tokens, those that the prompt's last ones attend to most",
+        0,
+        least=0,
+        most=MAX_TEXT_TOKENS,
+    )
+
+
 CHECKS_MODULE = "treespec.draft.preflight"
 
 
@@ -103,6 +115,14 @@ BUILTIN_DRAFTERS = (
         "Leviathan et al., Chen et al. 2023",
         f"{CHECKS_MODULE}:check_model",
         "must",
+    ),
+    DrafterKind(
+        "sparse",
+        ("sparse",),
+        "treespec.draft.models.sparse:load_sparse",
+        "the target itself, over the first and the latest keys and values of a long text",
+        "MagicDec, Chen et al. 2024",
+        options=SparseOptions,
     ),
     DrafterKind(
         "mtp",

@@ -31,13 +31,13 @@ from treespec.trees.tree import to_device
 OBSERVATION_TOKENS = 32  # SnapKV's window_size
 POOLING_COLUMNS = 5  # SnapKV's kernel_size
 OBSERVED_ATTENTION_NAME = "observed_trees"
-TRIAL_TOKENS = 3
+ATTENTION_TRIAL_TOKENS = 3
 
 See = Callable[[Tensor], None]
 
 
 @dataclass(frozen=True)
-class Selection:
+class SelectedColumns:
     """The selected columns of a text.
 
     Attributes:
@@ -52,7 +52,7 @@ class Selection:
 @torch.no_grad()
 def select_columns(
     target: Target, cache: TreeCache, texts: Sequence[Tensor], count: int, first: int, window: int
-) -> list[Selection]:
+) -> list[SelectedColumns]:
     """Selects columns of each text by one forward, which leaves the cache as it was.
 
     For a moment it holds a layer's attention, [B, heads, observation window, T] in float32. A text that is too short
@@ -90,13 +90,13 @@ def select_columns(
         pooled = pooled.masked_fill(~allowed, -1.0)
         layers.append(pooled.topk(min(count, cache.end)).indices.cpu())
 
-    with observing_attention(target, select):
+    with observe_attention(target, select):
         target.forward_nodes(cache, tokens, places, causal)
     selections = []
     for row in range(len(texts)):
         columns = [layer[row] for layer in layers]
         end = 1 + max((int(layer.max()) for layer in columns), default=0)
-        selections.append(Selection(columns, end))
+        selections.append(SelectedColumns(columns, end))
     return selections
 
 
@@ -124,7 +124,7 @@ AttentionMaskInterface.register(OBSERVED_ATTENTION_NAME, sdpa_mask)
 
 
 @contextmanager
-def observing_attention(target: Target, see: See) -> Iterator[None]:
+def observe_attention(target: Target, see: See) -> Iterator[None]:
     """Inside, each layer of a forward shows its attention weights to `see`, and no graph runs instead."""
     decoder = target.tree_decoder
     graphs = decoder.graphs
@@ -156,8 +156,8 @@ def check_attention(target: Target) -> None:
         )
     layers = 0
     if target.config._attn_implementation == ATTENTION_NAME:
-        cache = target.build_cache(TRIAL_TOKENS)
-        text = torch.zeros(TRIAL_TOKENS, dtype=torch.int64)
+        cache = target.build_cache(ATTENTION_TRIAL_TOKENS)
+        text = torch.zeros(ATTENTION_TRIAL_TOKENS, dtype=torch.int64)
         target.prefill(cache, text[None])
         (selection,) = select_columns(target, cache, [text], 1, 0, 1)
         layers = len(selection.columns)

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from treespec.draft.drafter import PREFILL_AT
 from treespec.draft.models.branch import BranchProposer
-from treespec.draft.models.snapkv import Selection, check_attention, select_columns
+from treespec.draft.models.snapkv import SelectedColumns, check_attention, select_columns
 from treespec.draft.registry import SparseOptions
 from treespec.draft.spec import DrafterSpec
 from treespec.errors import InputError
@@ -46,7 +46,7 @@ class SparseText:
     """
 
     tokens: Tensor
-    selection: Selection | None = None
+    selection: SelectedColumns | None = None
 
 
 @final

@@ -101,13 +101,17 @@ def test_it_selects_at_the_end_of_a_prompt_and_when_a_text_outgrows_the_cache():
     assert spec.decoder.drafter.proposer.cache.lengths == [12]
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral-window-6", "qwen3"])
-@pytest.mark.parametrize("options", ["window=5,sinks=2", "window=5,sinks=1,snapkv=6"])
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("llama", "window=5,sinks=2"),
+        ("llama", "window=5,sinks=1,snapkv=6"),
+        ("mistral-window-6", "window=5,sinks=2"),
+    ],
+)
 def test_greedy_texts_are_the_targets_alone_and_together(name, options):
-    if name == "mistral-window-6":
-        options = options.removesuffix(",snapkv=6")
     spec = build_spec(name, f"sparse:{options}", tree="2x3")
-    as_undrafted(spec, prompts_of_lengths(), 16, batch=3)
+    as_undrafted(spec, prompts_of_lengths(), 10, batch=3)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -124,7 +128,7 @@ def test_a_sparse_cache_as_long_as_the_text_accepts_everything(name, snapkv, tem
     [
         ("window=2,sinks=1", "topk", "2x2", "greedy"),
         ("window=2,sinks=1", "rrs-wo", "2x1", "top-k"),
-        ("window=2,sinks=1,snapkv=2", "block", "chain:2", "penalties"),
+        ("window=2,sinks=1,snapkv=2", "block", "chain:1", "penalties"),
     ],
 )
 def test_texts_have_the_targets_distribution(options, verifier, tree, way):

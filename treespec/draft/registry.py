@@ -29,6 +29,7 @@ class DrafterKind:
         options: a frozen dataclass; None: it has no options.
         one_hot: whether its tokens have no draft distribution, because they are found, not drawn.
         at_once: whether a head drafts all levels at once, because a level depends only on the sequence.
+        joins: whether the place may be several, as in `model:A+B`.
     """
 
     name: str
@@ -41,6 +42,7 @@ class DrafterKind:
     options: type[Any] | None = None
     one_hot: bool = False
     at_once: bool = False
+    joins: bool = False
 
     @property
     def is_head(self) -> bool:
@@ -109,12 +111,13 @@ BUILTIN_DRAFTERS = (
     ),
     DrafterKind(
         "model",
-        ("model:MODEL",),
-        "treespec.draft.models.model:load_draft_model",
-        "a smaller model, of any vocabulary",
-        "Leviathan et al., Chen et al. 2023",
+        ("model:MODEL", "model:A+B"),
+        "treespec.draft.models.several:load_draft_models",
+        "a smaller model, of any vocabulary; or several, whose trees are merged",
+        "Leviathan et al., Chen et al. 2023; SpecInfer, Miao et al. 2024",
         f"{CHECKS_MODULE}:check_model",
         "must",
+        joins=True,
     ),
     DrafterKind(
         "sparse",

@@ -56,6 +56,11 @@ class DrafterSpec:
                 f"--drafter {text}: {spec.kind.name} has no draft model to join: take suffix alone, "
                 "or suffix+eagle:DIRECTORY"
             )
+        if len(spec.places) > 1:
+            raise InputError(
+                f"--drafter {text}: suffix drafts beside one model: take suffix+model:{spec.places[0]}, "
+                f"or {spec.own} alone"
+            )
         return replace(spec, cache=cache)
 
     @classmethod
@@ -93,6 +98,8 @@ class DrafterSpec:
             raise InputError(f"--drafter {name} names no directory: write {name}:PATH")
         if option_text and not kind.options:
             raise InputError(f"--drafter {without_tree}: {name} takes no value")
+        if kind.joins and not all(list_places(kind, place)):
+            raise InputError(f"--drafter {without_tree}: a name is missing beside +")
         options = None
         if kind.options:
             options = parse_drafter_options(kind.options, option_text, without_tree)
@@ -111,6 +118,11 @@ class DrafterSpec:
         if self.cache is None:
             return (self,)
         return (self.cache, replace(self, cache=None))
+
+    @property
+    def places(self) -> list[str]:
+        """The directories, files or hub ids: one, or those that a + joins."""
+        return list_places(self.kind, self.place)
 
     @property
     def cache_folder(self) -> str:
@@ -134,7 +146,10 @@ class DrafterSpec:
         names = []
         for member in self.members:
             kind, colon, value = member.own.partition(":")
-            names.append(kind + colon + Path(value).name)
+            values = [value]
+            if len(member.places) > 1:
+                values = member.places
+            names.append(kind + colon + "+".join(Path(place).name for place in values))
         return "+".join(names)
 
     def check(self, target: str) -> None:
@@ -159,6 +174,13 @@ def split_tree(text: str, kind: DrafterKind) -> tuple[str, str | None]:
         return text, None
     without_tree, _, tree = text.partition("@")
     return without_tree, tree or None
+
+
+def list_places(kind: DrafterKind, place: str) -> list[str]:
+    """Split a place into those that a + joins. The path of an existing folder keeps its +."""
+    if not kind.joins or Path(place).expanduser().exists():
+        return [place]
+    return place.split("+")
 
 
 def split_value(kind: DrafterKind, value: str) -> tuple[str, str]:

@@ -28,6 +28,7 @@ DRAFTERS = {
 JOINED = {
     "suffix+eagle": "suffix+eagle:{home}/eagle",
     "suffix+model": "suffix:{home}/joined,nodes=9+model:{home}/small",
+    "model+model": "model:{home}/small+{home}/target",
 }
 
 

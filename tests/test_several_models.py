@@ -153,5 +153,5 @@ def test_what_cannot_be_joined_is_one_line():
         Spec(table(), build_several(2, 3), "auto")
     with complains("suffix drafts beside one model: take suffix.model:a, or model:a.b alone"):
         DrafterSpec.parse("suffix+model:a+b")
-    with complains("a name is missing beside"):
+    with complains("model:a. names no directory: write model:PATH"):
         DrafterSpec.parse("model:a+")

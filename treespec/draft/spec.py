@@ -94,12 +94,11 @@ class DrafterSpec:
 
         # 2. The directory or file, and the options.
         place, option_text = split_value(kind, value)
-        if kind.place == "must" and not place:
-            raise InputError(f"--drafter {name} names no directory: write {name}:PATH")
+        if kind.place == "must" and not all(list_places(kind, place)):
+            own = without_tree.rstrip(":")
+            raise InputError(f"--drafter {own} names no directory: write {name}:PATH")
         if option_text and not kind.options:
             raise InputError(f"--drafter {without_tree}: {name} takes no value")
-        if kind.joins and not all(list_places(kind, place)):
-            raise InputError(f"--drafter {without_tree}: a name is missing beside +")
         options = None
         if kind.options:
             options = parse_drafter_options(kind.options, option_text, without_tree)

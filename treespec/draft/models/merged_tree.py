@@ -20,7 +20,7 @@ from torch import Tensor
 from treespec.trees.mask import mark_ancestors
 from treespec.trees.tree import Drafts, Draws, TokenTree, to_device, to_host
 
-ABSENT = -1  # the token of an absent draw, and the number of its node
+ABSENT_DRAW = -1  # the token of an absent draw, and the number of its node
 
 
 @dataclass
@@ -67,17 +67,17 @@ class Merger:
         numbers = [0]
         for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
             above = numbers[parent]
-            number = ABSENT
-            if token != ABSENT and above != ABSENT:
+            number = ABSENT_DRAW
+            if token != ABSENT_DRAW and above != ABSENT_DRAW:
                 number = self._find_child(above, token)
             numbers.append(number)
 
         # 2. The draws there. A model that repeats a token has two nodes that become one.
         for row, (node, tokens) in enumerate(zip(tree.nodes, tree.draws, strict=True)):
             number = numbers[node]
-            if number != ABSENT:
+            if number != ABSENT_DRAW:
                 model_draws = self.draws[number].setdefault(model, ModelDraws(row))
-                model_draws.tokens += [token for token in tokens if token != ABSENT]
+                model_draws.tokens += [token for token in tokens if token != ABSENT_DRAW]
 
     def _find_child(self, parent: int, token: int) -> int:
         """Returns the merged child of a node with that token; it is made if there is none."""
@@ -106,26 +106,37 @@ class Merger:
         models = len(drafts)
         device = drawn[0].q.device
         nodes = sorted(self.draws)
-
-        # 1. The draws, models taking turns.
-        most = 1
-        for by_model in self.draws.values():
-            most = max(most, *(len(model_draws.tokens) for model_draws in by_model.values()))
-        tokens = torch.full((len(nodes), most * models), ABSENT)
-        for row, node in enumerate(nodes):
-            for model, model_draws in self.draws[node].items():
-                for number, token in enumerate(model_draws.tokens):
-                    tokens[row, number * models + model] = token
-
-        # 2. Each model's distributions, at the nodes where it has drawn.
         q = drawn[0].q.new_zeros(len(nodes), models, drawn[0].q.shape[-1])
         for model, part in enumerate(drafts):
-            if part is None:
-                continue
-            rows = [row for row, node in enumerate(nodes) if model in self.draws[node]]
-            sources = [self.draws[nodes[row]][model].row for row in rows]
-            q[to_device(rows, device), model] = part.q[to_device(sources, device)]
+            if part is not None:
+                rows, sources = self._list_rows(nodes, model)
+                q[to_device(rows, device), model] = part.q[to_device(sources, device)]
+        tokens = self._build_draw_table(nodes, models)
         return Drafts(to_device(nodes, device), q, Draws(to_device(tokens, device)))
+
+    def _list_rows(self, nodes: Sequence[int], model: int) -> tuple[list[int], list[int]]:
+        """Lists the rows of `nodes` at which a model has drawn, and the rows of its own distributions there."""
+        rows = []
+        sources = []
+        for row, node in enumerate(nodes):
+            model_draws = self.draws[node].get(model)
+            if model_draws:
+                rows.append(row)
+                sources.append(model_draws.row)
+        return rows, sources
+
+    def _build_draw_table(self, nodes: Sequence[int], models: int) -> Tensor:
+        """Builds [I, K] the draws at these nodes, the models taking turns; K is a multiple of M."""
+        turns = 1
+        for node in nodes:
+            for model_draws in self.draws[node].values():
+                turns = max(turns, len(model_draws.tokens))
+        table = torch.full((len(nodes), turns * models), ABSENT_DRAW)
+        for row, node in enumerate(nodes):
+            for model, model_draws in self.draws[node].items():
+                drawn = torch.tensor(model_draws.tokens, dtype=torch.int64)
+                table[row, model : models * len(drawn) : models] = drawn
+        return table
 
 
 def merge_trees(trees: Sequence[TokenTree]) -> TokenTree:

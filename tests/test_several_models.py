@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from commands import complains
-from drafters import PROMPT, WAYS, near, other_words, table
+from drafters import PROMPT, WAYS, near, other_words, source_of, table
 from models import as_undrafted, prompt, prompts_of_lengths, small, target
 from reference import TEXT_PROB_TOLERANCE, enumerate_texts
 from training import save_model
@@ -152,6 +152,6 @@ def test_what_cannot_be_joined_is_one_line():
     with complains("the auto tree is chosen by the cost of one draft model"):
         Spec(table(), build_several(2, 3), "auto")
     with complains("suffix drafts beside one model: take suffix.model:a, or model:a.b alone"):
-        DrafterSpec.parse("suffix+model:a+b")
+        source_of("suffix+model:a+b", table())
     with complains("model:a. names no directory: write model:PATH"):
         DrafterSpec.parse("model:a+")

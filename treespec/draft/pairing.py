@@ -101,6 +101,15 @@ def check_several_models(policy: Policy, scheme: "SchemeInfo | Scheme") -> None:
         )
 
 
+def refuse_suffix_beside_several(spec: DrafterSpec) -> None:
+    """Raises InputError for a suffix cache beside several draft models."""
+    if spec.cache:
+        raise InputError(
+            f"--drafter {spec.written}: suffix drafts beside one model: take suffix+model:{spec.places[0]}, "
+            f"or {spec.own} alone"
+        )
+
+
 def choose_default_tree(scheme: "Scheme", deepest: int | None) -> Policy:
     """Returns the tree without `--tree`: `auto` for a deterministic scheme, else the scheme's default.
 
@@ -129,6 +138,7 @@ def check_named(
         tree = build_chain(1)  # a default tree fits its verifier and head
     check_fit(tree, verifier.scheme, describe_draft_model(spec))
     if len(spec.places) > 1:
+        refuse_suffix_beside_several(spec)
         check_several_models(tree, verifier.scheme)
 
 

@@ -56,11 +56,6 @@ class DrafterSpec:
                 f"--drafter {text}: {spec.kind.name} has no draft model to join: take suffix alone, "
                 "or suffix+eagle:DIRECTORY"
             )
-        if len(spec.places) > 1:
-            raise InputError(
-                f"--drafter {text}: suffix drafts beside one model: take suffix+model:{spec.places[0]}, "
-                f"or {spec.own} alone"
-            )
         return replace(spec, cache=cache)
 
     @classmethod

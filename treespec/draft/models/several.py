@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from treespec.draft.drafter import Drafter, Proposer
 from treespec.draft.models.merged_tree import merge_trees
 from treespec.draft.models.model import load_draft_model
-from treespec.draft.pairing import check_several_models
+from treespec.draft.pairing import check_several_models, refuse_suffix_beside_several
 from treespec.draft.spec import DrafterSpec
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.model.cache import TreeCache
@@ -106,6 +106,8 @@ class SeveralDrafter(Drafter):
 
 def load_draft_models(spec: DrafterSpec, target: Target) -> Proposer | SeveralDrafter:
     """Loads the draft model of `--drafter model:A`, or those of `model:A+B`. Raises InputError."""
+    if len(spec.places) > 1:
+        refuse_suffix_beside_several(spec)
     proposers = []
     for place in spec.places:
         proposers.append(load_draft_model(replace(spec, place=place), target))

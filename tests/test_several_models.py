@@ -45,7 +45,8 @@ def test_equal_paths_become_one_node_with_the_draws_of_both():
         [ROOT, A, B, C, A, D], [-1, 0, 0, 1, 0, 4], [0, 1, 4], [[A, B, A], [C, -1, -1], [D, -1, -1]], q[:3]
     )
     second = build_tree([ROOT, A, -1, D, B], [-1, 0, 0, 1, 2], [0, 1, 2], [[A, -1], [D, -1], [B, -1]], q[3:])
-    tree = merge_trees([first, second])
+    other, tree = merge_trees([[second, first], [first, second]])
+    assert sorted(other.tokens.tolist()) == [A, B, C, D, ROOT]
     assert tree.tokens.tolist() == [ROOT, A, B, C, D]
     assert tree.parents.tolist() == [-1, 0, 0, 1, 1]
     assert tree.depth.tolist() == [0, 1, 1, 2, 2]

@@ -139,13 +139,24 @@ class Merger:
         return table
 
 
-def merge_trees(trees: Sequence[TokenTree]) -> TokenTree:
-    """Merges the trees of M draft models for one sequence. The host reads tokens and draws, so it waits once."""
+def merge_trees(trees_by_model: Sequence[Sequence[TokenTree]]) -> list[TokenTree]:
+    """Merges the trees of M draft models for each of B sequences. The host reads tokens and draws, so it waits once.
+
+    trees_by_model: B trees of each model.
+    """
+    models = len(trees_by_model)
+    trees: list[TokenTree] = []
+    for row in zip(*trees_by_model, strict=True):
+        trees += row
     host_trees = copy_trees_to_host(trees)
-    merger = Merger(host_trees[0].tokens[0])
-    for model, tree in enumerate(host_trees):
-        merger.add(model, tree)
-    return merger.build_tree([tree.drafts for tree in trees], trees[0].tokens.device)
+    merged_trees = []
+    for first in range(0, len(trees), models):
+        merger = Merger(host_trees[first].tokens[0])
+        for model in range(models):
+            merger.add(model, host_trees[first + model])
+        drafts = [tree.drafts for tree in trees[first : first + models]]
+        merged_trees.append(merger.build_tree(drafts, trees[first].tokens.device))
+    return merged_trees
 
 
 def copy_trees_to_host(trees: Sequence[TokenTree]) -> list[HostTree]:

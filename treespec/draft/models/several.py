@@ -86,7 +86,7 @@ class SeveralDrafter(Drafter):
         for drafter in self.drafters:
             trees_by_model.append(drafter.draft_trees(roots, distributions, generators, cache, now))
         self.forward_seconds = sum(drafter.forward_seconds for drafter in self.drafters)
-        return list(map(merge_trees, zip(*trees_by_model, strict=True)))
+        return merge_trees(trees_by_model)
 
     def draft_logits(self, row: int) -> dict[Path, Tensor]:
         by_path: dict[Path, list[Tensor]] = {}

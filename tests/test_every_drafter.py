@@ -23,12 +23,14 @@ DRAFTERS = {
     **{kind: f"{kind}:{{home}}/{kind}" for kind in HEAD_KINDS},
     "head": "head:{home}/eagle3",
     "model": "model:{home}/small",
+    "sparse": "sparse:window=8,snapkv=4",
     "suffix": "suffix:{home}/memory",
     "rest": "rest:{home}/store",
 }
 JOINED = {
     "suffix+eagle": "suffix+eagle:{home}/eagle",
     "suffix+model": "suffix:{home}/joined,nodes=9+model:{home}/small",
+    "model+model": "model:{home}/small+{home}/target",
 }
 
 

@@ -91,7 +91,8 @@ class Drafts:
 
     Attributes:
         nodes: [I] int64 node numbers.
-        q: [I, V] the draft distribution at each node.
+        q: [I, V] the draft distribution at each node; [I, M, V] of M draft models that take turns: draw k comes from
+            model k mod M.
         draws: the draws from q, one row for each of the I nodes.
     """
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from treespec.eval.certify.statistics import compute_odds_stakes, compute_power_stakes
-from treespec.trees.tree import Drafts
+from treespec.trees.tree import Drafts, Draws
 from treespec.verify.scheme import RandomDraws
 
 DRAWS_QUESTION = "draws follow their reported distribution"
@@ -56,6 +56,7 @@ def build_shown_cycle(
     """
     if drafts is None:
         return SampledCycle(tokens)
+    drafts = split_models(drafts)
     q, draws, is_first = gather_random_draws(random_draws, drafts)
     number = torch.arange(q.shape[-1], device=q.device).expand_as(q)
     first = place_tokens(q[is_first], number[is_first], draws[is_first], coins)
@@ -69,6 +70,23 @@ def build_shown_cycle(
     q_at_root = drafts.q[drafts.nodes == 0]
     root_q = q_at_root[0] if len(q_at_root) else None
     return SampledCycle(tokens, numbers, first, root_q)
+
+
+def split_models(drafts: Drafts) -> Drafts:
+    """Give each draft model a row of its own at each node where it has drawn; drafts of one model stay as they are."""
+    if drafts.q.dim() == 2:
+        return drafts
+    models = drafts.q.shape[1]
+    nodes = []
+    qs = []
+    tokens = []
+    for model in range(models):
+        model_tokens = drafts.draws.tokens[:, model::models]
+        has_drawn = (model_tokens >= 0).any(1)
+        nodes.append(drafts.nodes[has_drawn])
+        qs.append(drafts.q[has_drawn, model])
+        tokens.append(model_tokens[has_drawn])
+    return Drafts(torch.cat(nodes), torch.cat(qs), Draws(torch.cat(tokens)))
 
 
 def gather_random_draws(

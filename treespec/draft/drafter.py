@@ -26,6 +26,7 @@ from treespec.sampling.probs import SamplingParams
 from treespec.sampling.sampler import Path, Sampler
 from treespec.trees.shape import Policy
 from treespec.trees.tree import TokenTree
+from treespec.verify.scheme import Scheme
 
 PREFILL_AT = (
     32  # more new tokens than an accepted path has: they are a prompt, which is run at once
@@ -362,6 +363,13 @@ class Drafter(Observer):
     def update(self, paths: Sequence[Sequence[int]]) -> None:
         """Learns from a cycle. paths: the accepted nodes of each tree, without the root."""
         return
+
+    def build_for(self, tree: Policy | None, scheme: Scheme) -> "Drafter":
+        """Returns a new drafter, as `new` does, with trees of this policy and draws of this scheme, if it can.
+
+        tree: None: its default. Raises InputError if they do not go together.
+        """
+        return self.new()
 
     def copy_with_costs(self, times: CostBy) -> "Drafter":
         """Returns a new drafter, as `new` does, that limits its trees to the nodes worth their time, if it can.

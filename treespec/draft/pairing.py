@@ -88,6 +88,28 @@ def check_depth(policy: Policy, model: ProposerInfo) -> None:
         )
 
 
+def check_several_models(policy: Policy, scheme: "SchemeInfo | Scheme") -> None:
+    """Raises InputError for a tree and scheme that do not go with trees of several draft models."""
+    if policy.timed:
+        raise InputError(
+            f"the {policy.name} tree is chosen by the cost of one draft model: with several take --tree chain:4 or "
+            "another one"
+        )
+    if not scheme.deterministic and not scheme.takes_several_models:
+        raise InputError(
+            f"verifier {scheme.name} takes the draws of one draft model: with several take --verifier rrs, auto or topk"
+        )
+
+
+def refuse_suffix_beside_several(spec: DrafterSpec) -> None:
+    """Raises InputError for a suffix cache beside several draft models."""
+    if spec.cache:
+        raise InputError(
+            f"--drafter {spec.written}: suffix drafts beside one model: take suffix+model:{spec.places[0]}, "
+            f"or {spec.own} alone"
+        )
+
+
 def choose_default_tree(scheme: "Scheme", deepest: int | None) -> Policy:
     """Returns the tree without `--tree`: `auto` for a deterministic scheme, else the scheme's default.
 
@@ -115,6 +137,9 @@ def check_named(
     if tree is None:
         tree = build_chain(1)  # a default tree fits its verifier and head
     check_fit(tree, verifier.scheme, describe_draft_model(spec))
+    if len(spec.places) > 1:
+        refuse_suffix_beside_several(spec)
+        check_several_models(tree, verifier.scheme)
 
 
 def describe_draft_model(spec: DrafterSpec) -> ProposerInfo:

@@ -44,9 +44,10 @@ def check_feature_width(head: str, target: str) -> None:
 
 
 def check_model(spec: DrafterSpec, target: str) -> None:
-    """Check a draft model's files. Raises InputError if they are missing or damaged."""
-    check_there(spec.place, "draft model's directory")
-    check_model_files(str(Path(spec.place).expanduser()))
+    """Check the files of one draft model or of several. Raises InputError if they are missing or damaged."""
+    for place in spec.places:
+        check_there(place, "draft model's directory")
+        check_model_files(str(Path(place).expanduser()))
 
 
 def check_mtp(spec: DrafterSpec, target: str) -> None:

@@ -29,6 +29,7 @@ class DrafterKind:
         options: a frozen dataclass; None: it has no options.
         one_hot: whether its tokens have no draft distribution, because they are found, not drawn.
         at_once: whether a head drafts all levels at once, because a level depends only on the sequence.
+        joins: whether the place may be several, as in `model:A+B`.
     """
 
     name: str
@@ -41,6 +42,7 @@ class DrafterKind:
     options: type[Any] | None = None
     one_hot: bool = False
     at_once: bool = False
+    joins: bool = False
 
     @property
     def is_head(self) -> bool:
@@ -81,6 +83,18 @@ class RestOptions(DrafterOptions):
     longest: int = option("tokens of the suffix to look for", 16, least=2, most=16)
     matches: int = option(
         "occurrences of the suffix to draft from at most", 1000, least=1, most=MAX_TEXT_TOKENS
+    )
+
+
+@dataclass(frozen=True)
+class SparseOptions(DrafterOptions):
+    window: int = option("latest tokens that drafts see", 512, least=1, most=MAX_TEXT_TOKENS)
+    sinks: int = option("first tokens that they see", 4, least=0, most=1024)
+    snapkv: int = option(
+        "further tokens, those that the prompt's last ones attend to most",
+        0,
+        least=0,
+        most=MAX_TEXT_TOKENS,
     )
 
 
@@ -135,12 +149,21 @@ BUILTIN_DRAFTERS = (
     ),
     DrafterKind(
         "model",
-        ("model:MODEL",),
-        "treespec.draft.models.model:load_draft_model",
-        "a smaller model, of any vocabulary",
-        "Leviathan et al., Chen et al. 2023",
+        ("model:MODEL", "model:A+B"),
+        "treespec.draft.models.several:load_draft_models",
+        "a smaller model, of any vocabulary; or several, whose trees are merged",
+        "Leviathan et al., Chen et al. 2023; SpecInfer, Miao et al. 2024",
         f"{CHECKS_MODULE}:check_model",
         "must",
+        joins=True,
+    ),
+    DrafterKind(
+        "sparse",
+        ("sparse",),
+        "treespec.draft.models.sparse:load_sparse",
+        "the target itself, over the first and the latest keys and values of a long text",
+        "MagicDec, Chen et al. 2024",
+        options=SparseOptions,
     ),
     DrafterKind(
         "mtp",

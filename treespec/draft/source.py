@@ -83,9 +83,10 @@ class DraftSource:
         if not isinstance(self.drafting, Proposer):
             if self.drafting.one_hot:
                 check_one_hot(self.name, verifier, tree)
+            drafter = self.drafting.build_for(tree, verifier.scheme)
             if verifier.coupled:
-                return self.drafting.copy_with_costs(times)
-            return self.drafting.new()
+                return drafter.copy_with_costs(times)
+            return drafter
 
         # 2. A draft model, and a suffix cache next to it.
         policy = tree

@@ -89,8 +89,9 @@ class DrafterSpec:
 
         # 2. The directory or file, and the options.
         place, option_text = split_value(kind, value)
-        if kind.place == "must" and not place:
-            raise InputError(f"--drafter {name} names no directory: write {name}:PATH")
+        if kind.place == "must" and not all(list_places(kind, place)):
+            own = without_tree.rstrip(":")
+            raise InputError(f"--drafter {own} names no directory: write {name}:PATH")
         if option_text and not kind.options:
             raise InputError(f"--drafter {without_tree}: {name} takes no value")
         options = None
@@ -111,6 +112,11 @@ class DrafterSpec:
         if self.cache is None:
             return (self,)
         return (self.cache, replace(self, cache=None))
+
+    @property
+    def places(self) -> list[str]:
+        """The directories, files or hub ids: one, or those that a + joins."""
+        return list_places(self.kind, self.place)
 
     @property
     def cache_folder(self) -> str:
@@ -134,7 +140,10 @@ class DrafterSpec:
         names = []
         for member in self.members:
             kind, colon, value = member.own.partition(":")
-            names.append(kind + colon + Path(value).name)
+            values = [value]
+            if len(member.places) > 1:
+                values = member.places
+            names.append(kind + colon + "+".join(Path(place).name for place in values))
         return "+".join(names)
 
     def check(self, target: str) -> None:
@@ -159,6 +168,13 @@ def split_tree(text: str, kind: DrafterKind) -> tuple[str, str | None]:
         return text, None
     without_tree, _, tree = text.partition("@")
     return without_tree, tree or None
+
+
+def list_places(kind: DrafterKind, place: str) -> list[str]:
+    """Split a place into those that a + joins. The path of an existing folder keeps its +."""
+    if not kind.joins or Path(place).expanduser().exists():
+        return [place]
+    return place.split("+")
 
 
 def split_value(kind: DrafterKind, value: str) -> tuple[str, str]:

@@ -22,7 +22,7 @@ class SchemeInfo:
     Attributes:
         name: on the command line.
         loads: import path "module:NAME" of its class.
-        lossless, deterministic, max_draws: as in `treespec.verify.scheme.Scheme`.
+        lossless, deterministic, max_draws, takes_several_models: as in `treespec.verify.scheme.Scheme`.
         options: {option: its range}.
     """
 
@@ -32,13 +32,14 @@ class SchemeInfo:
     deterministic: bool = False
     max_draws: int | None = None
     options: Mapping[str, Range] = field(default_factory=dict)
+    takes_several_models: bool = False
 
 
 SCHEME_INFOS = {
     info.name: info
     for info in (
         SchemeInfo("single", "treespec.verify.single:Single", max_draws=1),
-        SchemeInfo("rrs", "treespec.verify.rrs:RRS"),
+        SchemeInfo("rrs", "treespec.verify.rrs:RRS", takes_several_models=True),
         SchemeInfo("rrs-wo", "treespec.verify.rrs:RRSWithoutReplacement"),
         SchemeInfo("kseq", "treespec.verify.kseq:KSeq"),
         SchemeInfo("spechub", "treespec.verify.spechub:SpecHub", max_draws=2),

@@ -31,6 +31,14 @@ OVERSAMPLE_FACTOR = (
 )
 
 
+def list_draw_distributions(q: Tensor, draws: int) -> list[Tensor]:
+    """List the distribution [B, V] of each draw. q: [B, V] of one draft model, or [B, M, V] of M that take turns."""
+    if q.dim() == 2:
+        return [q] * draws
+    models = q.unbind(1)
+    return [models[draw % len(models)] for draw in range(draws)]
+
+
 @final
 @dataclass(frozen=True)
 class RRS(Independent):
@@ -38,7 +46,8 @@ class RRS(Independent):
 
     The first draw is verified against p. Each refused draw of distribution q replaces p by its residual
     norm (p - q)+, against which the next draw is verified. If all are refused, the output comes
-    from the last residual. Five tokens; 2 and then 1 are drawn:
+    from the last residual. With several draft models this is SpecInfer's multi-step speculative sampling: q is the
+    distribution of the model that made the draw. Five tokens; 2 and then 1 are drawn:
 
         q                   .1   .2   .3   .2   .2
         p                   .4   .3   .2   .1   0       draw 2 is accepted with 2/3
@@ -47,9 +56,11 @@ class RRS(Independent):
     """
 
     name = "rrs"
+    takes_several_models = True
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
-        return plan_recursive_rejection(p, [q] * draws.tokens.shape[1], draws.tokens)
+        qs = list_draw_distributions(q, draws.tokens.shape[1])
+        return plan_recursive_rejection(p, qs, draws.tokens)
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
         all_refused = torch.ones_like(p[:, 0])

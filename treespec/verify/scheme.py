@@ -49,6 +49,9 @@ class Scheme(Protocol):
     max_draws: ClassVar[int | None] = None
     """The largest number of draws at a node; None: any number."""
 
+    takes_several_models: ClassVar[bool] = False
+    """Whether a node's draws may come from M draft models: q is then [B, M, V], and draw k comes from model k mod M."""
+
     @property
     def drawing(self) -> str | None:
         """How the draws are made, which decides their α* (`treespec.verify.rates.find_optimum`).

@@ -37,7 +37,7 @@ def decode_all_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[int, bytes]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     byte_level = backend is not None and '"type":"ByteLevel"' in backend.to_str()
 
-    def text_of(token: str) -> bytes:
+    def decode_token(token: str) -> bytes:
         if byte_level and all(character in BYTE_OF_CHARACTER for character in token):
             return bytes(BYTE_OF_CHARACTER[character] for character in token)
         if not byte_level and (byte := BYTE_PATTERN.fullmatch(token)):
@@ -46,7 +46,7 @@ def decode_all_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[int, bytes]:
             return token.encode()
         return token.replace(SENTENCEPIECE_SPACE, " ").encode()
 
-    bytes_by_id = {number: text_of(token) for token, number in tokenizer.get_vocab().items()}
+    bytes_by_id = {number: decode_token(token) for token, number in tokenizer.get_vocab().items()}
     for number, added in tokenizer.added_tokens_decoder.items():
         if byte_level or not BYTE_PATTERN.fullmatch(added.content):
             if added.special:
@@ -54,7 +54,7 @@ def decode_all_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[int, bytes]:
             elif byte_level:
                 bytes_by_id[number] = added.content.encode()
             else:
-                bytes_by_id[number] = text_of(added.content)
+                bytes_by_id[number] = decode_token(added.content)
     return bytes_by_id
 
 

@@ -686,3 +686,56 @@ void rank(const void *logits, float *best, int64_t *tokens, long rows, long size
     for (i = 0; i < k; i++) top[i] = exponential((all(top[i]) - largest) * scale)[0] / sum;
   }
 }
+
+// --- Choice -------------------------------------------------------------------------------------
+
+// Scores of L tokens: logits / temperature, plus noise if there is any.
+INLINE F scores_of(const void *logits, const float *noise, long i, float temperature, int half) {
+  F x = load(logits, i, half);
+  if (temperature != 1) x = x / temperature;
+  if (noise) x += load(noise, i, 0);
+  return x;
+}
+
+INLINE float score_of(const void *logits, const float *noise, long i, float temperature, int half) {
+  float x = get(logits, i, half);
+  if (temperature != 1) x = x / temperature;
+  return noise ? x + noise[i] : x;
+}
+
+// The token with the largest score, of equal ones the first; `size` if a score is NaN. noise: may be NULL.
+long choose(const void *logits, const float *noise, long size, float temperature, int half) {
+  F largest = all(-INFINITY);
+  I wrong = {};
+  float best = -INFINITY;
+  long i = 0;
+  for (; i + L <= size; i += L) {
+    F x = scores_of(logits, noise, i, temperature, half);
+    wrong |= x != x;
+    largest = larger(x, largest);
+  }
+  if (any(wrong)) return size;
+  for (int c = 0; c < L; c++) best = largest[c] > best ? largest[c] : best;
+  for (; i < size; i++) {
+    float x = score_of(logits, noise, i, temperature, half);
+    if (x != x) return size;
+    best = x > best ? x : best;
+  }
+  for (i = 0; i + L <= size && !any(scores_of(logits, noise, i, temperature, half) == best); ) i += L;
+  while (score_of(logits, noise, i, temperature, half) != best) i++;
+  return i;
+}
+
+// --- Columns ------------------------------------------------------------------------------------
+
+// Copies columns of blocks [rows, heads, capacity, bytes]. moves: [many, 3] row, source and place; they run in order.
+void copy_columns(char *const *blocks, const int64_t *moves, long count, long many, long heads, long capacity,
+                  long bytes, int threads) {
+#pragma omp parallel for num_threads(MIN(threads, count))
+  for (long i = 0; i < count; i++)
+    for (const int64_t *move = moves; move < moves + 3 * many; move += 3)
+      for (long head = 0; head < heads; head++) {
+        char *columns = blocks[i] + (move[0] * heads + head) * capacity * bytes;
+        memcpy(columns + move[2] * bytes, columns + move[1] * bytes, bytes);
+      }
+}

@@ -182,7 +182,7 @@ void layers(const Layer *a, long many) {
   for (long i = 0; i < many; i++) layer(a + i);
 }
 
-// A step of an EAGLE head over nodes of one text: [embedding, feature] -> input -> layer -> state -> output -> logits.
+// A step of an EAGLE head over nodes of several texts: [embedding, feature] -> input -> layer -> state -> output -> logits.
 typedef struct {
   Layer layer;            // without the fields that `HeadNodes` has
   Linear input, output;
@@ -190,33 +190,47 @@ typedef struct {
 } HeadStep;
 
 typedef struct {
-  const int64_t *tokens, *parents;     // [N]; node i reads row parents[i] of the features
+  const int64_t *tokens, *parents;     // [B, N]; node i of text b reads row parents[b, i] of the text's features
+  const int64_t *positions;            // [B, N]: the rows of `cos` and `sin`
+  const int64_t *drafted;              // [rows]: the rows of [B N] states whose logits are computed
   const int64_t *vocabulary;           // the target's token for each of `tokens`; NULL: itself
-  const void *features;                // [.., hidden]
-  const void *cos, *sin, *mask;        // as in `Layer`
-  void *keys, *values, *states;        // as in `Layer`; [N, hidden]
-  void *logits;                        // [rows, drafted], of the last rows
-  long n, rows, turned, columns, capacity, free, an, threads;
+  const void *features;                // [B, M, hidden]
+  const void *cos, *sin;               // [positions, turned]
+  const void *mask;                    // as in `Layer`
+  void *keys, *values, *states;        // as in `Layer`; [B, N, hidden]
+  void *last, *logits;                 // [rows, hidden], [rows, drafted tokens]
+  long texts, n, m, rows, turned, columns, capacity, free, threads;
 } HeadNodes;
 
 void head_step(const HeadStep *head, const HeadNodes *nodes) {
+  // 1. Pairs [embedding, feature], rotary angles, and room for what the input gives.
   Layer a = head->layer;
   Linear input = head->input, output = head->output;
-  long n = nodes->n, row = a.hidden * (a.half ? 2 : 4);
-  char *pairs = malloc(3 * n * row), *x = pairs + 2 * n * row;
-  for (long i = 0; i < n; i++) {
+  long n = nodes->n, all = nodes->texts * n, size = a.half ? 2 : 4, row = a.hidden * size, angles = nodes->turned * size;
+  char *room = malloc(3 * all * row + 2 * all * angles);
+  char *pairs = room, *x = pairs + 2 * all * row, *cos = x + all * row, *sin = cos + all * angles;
+  for (long i = 0; i < all; i++) {
     long token = nodes->vocabulary ? nodes->vocabulary[nodes->tokens[i]] : nodes->tokens[i];
+    long above = i / n * nodes->m + nodes->parents[i], position = nodes->positions[i];
     memcpy(pairs + 2 * i * row, (const char *)head->embedding + token * row, row);
-    memcpy(pairs + (2 * i + 1) * row, (const char *)nodes->features + nodes->parents[i] * row, row);
+    memcpy(pairs + (2 * i + 1) * row, (const char *)nodes->features + above * row, row);
+    memcpy(cos + i * angles, (const char *)nodes->cos + position * angles, angles);
+    memcpy(sin + i * angles, (const char *)nodes->sin + position * angles, angles);
   }
+
+  // 2. The layer.
   input.threads = output.threads = a.threads = nodes->threads;
-  linear(&input, pairs, x, n);
+  linear(&input, pairs, x, all);
   a.x = a.residual = x, a.y = nodes->states;
-  a.cos = nodes->cos, a.sin = nodes->sin, a.mask = nodes->mask;
+  a.cos = cos, a.sin = sin, a.mask = nodes->mask;
   a.keys = nodes->keys, a.values = nodes->values;
-  a.n = n, a.turned = nodes->turned, a.columns = nodes->columns, a.capacity = nodes->capacity;
-  a.free = nodes->free, a.an = nodes->an, a.mn = nodes->columns - nodes->free;
+  a.texts = nodes->texts, a.n = n, a.turned = nodes->turned, a.columns = nodes->columns, a.capacity = nodes->capacity;
+  a.free = nodes->free, a.an = nodes->turned, a.ab = n * a.an, a.mn = nodes->columns - nodes->free, a.mb = n * a.mn;
   layer(&a);
-  linear(&output, (const char *)nodes->states + (n - nodes->rows) * row, nodes->logits, nodes->rows);
-  free(pairs);
+
+  // 3. The logits.
+  for (long i = 0; i < nodes->rows; i++)
+    memcpy((char *)nodes->last + i * row, (const char *)nodes->states + nodes->drafted[i] * row, row);
+  linear(&output, nodes->last, nodes->logits, nodes->rows);
+  free(room);
 }

@@ -115,6 +115,42 @@ def rank_tokens(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Ten
     return probs, tokens
 
 
+def choose_token(logits: Tensor, noise: Tensor | None, temperature: float) -> int:
+    """Return the token with the largest score, logit / temperature + noise: of equal ones the first; V if one is NaN.
+
+    logits: [V] bfloat16 or float32, contiguous on a CPU. noise: [V] float32, contiguous on a CPU; None: none.
+    temperature: above 0.
+    """
+    noise_pointer = 0
+    if noise is not None:
+        noise_pointer = noise.data_ptr()
+    half = BFLOAT16_FLAGS[logits.dtype]
+    token: int = load_kernels().choose(
+        logits.data_ptr(), noise_pointer, len(logits), temperature, half
+    )
+    return token
+
+
+def copy_columns(blocks: Sequence[Tensor], moves: Sequence[Sequence[int]]) -> None:
+    """Copy columns of blocks [B, KV heads, capacity, D], which have one shape and dtype, contiguous rows on a CPU.
+
+    moves: batch row, column to read and column to write of each copy; they run in order.
+    """
+    _, heads, capacity, width = blocks[0].shape
+    addresses = [block.data_ptr() for block in blocks]
+    numbers = [number for move in moves for number in move]
+    load_kernels().copy_columns(
+        Struct(f"{len(addresses)}P").pack(*addresses),
+        Struct(f"{len(numbers)}q").pack(*numbers),
+        len(addresses),
+        len(moves),
+        heads,
+        capacity,
+        width * blocks[0].element_size(),
+        torch.get_num_threads(),
+    )
+
+
 def apply_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return [..., H] the root mean square norm of x [..., H], as in Llama: rounded, then times the weight."""
     x = x.contiguous()

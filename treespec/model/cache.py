@@ -21,6 +21,7 @@ The first sequence can be cut to a b c d, as the next position sees d and itself
 """
 
 import functools
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, final
@@ -29,6 +30,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from treespec.kernels.library import load_kernels
+from treespec.kernels.ops import copy_columns
 from treespec.model.cache_layer import ColumnMove, TreeLayer, flatten_moves
 from treespec.model.cache_rows import (
     CacheRow,
@@ -175,31 +178,10 @@ class TreeCache(Cache):
             commit([[0, 2], [0, 1, 4]])      row 0: column 6 to 5; node 0 needs no move
                                              row 1: columns 4, 5, 8 to 2, 3, 4
         """
+        # 1. The columns of the accepted nodes, in every layer.
+        self._move_columns(nodes)
 
-        # 1. The columns to move. Layers of equal shape, window and device share one index.
-        @functools.cache
-        def list_moves(window: int | None) -> list[ColumnMove]:
-            return self._list_moves(nodes, window)
-
-        @functools.cache
-        def flatten(window: int | None, device: torch.device, heads: int, capacity: int) -> Tensor:
-            return to_device(flatten_moves(list_moves(window), heads, capacity), device)
-
-        # 2. Copy them in every layer.
-        for layer in self.tree_layers:
-            moves = list_moves(layer.window)
-            if not moves:
-                continue
-            if layer.is_on_host:
-                layer.move_columns_on_host(moves)
-                continue
-            for states in layer.storage:
-                _, heads, capacity, _ = states.shape
-                sources, places = flatten(layer.window, states.device, heads, capacity)
-                entries = states.flatten(0, 2)
-                entries.index_copy_(0, places, entries.index_select(0, sources))
-
-        # 3. Bring the recurrent states to the accepted nodes, and set the new lengths.
+        # 2. Bring the recurrent states to the accepted nodes, and set the new lengths.
         states_after = self.states
         if self.recurrent and any(nodes):
             states_after = self.recurrent.compute_committed_states(self, nodes)
@@ -214,11 +196,39 @@ class TreeCache(Cache):
             rows.append(CacheRow(earlier, now))
         self._hold(rows)
 
-        # 4. Drop columns that no window reaches.
+        # 3. Drop columns that no window reaches.
         smallest = min(filter(None, self.windows), default=0)
         for number, row in enumerate(rows):
             if smallest and row.now.length - max(row.now.base, smallest) > self.rewind_room:
                 self._drop(number, row.now.length - 2 * self.rewind_room // 3)
+
+    def _move_columns(self, nodes: Sequence[Sequence[int]]) -> None:
+        """Copy the columns of accepted nodes behind their sequences. nodes: as in `commit`."""
+
+        # 1. Layers of equal shape, window and device share one index.
+        @functools.cache
+        def list_moves(window: int | None) -> list[ColumnMove]:
+            return self._list_moves(nodes, window)
+
+        @functools.cache
+        def flatten(window: int | None, device: torch.device, heads: int, capacity: int) -> Tensor:
+            return to_device(flatten_moves(list_moves(window), heads, capacity), device)
+
+        # 2. On a CPU one call of the kernels copies the columns of all layers of one shape.
+        on_host = defaultdict[Any, list[Tensor]](list)
+        for layer in self.tree_layers:
+            if not list_moves(layer.window):
+                continue
+            for states in layer.storage:
+                if states.is_cpu and load_kernels():
+                    on_host[layer.window, states.shape, states.dtype].append(states)
+                    continue
+                _, heads, capacity, _ = states.shape
+                sources, places = flatten(layer.window, states.device, heads, capacity)
+                entries = states.flatten(0, 2)
+                entries.index_copy_(0, places, entries.index_select(0, sources))
+        for (window, _, _), blocks in on_host.items():
+            copy_columns(blocks, list_moves(window))
 
     def _list_moves(self, nodes: Sequence[Sequence[int]], window: int | None) -> list[ColumnMove]:
         """List the accepted nodes that are not in their columns yet, in layers of that window."""

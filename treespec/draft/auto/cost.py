@@ -43,6 +43,8 @@ class CycleCost:
         overhead: extra seconds of verification and commit of a tree, compared with one-token decoding.
         context: extra seconds of a forward for each token of the text beyond `CONTEXT_TOKENS`.
         node_context: of them, those of each further node.
+        text_level, text_begin: extra seconds of `level` and `begin` for each further sequence of a batch; None:
+            they grow as the target's forward does.
         check_ratio: T(n) / T(1) of the trial that later decides whether this cost is still valid; 0: unknown.
 
     Raises:
@@ -56,11 +58,14 @@ class CycleCost:
     overhead: float = 0.0
     context: float = 0.0
     node_context: float = 0.0
+    text_level: float | None = None
+    text_begin: float | None = None
     check_ratio: float = 0.0
 
     def __post_init__(self) -> None:
         numbers = [*self.forward, self.level, self.begin, self.overhead]
         numbers += [self.context, self.node_context, self.check_ratio]
+        numbers += [self.text_level or 0.0, self.text_begin or 0.0]
         is_possible = len(self.nodes) == len(self.forward) > 1
         for number in numbers:
             is_possible = is_possible and 0 <= number < math.inf
@@ -98,20 +103,21 @@ class CycleCost:
         ratio = several_nodes / max(one_node, math.ulp(1.0))
         return self.level * float(ratio - 1) / (ROW_PRICE_NODES - 1)
 
-    def select_batch_size(self, batch: int, apart: bool = False) -> "CycleCost":
+    def select_batch_size(self, batch: int) -> "CycleCost":
         """Returns the cost of a batch of sequences, derived from the cost of one.
 
-        The target's forward computes the nodes of all sequences. A draft level slows down by the same factor
-        as the target's forward, or takes its time for each sequence. The overhead is spent for each sequence.
-
-        apart: whether the trees of a batch grow each for itself, as on a CPU.
+        The target's forward computes the nodes of all sequences. Draft levels take `text_level` and `text_begin`
+        longer for each further sequence, or slow down by the same factor as the target's forward. The overhead is
+        spent for each sequence.
         """
         forward = tuple(self.interpolate_forward(np.multiply(self.nodes, batch)).tolist())
-        factor = forward[0] / max(self.forward[0], math.ulp(1.0))
-        if apart:
-            factor = batch
-        level = self.level * factor
-        begin = self.begin * factor
+        if self.text_level is None or self.text_begin is None:
+            factor = forward[0] / max(self.forward[0], math.ulp(1.0))
+            level = self.level * factor
+            begin = self.begin * factor
+        else:
+            level = self.level + (batch - 1) * self.text_level
+            begin = self.begin + (batch - 1) * self.text_begin
         return replace(
             self,
             forward=forward,

@@ -43,6 +43,7 @@ from treespec.verify.gumbel import AUTO_VERIFIER
 MEASURED_NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 BATCH_NODES = 256  # nodes of a batch; measured if the context has room for them
 WAITING_TOKENS = 3  # that the last cycle committed
+DRAFTED_TEXTS = 4  # sequences whose drafts show the cost of each further one
 # Further tokens of a longer text, and nodes of the larger tree, whose forwards show the cost of context.
 LONGER_BY_TOKENS = 2048
 CONTEXT_NODES = 8
@@ -88,8 +89,7 @@ def measure_costs(
     if given is not None:
         return given
     cost_of_one = lru_cache(None)(partial(load_or_measure_cost, target, proposer))
-    apart = target.output_device.type == "cpu"
-    return lru_cache(None)(lambda batch: cost_of_one().select_batch_size(batch, apart))
+    return lru_cache(None)(lambda batch: cost_of_one().select_batch_size(batch))
 
 
 def load_or_measure_cost(
@@ -200,6 +200,10 @@ def measure_model_costs(
         steps["level"] = Step(small_forward, one_level)
         steps["levels"] = Step(small_forward, all_levels)
         before_tree = all_levels
+        if device.type == "cpu":
+            batch = Bench(target, proposer, context, DRAFTED_TEXTS)
+            steps["texts' level"] = Step(small_forward, partial(batch.draft, build_chain(1)))
+            steps["texts' levels"] = Step(small_forward, partial(batch.draft, build_chain(levels)))
 
     # 2. Forwards over growing numbers of nodes, up to the first that takes too long.
     sizes = list(MEASURED_NODES)
@@ -225,14 +229,37 @@ def measure_model_costs(
     # 4. Time them all.
     times = time_steps(list(steps.values()), device)
     seconds = defaultdict(float, zip(steps, times, strict=True))  # 0 for drafts without a proposer
-    level = max(seconds["levels"] - seconds["level"], 0.0) / max(levels - 1, 1)
-    begin = max(seconds["level"] - level, 0.0)
+    level, begin = split_draft_seconds(seconds["level"], seconds["levels"], levels)
+    text_level = None
+    text_begin = None
+    if "texts' level" in steps:
+        of_texts = (seconds["texts' level"], seconds["texts' levels"])
+        texts_level, texts_begin = split_draft_seconds(*of_texts, levels)
+        text_level = max(texts_level - level, 0.0) / (DRAFTED_TEXTS - 1)
+        text_begin = max(texts_begin - begin, 0.0) / (DRAFTED_TEXTS - 1)
     overhead = max(seconds["tree"] - seconds["plain"], 0.0)
     forward_seconds = tuple(seconds[str(size)] + seconds["plain"] for size in nodes)
     per_token, per_token_and_node = measure_context(target)
     return CycleCost(
-        tuple(nodes), forward_seconds, level, begin, overhead, per_token, per_token_and_node
+        nodes=tuple(nodes),
+        forward=forward_seconds,
+        level=level,
+        begin=begin,
+        overhead=overhead,
+        context=per_token,
+        node_context=per_token_and_node,
+        text_level=text_level,
+        text_begin=text_begin,
     )
+
+
+def split_draft_seconds(one_level: float, all_levels: float, levels: int) -> tuple[float, float]:
+    """Returns the seconds of a draft level, and the extra ones of the first.
+
+    one_level, all_levels: seconds of drafts of one level and of `levels`.
+    """
+    level = max(all_levels - one_level, 0.0) / max(levels - 1, 1)
+    return level, max(one_level - level, 0.0)
 
 
 @torch.inference_mode()
@@ -259,9 +286,11 @@ def measure_context(target: Target) -> tuple[float, float]:
 
 @final
 class Bench:
-    """A sequence in the target's cache, observed by the proposer, and the parts of its cycle."""
+    """Equal sequences in the target's cache, observed by the proposer, and the parts of their cycle."""
 
-    def __init__(self, target: Target, proposer: Proposer | None, context: int) -> None:
+    def __init__(
+        self, target: Target, proposer: Proposer | None, context: int, texts: int = 1
+    ) -> None:
         self.target = target
         aux_layers: tuple[int, ...] = ()
         if proposer:
@@ -270,11 +299,18 @@ class Bench:
         ids = torch.arange(context + BATCH_NODES, device=target.output_device)
         self.ids = ids % target.vocab_size
         self.tokens = self.ids[:context].cpu()
+        self.texts = texts
         self.cache = target.build_cache(len(ids))
-        self.features = target.prefill(self.cache, self.tokens[None], aux_layers)[0]
+        self.cache.rewind([0] * texts)
+        self.features = target.prefill(self.cache, self.tokens.expand(texts, -1), aux_layers)[0]
         if proposer:
-            self.proposer = proposer.new()
-            self.proposer.observe([self.features[:-1]], [self.tokens])
+            observers = []
+            for _ in range(texts):
+                observer = proposer.new()
+                observer.observe([self.features[:-1]], [self.tokens])
+                observers.append(observer)
+            self.proposer = observers[0]
+            self.proposer.join(observers[1:])
 
     def lengthen_text(self, tokens: int) -> None:
         """Commits further tokens without a forward: their keys and values are zeros, which take as long."""
@@ -298,18 +334,22 @@ class Bench:
         grow = TopRanking(depth, topk=10, nodes=depth + 1, expanded=1).grow
         if root.device.type == "cpu" and not proposer.records_graphs:
             grow = HostRanking(depth, topk=10, nodes=depth + 1, expanded=1).grow_tree
-        proposer.rewind([len(self.tokens) - 1 - WAITING_TOKENS])
+        waiting = slice(-1 - WAITING_TOKENS, None)
+        proposer.rewind([len(self.tokens) - 1 - WAITING_TOKENS] * self.texts)
         proposer.observe(
-            [self.features[-1 - WAITING_TOKENS : -1]], [self.tokens[-1 - WAITING_TOKENS :]]
+            [self.features[waiting][:-1]] * self.texts, [self.tokens[waiting]] * self.texts
         )
-        begun = [row for row in proposer.begin(self.tokens[-1:], self.cache) if row is not None]
+        roots = self.tokens[-1:].expand(self.texts)
+        begun = [row for row in proposer.begin(roots, self.cache) if row is not None]
 
         def grown(ends: Tensor, rows: Sequence[Tensor | None], _: Tensor | None) -> list[TokenTree]:
-            ends = to_device(ends, root.device)
-            growths = [grow(ends, row) for row in rows if row is not None]
+            growths = []
+            for end, row in zip(to_device(ends, root.device).split(1), rows, strict=True):
+                if row is not None:
+                    growths.append(grow(end, row))
             return grow_together(proposer.extend, growths)
 
-        proposer.grow_by_graph(grown, self.tokens[-1:], begun, None, GrowthKey((shape,)))
+        proposer.grow_by_graph(grown, roots, begun, None, GrowthKey((shape,)))
 
     def end(self, tree: TokenTree, kept: list[int]) -> Step:
         """Returns the step that verifies a tree and commits a path. kept: nodes of the path, with the root."""

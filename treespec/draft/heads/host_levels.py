@@ -1,8 +1,9 @@
-"""Drafts the levels of one sequence on a CPU with an EAGLE head, a level by one C call.
+"""Drafts the levels of B sequences on a CPU with an EAGLE head, a level by one C call.
 
-`EagleProposer` drafts as this does for any number of sequences, on any device.
+`EagleProposer` drafts the same without it, on any device.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, final
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from treespec.draft.drafter import Frontier
+from treespec.draft.drafter import Frontiers, pad_frontiers
 from treespec.draft.heads.base import WaitingPairs
 from treespec.heads.eagle import EagleHead
 from treespec.kernels import ops as kernels
@@ -18,6 +19,7 @@ from treespec.model.cache import TreeCache
 from treespec.model.cache_layer import view_bits_on_host
 from treespec.model.cpu.head_step import HeadStep
 from treespec.model.cpu.packed_layers import PackedLinear
+from treespec.model.masks import pad_and_stack
 from treespec.model.target import Target
 from treespec.trees.tree import build_range
 
@@ -88,8 +90,30 @@ def build_causal_mask(count: int, dtype: torch.dtype) -> np.ndarray:
     return list_mask_numbers(dtype)[np.tri(count, dtype=int)]
 
 
+@lru_cache(64)
+def number_nodes(count: int) -> np.ndarray:
+    """Returns [count] int64: 0, 1, …"""
+    return np.arange(count)
+
+
+def mask_committed_columns(lengths: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """Returns [B, 1, U] additive: the columns that hold each sequence, from the end of the shortest one on.
+
+    lengths: [B] committed positions. Sequences of 3, 1 and 2 positions; all have the first column, which is left out:
+
+        first     x x
+        second    . .
+        third     x .
+    """
+    numbers = list_mask_numbers(dtype)
+    if len(lengths) == 1:
+        return np.empty((1, 1, 0), dtype=numbers.dtype)
+    columns = np.arange(lengths.min(), lengths.max())
+    return numbers[(columns < lengths[:, None, None]).astype(int)]
+
+
 def extend_mask(above: np.ndarray, parents: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """Returns [F, U + F] additive: what each node of a level sees in the columns of this level and those above.
+    """Returns [B, F, U + F] additive: what each node of a level sees in the columns so far and those of this level.
 
     A node sees what its parent sees, and itself. Level 1 is a b, level 2 is c d e; c and d are below a:
 
@@ -98,32 +122,35 @@ def extend_mask(above: np.ndarray, parents: np.ndarray, dtype: torch.dtype) -> n
         b          . x        d          x . | . x .
                               e          . x | . . x
 
-    above: [M, U] of the level above. parents: [F] the row of each node's parent there.
+    above: [B, M, U] of the level above. parents: [B, F] the row of each node's parent there.
     """
     hidden, seen = list_mask_numbers(dtype)
-    count = len(parents)
-    earlier = above.shape[1]
-    mask = np.full((count, earlier + count), hidden)
-    mask[:, :earlier] = above[parents]
-    np.fill_diagonal(mask[:, earlier:], seen)
+    batch, count = parents.shape
+    earlier = above.shape[2]
+    nodes = number_nodes(count)
+    mask = np.full((batch, count, earlier + count), hidden)
+    mask[:, :, :earlier] = above[number_nodes(batch)[:, None], parents]
+    mask[:, nodes, earlier + nodes] = seen
     return mask
 
 
 @final
 class HostLevels:
-    """The levels of a cycle's tree, in the columns after the sequence's pairs.
+    """The levels of a cycle's trees, in the columns after the sequences' pairs.
 
     Attributes:
         step: the head's step.
-        cache: of the head's only layer, with one sequence.
+        cache: of the head's only layer.
         table: [2, positions, R] rotary angles.
         vocabulary: [N] the target's token for each draft token; None: all of them.
-        states: [F, H] of the present frontier.
-        mask: [F, U] additive, the columns of drafted levels that each frontier node sees.
-        position: of the next level.
+        states: [B, F, H] of the present frontiers.
+        mask: [B, F, U] additive, of the last U columns, for each frontier node.
+        positions: [B, 1] of the next level.
     """
 
     states: Tensor
+    mask: np.ndarray
+    positions: np.ndarray
 
     def __init__(
         self, step: HeadStep, cache: TreeCache, table: Tensor, vocabulary: Tensor | None
@@ -132,53 +159,70 @@ class HostLevels:
         self.cache = cache
         self.table = table
         self.vocabulary = vocabulary
-        self.mask = np.empty((1, 0), dtype=list_mask_numbers(step.dtype).dtype)
-        self.position = 0
 
-    def read_pairs(self, pairs: WaitingPairs) -> Tensor:
-        """Reads new pairs of the sequence. Returns [1, N] draft logits of the root's children."""
-        # 1. The pairs are a chain after the earlier ones.
+    def read_pairs(self, pairs: Sequence[WaitingPairs]) -> list[Tensor]:
+        """Reads new pairs of each sequence. Returns [1, N] draft logits of each root's children."""
+        # 1. The pairs are a chain after the earlier ones. Sequences with fewer are padded.
         cache = self.cache
-        count = len(pairs)
-        (start,) = cache.lengths
+        dtype = self.step.dtype
+        lengths = np.array(cache.lengths)
+        counts = np.array(list(map(len, pairs)))
+        tokens = pad_and_stack([row.tokens for row in pairs])
+        batch, count = tokens.shape
+        mask = build_causal_mask(count, dtype)[None]
+        if batch > 1:
+            committed = mask_committed_columns(lengths, dtype)
+            parts = [committed.repeat(count, axis=1), mask.repeat(batch, axis=0)]
+            mask = np.concatenate(parts, axis=2)
+
+        # 2. The step.
         cache.write_after(0)  # drops the levels of the last cycle
-        self.position = start + count
         output = self.step.run(
-            tokens=pairs.tokens,
+            tokens=tokens,
             vocabulary=None,
-            features=pairs.features.contiguous(),
-            parents=build_range(count, pairs.tokens.device),
-            angles=self.table[:, start : self.position],
-            mask=build_causal_mask(count, self.step.dtype),
+            features=pad_and_stack([row.features for row in pairs]),
+            parents=build_range(count, tokens.device).expand(batch, -1),
+            positions=lengths[:, None] + number_nodes(count),
+            table=self.table,
+            mask=mask,
             store=cache.tree_layers[0],
-            drafted=1,
+            drafted=count * number_nodes(batch) + counts - 1,
         )
 
-        # 2. They stay in the cache; the root is the frontier.
-        cache.commit([range(count)])
-        self.states = output.states[-1:]
-        return output.logits
+        # 3. They stay in the cache; the roots are the frontier.
+        cache.commit([range(read) for read in counts.tolist()])
+        lengths += counts
+        self.positions = lengths[:, None]
+        self.mask = mask_committed_columns(lengths, dtype)
+        self.states = output.drafted_states[:, None]
+        return list(output.logits.split(1))
 
-    def extend(self, frontier: Frontier) -> Tensor:
-        """Drafts a level. Returns [F, N] draft logits."""
+    def extend(self, frontiers: Frontiers) -> list[Tensor]:
+        """Drafts a level. Returns [F, N] draft logits for each sequence."""
         # 1. A node sees what its parent sees, and itself.
-        count = len(frontier.tokens)
-        parents = frontier.parent_rows
+        tokens, parents, sizes = pad_frontiers(frontiers, self.states.device)
+        batch, count = tokens.shape
         self.mask = extend_mask(self.mask, parents.numpy(), self.step.dtype)
 
-        # 2. The step. Its columns stay in the cache until the next cycle.
+        # 2. The nodes that are not padding. Trees that grow together count as one sequence of B F nodes.
+        drafted = number_nodes(batch * count)
+        if sum(sizes) < len(drafted):
+            drafted = np.flatnonzero(number_nodes(count) < np.array(sizes)[:, None])
+
+        # 3. The step. Its columns stay in the cache until the next cycle.
         store = self.cache.tree_layers[0]
         output = self.step.run(
-            tokens=frontier.tokens,
+            tokens=tokens,
             vocabulary=self.vocabulary,
             features=self.states,
             parents=parents,
-            angles=self.table[:, self.position : self.position + 1],
+            positions=self.positions.repeat(count, axis=1),
+            table=self.table,
             mask=self.mask,
             store=store,
-            drafted=count,
+            drafted=drafted,
         )
         store.advance(count)
         self.states = output.states
-        self.position += 1
-        return output.logits
+        self.positions = self.positions + 1
+        return list(output.logits.split(sizes))

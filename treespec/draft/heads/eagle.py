@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from treespec.draft.drafter import Frontier, Grow, GrowthKey
+from treespec.draft.drafter import PREFILL_AT, Frontier, Grow, GrowthKey
 from treespec.draft.heads.base import DeepeningProposer
 from treespec.draft.heads.host_levels import HostLevels, find_head_step
 from treespec.draft.models.branch import Levels
@@ -67,7 +67,7 @@ class EagleProposer(DeepeningProposer):
     def begin(self, roots: Tensor, cache: TreeCache | None = None) -> list[Tensor | None]:
         self.host_levels = None
         counts = list(map(len, self.states))
-        if not min(counts) or self.head_step is None:
+        if not min(counts) or max(counts) > PREFILL_AT or self.head_step is None:
             return super().begin(roots, cache)
         pairs = self.states
         self.states = [self.nothing] * len(pairs)

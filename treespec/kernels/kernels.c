@@ -434,6 +434,8 @@ typedef struct {
   const void *q, *k, *v, *mask;  // [B, heads, N, D], [B, KV, T, D], [B, KV, T, DV], [B or 1, N, T - free]
   void *out;                     // [B, N, heads, DV]
   const void *sinks;             // [heads] scores that take part in the sum and have no value, or NULL
+  const int64_t *starts;         // [B + 1] if only the first nodes of each text have rows in q and out, which lie dense:
+                                 // text b has rows starts[b] to starts[b + 1]; else NULL
   long texts, heads, kv, n, columns, free, d, dv;  // free: columns before the mask's, which all nodes see
   long qb, qh, qn, kb, kh, kt, vb, vh, vt, mb, mn;  // strides in numbers; the last index lies dense
   float scale, cap;  // a score is cap * tanh(score / cap), if the cap is not 0
@@ -542,6 +544,10 @@ INLINE void ask_for(const void *x, long at, long row, long width, int half) {  /
       __builtin_prefetch((const char *)x + (at + c * row) * (half ? 2 : 4) + i);
 }
 
+INLINE long nodes_of(const Attention *a, long b) {  // nodes of text b that have rows
+  return a->starts ? a->starts[b + 1] - a->starts[b] : a->n;
+}
+
 static void rows_of_a_head(const Attention *a, long b, long head, long first, int rows, float *room) {
   long groups = a->heads / a->kv, tiles = (a->columns + L - 1) / L, d = a->d, dv = a->dv;
   long wide = (dv + 63) / 64 * 64;
@@ -551,12 +557,13 @@ static void rows_of_a_head(const Attention *a, long b, long head, long first, in
   F largest[GROUP], total[GROUP] = {};
   char seen[tiles];
   long base = b * a->kb + head * a->kh, vbase = b * a->vb + head * a->vh;
+  long n = nodes_of(a, b), qbase = a->starts ? a->starts[b] * a->qn : b * a->qb;
 
   // 1. The query rows; row i is of query head i / n in the group, node i % n.
   memset(q, 0, 4 * GROUP * d);
   for (int r = 0; r < GROUP; r++) largest[r] = all(-INFINITY);
   for (int r = 0; r < rows; r++) {
-    long row = first + r, at = b * a->qb + (head * groups + row / a->n) * a->qh + row % a->n * a->qn;
+    long row = first + r, at = qbase + (head * groups + row / n) * a->qh + row % n * a->qn;
     for (long i = 0; i < d; i++) q[r * d + i] = get(a->q, at + i, a->half);
   }
 
@@ -565,7 +572,7 @@ static void rows_of_a_head(const Attention *a, long b, long head, long first, in
     int many = MIN(L, a->columns - t * L), open = MIN(MAX(a->free - t * L, 0), L);
     F extra[GROUP] = {}, most = all(open == L ? 0 : -INFINITY);
     for (int r = 0; r < rows && open < L; r++) {
-      long at = b * a->mb + (first + r) % a->n * a->mn + t * L - a->free;
+      long at = b * a->mb + (first + r) % n * a->mn + t * L - a->free;
       if (!open && many == L) extra[r] = load(a->mask, at, a->half);
       else for (int c = open; c < L; c++) extra[r][c] = c < many ? get(a->mask, at + c, a->half) : -INFINITY;
       most = larger(extra[r], most);
@@ -622,7 +629,8 @@ static void rows_of_a_head(const Attention *a, long b, long head, long first, in
 
   // 4. Divide and round once.
   for (int r = 0; r < rows; r++) {
-    long row = first + r, at = ((b * a->n + row % a->n) * a->heads + head * groups + row / a->n) * dv;
+    long row = first + r, node = row % n + (a->starts ? a->starts[b] : b * a->n);
+    long at = (node * a->heads + head * groups + row / n) * dv;
     long i = 0;
     for (; i + L <= dv; i += L) store(a->out, at + i, *(F *)(out + r * wide + i) / total[r], a->half);
     for (; i < dv; i++) put(a->out, at + i, out[r * wide + i] / total[r][0], a->half);
@@ -638,7 +646,8 @@ static void attend(const Attention *a) {
 #pragma omp for schedule(dynamic, 1)
   for (long i = 0; i < items; i++) {
     long part = i % parts, head = i / parts % a->kv, b = i / parts / a->kv;
-    rows_of_a_head(a, b, head, part * GROUP, MIN(GROUP, rows - part * GROUP), room);
+    long left = a->heads / a->kv * nodes_of(a, b) - part * GROUP;
+    if (left > 0) rows_of_a_head(a, b, head, part * GROUP, MIN(GROUP, left), room);
   }
   free(room);
 }

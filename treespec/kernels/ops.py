@@ -25,7 +25,7 @@ BLOCK_INPUTS = 32
 # `Linear` of kernels.c: pointers, sizes, modes
 LINEAR_STRUCT = Struct("2P2l3i")
 # `Attention` of kernels.c: pointers, sizes and strides, numbers, modes
-ATTENTION_STRUCT = Struct("6P19l2f2i")
+ATTENTION_STRUCT = Struct("7P19l2f2i")
 
 
 def choose_form(weight: Tensor) -> int | None:
@@ -205,7 +205,8 @@ def attend_packed(
         sinks = sinks.to(query.dtype)
         sinks_pointer = sinks.data_ptr()
     pointers = [query.data_ptr(), key.data_ptr(), value.data_ptr(), mask.data_ptr()]
-    pointers += [out.data_ptr(), sinks_pointer]
+    starts_pointer = 0  # all nodes have rows
+    pointers += [out.data_ptr(), sinks_pointer, starts_pointer]
     strides = [*query.stride()[:3], *key.stride()[:3], *value.stride()[:3]]
     strides += [find_stride(mask, 0), mask.stride(2)]
 

@@ -71,6 +71,8 @@ class TreeCache(Cache):
         rows: by sequence, its committed length with the states of recurrent layers, and earlier snapshots.
         forwarded: what each recurrent layer keeps from the last forward.
         tokens: [B, N] of the last forward, if the sequences' tokens are kept.
+        node_counts: by sequence, its first nodes in the present forward; the others are padding, whose outputs
+            nobody reads. None: not known.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class TreeCache(Cache):
         self.rows = [make_empty_row()]
         self.forwarded: dict[int, Any] = {}
         self.tokens: Tensor | None = None
+        self.node_counts: Sequence[int] | None = None
         super().__init__(layers=list(self.tree_layers))
 
     @property
@@ -333,6 +336,15 @@ class TreeCache(Cache):
             yield
         finally:
             self.write_after(0)
+
+    @contextmanager
+    def padding_after(self, counts: Sequence[int]) -> Iterator[None]:
+        """Inside, forwards need not compute the nodes after the first `counts` of each sequence."""
+        self.node_counts = counts
+        try:
+            yield
+        finally:
+            self.node_counts = None
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these sequences, in this order."""

@@ -146,7 +146,8 @@ class CostAwareRanking(HostRanking):
         self.model = model
         self.params = params
         self.calibration = calibration
-        self.forward = model.forward[: tree.nodes]
+        sizes = np.arange(1, min(tree.nodes, model.cost.nodes[-1]) + 1)
+        self.forward = model.cost.price_forward(sizes, model.mean_nodes)
         self.predicted = list[np.ndarray]()
         self.top_sum = model.rates[0]
 
@@ -201,9 +202,9 @@ class CostAwareRanking(HostRanking):
             columns.append(level.reshape(-1))
         probabilities = np.concatenate(columns)
         inner = sum(map(len, self.predicted))
-        seconds = float(
-            self.model.cost.predict_cycle(len(ranked.columns), len(self.predicted), inner)
-        )
+        cost = self.model.cost
+        nodes = cost.spread_nodes(len(ranked.columns), self.model.mean_nodes)
+        seconds = float(cost.predict_cycle(nodes, len(self.predicted), inner))
         return Prediction(seconds, ranked.parents, probabilities[ranked.columns])
 
 

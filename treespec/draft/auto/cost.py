@@ -45,6 +45,7 @@ class CycleCost:
         node_context: of them, those of each further node.
         text_level, text_begin: extra seconds of `level` and `begin` for each further sequence of a batch; None:
             they grow as the target's forward does.
+        batch: the number of sequences.
         check_ratio: T(n) / T(1) of the trial that later decides whether this cost is still valid; 0: unknown.
 
     Raises:
@@ -60,6 +61,7 @@ class CycleCost:
     node_context: float = 0.0
     text_level: float | None = None
     text_begin: float | None = None
+    batch: int = 1
     check_ratio: float = 0.0
 
     def __post_init__(self) -> None:
@@ -91,6 +93,25 @@ class CycleCost:
         seconds: np.ndarray = self.interpolate_forward(np.arange(1, most + 1))
         return seconds
 
+    def spread_nodes(self, nodes: Any, others: float) -> Any:
+        """Returns the nodes of each tree of a batch whose trees are equal, and have as many nodes as these together.
+
+        nodes: of one sequence's tree: a number or an array. others: of the tree of each other sequence. Of 4
+        sequences one has 5 nodes, each other one 3: 14 nodes, 3.5 each.
+        """
+        return others + (nodes - others) / self.batch
+
+    def price_forward(self, nodes: Any, others: float = 1.0) -> Any:
+        """Returns the seconds that a forward costs with a tree of `nodes` nodes: a float, or an array as `nodes` is.
+
+        A node delays all sequences of the batch, so its seconds count once for each of them.
+
+        nodes: of one sequence's tree. others: of the tree of each other sequence.
+        """
+        seconds_of_others = self.interpolate_forward(others)
+        seconds = self.interpolate_forward(self.spread_nodes(nodes, others))
+        return seconds_of_others + self.batch * (seconds - seconds_of_others)
+
     @cached_property
     def measured_forward_seconds(self) -> np.ndarray:
         """[M] T(n) for n = 1, 2, … up to the largest measured size."""
@@ -120,6 +141,7 @@ class CycleCost:
             begin = self.begin + (batch - 1) * self.text_begin
         return replace(
             self,
+            batch=batch,
             forward=forward,
             level=level,
             begin=begin,

@@ -191,5 +191,6 @@ def keep_profitable_nodes(guess: Guess, cost: CycleCost) -> Guess:
         return guess
     reach = guess.compute_reach(guess.probabilities)
     order = np.argsort(-reach, kind="stable")  # the root is first, and a parent before its children
-    size = find_best_size(reach[order[1:]], cost.measured_forward_seconds, cost.baseline_speed)
+    sizes = np.arange(1, cost.nodes[-1] + 1)
+    size = find_best_size(reach[order[1:]], cost.price_forward(sizes), cost.baseline_speed)
     return guess.keep_nodes(np.sort(order[:size]))

@@ -22,8 +22,8 @@ PRODUCT_FORMAT = kernels.LINEAR_STRUCT.format
 STEP_STRUCT = Struct(LAYER_STRUCT.format + PRODUCT_FORMAT + PRODUCT_FORMAT + "P")
 # `HeadNodes` of layer.c: pointers and sizes
 NODES_STRUCT = Struct("14P9l")
-# Fields of `Layer` that are 0 in `HeadStep`, since `HeadNodes` has them: x to y, and turned to mn.
-NODE_POINTERS = 8
+# Fields of `Layer` that are 0 in `HeadStep`, since `HeadNodes` has them: x to starts, and turned to mn.
+NODE_POINTERS = 9
 NODE_SIZES = 9
 
 

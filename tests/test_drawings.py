@@ -352,7 +352,7 @@ def test_columns_moved_by_a_kernel_are_those_of_an_index_copy(monkeypatch, dtype
     nodes = [[4], list(range(1, 20, 2))]
     found, expected = [], []
     for kernels, storage in ((load_kernels(), found), (None, expected)):
-        monkeypatch.setattr("treespec.model.cache.load_kernels", lambda kernels=kernels: kernels)
+        monkeypatch.setattr("treespec.model.cache_layer.load_kernels", lambda kernels=kernels: kernels)
         cache = TreeCache(2)
         generator = seeded(0)
         cache.rewind([0, 0])

@@ -139,8 +139,8 @@ def test_a_hook_on_the_head_runs():
 def test_a_node_of_a_level_sees_what_its_parent_sees_and_itself():
     """The drawing of `extend_mask`."""
     nothing = np.empty((1, 1, 0), dtype=np.float32)
-    level_1 = extend_mask(nothing, np.array([[0, 0]]), torch.float32)
-    level_2 = extend_mask(level_1, np.array([[0, 0, 1]]), torch.float32)
+    level_1 = extend_mask(nothing, [np.array([0, 0])], torch.float32)
+    level_2 = extend_mask(level_1, [np.array([0, 0, 1])], torch.float32)
     assert draw(level_1[0]) == ["x.", ".x"]
     assert draw(level_2[0]) == ["x.x..", "x..x.", ".x..x"]
 

@@ -202,38 +202,41 @@ typedef struct {
 } HeadStep;
 
 typedef struct {
-  const int64_t *tokens, *parents;     // [B, N]; node i of text b reads row parents[b, i] of the text's features
-  const int64_t *positions;            // [B, N]: the rows of `cos` and `sin`
-  const int64_t *drafted;              // [rows]: the rows of [B N] states whose logits are computed
+  const int64_t *tokens, *parents;     // [R] of all texts, one after the other; node i reads row parents[i] of the features
+  const int64_t *positions;            // [R]: the rows of `cos` and `sin`
+  const int64_t *starts;               // [B + 1] as in `Layer`
+  const int64_t *drafted;              // [rows]: the rows of the states whose logits are computed
   const int64_t *vocabulary;           // the target's token for each of `tokens`; NULL: itself
-  const void *features;                // [B, M, hidden]
+  const void *features;                // [.., hidden]
   const void *cos, *sin;               // [positions, turned]
   const void *mask;                    // as in `Layer`
-  void *keys, *values, *states;        // as in `Layer`; [B, N, hidden]
+  void *keys, *values, *states;        // as in `Layer`; [R, hidden]
   void *last, *logits;                 // [rows, hidden], [rows, drafted tokens]
-  long texts, n, m, rows, turned, columns, capacity, free, threads;
+  long texts, n, rows, turned, columns, capacity, free, threads;  // n: the most nodes of a text
 } HeadNodes;
 
 void head_step(const HeadStep *head, const HeadNodes *nodes) {
-  // 1. Pairs [embedding, feature], rotary angles, and room for what the input gives.
+  // 1. Pairs [embedding, feature], and room for what the input gives. Angles lie as [B, N].
   Layer a = head->layer;
   Linear input = head->input, output = head->output;
-  long n = nodes->n, all = nodes->texts * n, size = a.half ? 2 : 4, row = a.hidden * size, angles = nodes->turned * size;
-  char *room = malloc(3 * all * row + 2 * all * angles);
-  char *pairs = room, *x = pairs + 2 * all * row, *cos = x + all * row, *sin = cos + all * angles;
-  for (long i = 0; i < all; i++) {
-    long token = nodes->vocabulary ? nodes->vocabulary[nodes->tokens[i]] : nodes->tokens[i];
-    long above = i / n * nodes->m + nodes->parents[i], position = nodes->positions[i];
-    memcpy(pairs + 2 * i * row, (const char *)head->embedding + token * row, row);
-    memcpy(pairs + (2 * i + 1) * row, (const char *)nodes->features + above * row, row);
-    memcpy(cos + i * angles, (const char *)nodes->cos + position * angles, angles);
-    memcpy(sin + i * angles, (const char *)nodes->sin + position * angles, angles);
-  }
+  long n = nodes->n, all = nodes->starts[nodes->texts], size = a.half ? 2 : 4, row = a.hidden * size;
+  long angles = nodes->turned * size;
+  char *room = malloc(3 * all * row + 2 * nodes->texts * n * angles);
+  char *pairs = room, *x = pairs + 2 * all * row, *cos = x + all * row, *sin = cos + nodes->texts * n * angles;
+  for (long b = 0; b < nodes->texts; b++)
+    for (long i = nodes->starts[b]; i < nodes->starts[b + 1]; i++) {
+      long token = nodes->vocabulary ? nodes->vocabulary[nodes->tokens[i]] : nodes->tokens[i];
+      long place = (b * n + i - nodes->starts[b]) * angles, position = nodes->positions[i];
+      memcpy(pairs + 2 * i * row, (const char *)head->embedding + token * row, row);
+      memcpy(pairs + (2 * i + 1) * row, (const char *)nodes->features + nodes->parents[i] * row, row);
+      memcpy(cos + place, (const char *)nodes->cos + position * angles, angles);
+      memcpy(sin + place, (const char *)nodes->sin + position * angles, angles);
+    }
 
   // 2. The layer.
   input.threads = output.threads = a.threads = nodes->threads;
   linear(&input, pairs, x, all);
-  a.x = a.residual = x, a.y = nodes->states;
+  a.x = a.residual = x, a.y = nodes->states, a.starts = nodes->starts;
   a.cos = cos, a.sin = sin, a.mask = nodes->mask;
   a.keys = nodes->keys, a.values = nodes->values;
   a.texts = nodes->texts, a.n = n, a.turned = nodes->turned, a.columns = nodes->columns, a.capacity = nodes->capacity;

@@ -21,7 +21,6 @@ The first sequence can be cut to a b c d, as the next position sees d and itself
 """
 
 import functools
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, final
@@ -30,9 +29,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from treespec.kernels.library import load_kernels
-from treespec.kernels.ops import copy_columns
-from treespec.model.cache_layer import ColumnMove, TreeLayer, flatten_moves
+from treespec.model.cache_layer import ColumnMove, TreeLayer, move_columns
 from treespec.model.cache_rows import (
     CacheRow,
     CacheSnapshot,
@@ -207,31 +204,11 @@ class TreeCache(Cache):
 
     def _move_columns(self, nodes: Sequence[Sequence[int]]) -> None:
         """Copy the columns of accepted nodes behind their sequences. nodes: as in `commit`."""
-
-        # 1. Layers of equal shape, window and device share one index.
-        @functools.cache
-        def list_moves(window: int | None) -> list[ColumnMove]:
-            return self._list_moves(nodes, window)
-
-        @functools.cache
-        def flatten(window: int | None, device: torch.device, heads: int, capacity: int) -> Tensor:
-            return to_device(flatten_moves(list_moves(window), heads, capacity), device)
-
-        # 2. On a CPU one call of the kernels copies the columns of all layers of one shape.
-        on_host = defaultdict[Any, list[Tensor]](list)
-        for layer in self.tree_layers:
-            if not list_moves(layer.window):
-                continue
-            for states in layer.storage:
-                if states.is_cpu and load_kernels():
-                    on_host[layer.window, states.shape, states.dtype].append(states)
-                    continue
-                _, heads, capacity, _ = states.shape
-                sources, places = flatten(layer.window, states.device, heads, capacity)
-                entries = states.flatten(0, 2)
-                entries.index_copy_(0, places, entries.index_select(0, sources))
-        for (window, _, _), blocks in on_host.items():
-            copy_columns(blocks, list_moves(window))
+        for window in {layer.window for layer in self.tree_layers}:
+            moves = self._list_moves(nodes, window)
+            if moves:
+                layers = [layer for layer in self.tree_layers if layer.window == window]
+                move_columns(layers, moves)
 
     def _list_moves(self, nodes: Sequence[Sequence[int]], window: int | None) -> list[ColumnMove]:
         """List the accepted nodes that are not in their columns yet, in layers of that window."""

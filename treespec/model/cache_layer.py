@@ -1,7 +1,8 @@
 """The keys and values of one attention layer: [B, KV heads, capacity, D], a KV head's columns together."""
 
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import CacheLayerMixin
 
+from treespec.kernels.library import load_kernels
+from treespec.kernels.ops import copy_columns
 from treespec.trees.tree import to_device
 
 BITS_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
@@ -37,6 +40,29 @@ def flatten_moves(moves: Sequence[ColumnMove], heads: int, capacity: int) -> Ten
     head = row * heads + torch.arange(heads)[:, None]  # [heads, moves]
     index = head * capacity + torch.stack([source, place])[:, None]
     return index.flatten(1)
+
+
+def move_columns(layers: Sequence["TreeLayer"], moves: Sequence[ColumnMove]) -> None:
+    """Copy columns of layers of one window.
+
+    On a CPU one call of the kernels copies those of all layers of one shape. Elsewhere such layers share one index.
+
+    moves: with ascending places in each row; no source is before its place, so no move overwrites a later source.
+    """
+    groups = defaultdict[Any, list[Tensor]](list)
+    for layer in layers:
+        for states in layer.storage:
+            groups[states.shape, states.dtype, states.device].append(states)
+    for blocks in groups.values():
+        if blocks[0].is_cpu and load_kernels():
+            copy_columns(blocks, moves)
+            continue
+        _, heads, capacity, _ = blocks[0].shape
+        index = to_device(flatten_moves(moves, heads, capacity), blocks[0].device)
+        sources, places = index
+        for states in blocks:
+            entries = states.flatten(0, 2)
+            entries.index_copy_(0, places, entries.index_select(0, sources))
 
 
 def view_bits_on_host(states: Tensor) -> np.ndarray:

@@ -121,7 +121,6 @@ def _scale_rates(rates: tuple[float, ...], point: np.ndarray) -> np.ndarray:
     return limit_sum(np.array(rates) * factors[:, is_other])
 
 
-@final
 class CostAwareRanking(HostRanking):
     """Ranks nodes by expected tokens and their cost: it expands nodes worth their time, then keeps the best size.
 

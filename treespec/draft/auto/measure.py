@@ -22,10 +22,13 @@ from typing import final
 import torch
 from torch import Tensor
 
+from treespec.draft.auto.builder import CostAwareRanking
 from treespec.draft.auto.cost import CONTEXT_TOKENS, COST_FORMAT, CostBy, CycleCost, read_cost
+from treespec.draft.auto.cost_model import CostModel
+from treespec.draft.best_tree import CandidateLevel
 from treespec.draft.drafter import GrowthKey, Proposer
-from treespec.draft.ranking import HostRanking, TopRanking
-from treespec.draft.tree_assembly import grow_together
+from treespec.draft.ranking import TopRanking
+from treespec.draft.tree_assembly import Growth, grow_together
 from treespec.errors import InputError
 from treespec.files.atomic import remove_leftovers, write_json
 from treespec.files.downloads import cache_folder
@@ -34,6 +37,7 @@ from treespec.kernels.processor import describe_processor
 from treespec.model.target import Target
 from treespec.sampling.probs import SamplingParams
 from treespec.sampling.sampler import Sampler
+from treespec.trees.dynamic import AutoTree
 from treespec.trees.mask import build_ancestor_mask
 from treespec.trees.static import StaticTree, build_chain
 from treespec.trees.tree import TokenTree, to_device
@@ -333,7 +337,7 @@ class Bench:
         root = self.ids[:1]
         grow = TopRanking(depth, topk=10, nodes=depth + 1, expanded=1).grow
         if root.device.type == "cpu" and not proposer.records_graphs:
-            grow = HostRanking(depth, topk=10, nodes=depth + 1, expanded=1).grow_tree
+            grow = partial(grow_costed_chain, depth)
         waiting = slice(-1 - WAITING_TOKENS, None)
         proposer.rewind([len(self.tokens) - 1 - WAITING_TOKENS] * self.texts)
         proposer.observe(
@@ -363,6 +367,24 @@ class Bench:
             self.cache.rewind([len(self.tokens)])
 
         return Step(partial(self.forward, tree), finish)
+
+
+class CostedChainRanking(CostAwareRanking):
+    """Ranks nodes as `auto` does, but expands one node of each level."""
+
+    def choose_width(self, level: int, levels: list[CandidateLevel]) -> int:
+        super().choose_width(level, levels)
+        self.nodes = 1 + level
+        return int(level < self.depth)
+
+
+def grow_costed_chain(depth: int, root: Tensor, logits: Tensor) -> Growth:
+    """Grows a chain of `depth` levels as `auto` grows its trees on a CPU. root: [1]. logits: [1, V] of its children."""
+    tree = AutoTree(depth=depth, nodes=depth + 1)
+    model = CostModel(CycleCost((1, 64), (1.0, 2.0)))  # any cost: the ranking takes as long
+    model.start(model.plain)
+    ranking = CostedChainRanking(tree, model, SamplingParams(0.0), None)
+    return (yield from ranking.grow_tree(root, logits))
 
 
 def time_steps(

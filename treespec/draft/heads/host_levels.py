@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from treespec.draft.drafter import Frontiers, pad_frontiers
+from treespec.draft.drafter import Frontiers
 from treespec.draft.heads.base import WaitingPairs
 from treespec.heads.eagle import EagleHead
 from treespec.kernels import ops as kernels
@@ -19,9 +19,7 @@ from treespec.model.cache import TreeCache
 from treespec.model.cache_layer import view_bits_on_host
 from treespec.model.cpu.head_step import HeadStep
 from treespec.model.cpu.packed_layers import PackedLinear
-from treespec.model.masks import pad_and_stack
 from treespec.model.target import Target
-from treespec.trees.tree import build_range
 
 
 def find_head_step(head: Any, target: Target) -> HeadStep | None:
@@ -112,7 +110,7 @@ def mask_committed_columns(lengths: np.ndarray, dtype: torch.dtype) -> np.ndarra
     return numbers[(columns < lengths[:, None, None]).astype(int)]
 
 
-def extend_mask(above: np.ndarray, parents: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+def extend_mask(above: np.ndarray, parents: Sequence[np.ndarray], dtype: torch.dtype) -> np.ndarray:
     """Returns [B, F, U + F] additive: what each node of a level sees in the columns so far and those of this level.
 
     A node sees what its parent sees, and itself. Level 1 is a b, level 2 is c d e; c and d are below a:
@@ -122,16 +120,24 @@ def extend_mask(above: np.ndarray, parents: np.ndarray, dtype: torch.dtype) -> n
         b          . x        d          x . | . x .
                               e          . x | . . x
 
-    above: [B, M, U] of the level above. parents: [B, F] the row of each node's parent there.
+    above: [B, M, U] of the level above. parents: of each text [at most F] the row of each node's parent there.
     """
     hidden, seen = list_mask_numbers(dtype)
-    batch, count = parents.shape
+    count = max(map(len, parents))
     earlier = above.shape[2]
     nodes = number_nodes(count)
-    mask = np.full((batch, count, earlier + count), hidden)
-    mask[:, :, :earlier] = above[number_nodes(batch)[:, None], parents]
+    mask = np.full((len(parents), count, earlier + count), hidden)
+    for row, row_parents in enumerate(parents):
+        mask[row, : len(row_parents), :earlier] = above[row, row_parents]
     mask[:, nodes, earlier + nodes] = seen
     return mask
+
+
+def list_starts(counts: Sequence[int]) -> np.ndarray:
+    """Returns [B + 1] int64: the first node of each text, then the number of all nodes. counts: nodes of each text."""
+    starts = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=starts[1:])
+    return starts
 
 
 @final
@@ -143,12 +149,14 @@ class HostLevels:
         cache: of the head's only layer.
         table: [2, positions, R] rotary angles.
         vocabulary: [N] the target's token for each draft token; None: all of them.
-        states: [B, F, H] of the present frontiers.
+        states: [R, H] of the present frontiers, one after the other.
+        starts: [B + 1] int64, the first row of each frontier, then R.
         mask: [B, F, U] additive, of the last U columns, for each frontier node.
-        positions: [B, 1] of the next level.
+        positions: [B] int64, of the next level.
     """
 
     states: Tensor
+    starts: np.ndarray
     mask: np.ndarray
     positions: np.ndarray
 
@@ -162,67 +170,96 @@ class HostLevels:
 
     def read_pairs(self, pairs: Sequence[WaitingPairs]) -> list[Tensor]:
         """Reads new pairs of each sequence. Returns [1, N] draft logits of each root's children."""
-        # 1. The pairs are a chain after the earlier ones. Sequences with fewer are padded.
+        # 1. The pairs of a sequence are a chain after its earlier ones.
         cache = self.cache
         dtype = self.step.dtype
+        batch = len(pairs)
         lengths = np.array(cache.lengths)
-        counts = np.array(list(map(len, pairs)))
-        tokens = pad_and_stack([row.tokens for row in pairs])
-        batch, count = tokens.shape
-        mask = build_causal_mask(count, dtype)[None]
+        counts = list(map(len, pairs))
+        starts = list_starts(counts)
+        most_pairs = max(counts)
+        mask = build_causal_mask(most_pairs, dtype)[None]
         if batch > 1:
             committed = mask_committed_columns(lengths, dtype)
-            parts = [committed.repeat(count, axis=1), mask.repeat(batch, axis=0)]
+            parts = [committed.repeat(most_pairs, axis=1), mask.repeat(batch, axis=0)]
             mask = np.concatenate(parts, axis=2)
+        numbers = number_nodes(int(starts[-1]))
+        positions = numbers + (lengths - starts[:-1]).repeat(counts)
 
         # 2. The step.
         cache.write_after(0)  # drops the levels of the last cycle
         output = self.step.run(
-            tokens=tokens,
+            tokens=join_rows([row.tokens for row in pairs]),
             vocabulary=None,
-            features=pad_and_stack([row.features for row in pairs]),
-            parents=build_range(count, tokens.device).expand(batch, -1),
-            positions=lengths[:, None] + number_nodes(count),
+            features=join_rows([row.features for row in pairs]),
+            parents=numbers,
+            positions=positions,
+            starts=starts,
             table=self.table,
             mask=mask,
             store=cache.tree_layers[0],
-            drafted=count * number_nodes(batch) + counts - 1,
+            drafted=starts[1:] - 1,
         )
 
-        # 3. They stay in the cache; the roots are the frontier.
-        cache.commit([range(read) for read in counts.tolist()])
-        lengths += counts
-        self.positions = lengths[:, None]
-        self.mask = mask_committed_columns(lengths, dtype)
-        self.states = output.drafted_states[:, None]
+        # 3. They stay in the cache; the roots are the frontiers.
+        cache.commit([range(count) for count in counts])
+        self.positions = lengths + counts
+        self.mask = mask_committed_columns(self.positions, dtype)
+        self.starts = number_nodes(batch + 1)
+        self.states = output.drafted_states
         return list(output.logits.split(1))
 
     def extend(self, frontiers: Frontiers) -> list[Tensor]:
         """Drafts a level. Returns [F, N] draft logits for each sequence."""
-        # 1. A node sees what its parent sees, and itself.
-        tokens, parents, sizes = pad_frontiers(frontiers, self.states.device)
-        batch, count = tokens.shape
-        self.mask = extend_mask(self.mask, parents.numpy(), self.step.dtype)
+        # 1. A node sees what its parent sees, and itself. Trees that grow together have one joint frontier.
+        tokens, parents, sizes = flatten_frontiers(frontiers)
+        counts = list(map(len, parents))
+        self.mask = extend_mask(self.mask, parents, self.step.dtype)
+        above = [first + rows for first, rows in zip(self.starts, parents, strict=False)]
 
-        # 2. The nodes that are not padding. Trees that grow together count as one sequence of B F nodes.
-        drafted = number_nodes(batch * count)
-        if sum(sizes) < len(drafted):
-            drafted = np.flatnonzero(number_nodes(count) < np.array(sizes)[:, None])
-
-        # 3. The step. Its columns stay in the cache until the next cycle.
+        # 2. The step. Its columns stay in the cache until the next cycle.
         store = self.cache.tree_layers[0]
+        starts = list_starts(counts)
         output = self.step.run(
             tokens=tokens,
             vocabulary=self.vocabulary,
             features=self.states,
-            parents=parents,
-            positions=self.positions.repeat(count, axis=1),
+            parents=np.concatenate(above),
+            positions=self.positions.repeat(counts),
+            starts=starts,
             table=self.table,
             mask=self.mask,
             store=store,
-            drafted=drafted,
+            drafted=number_nodes(len(tokens)),
         )
-        store.advance(count)
+        store.advance(max(counts))
         self.states = output.states
+        self.starts = starts
         self.positions = self.positions + 1
         return list(output.logits.split(sizes))
+
+
+def join_rows(rows: Sequence[Tensor]) -> Tensor:
+    """Returns the rows [n, ...] of all sequences, one after the other. Those of a single one are not copied."""
+    if len(rows) == 1:
+        return rows[0]
+    return torch.cat(list(rows))
+
+
+def flatten_frontiers(frontiers: Frontiers) -> tuple[Tensor, list[np.ndarray], list[int]]:
+    """Returns the tokens of all frontiers [R], the parents' rows of each sequence, and the nodes of each frontier.
+
+    A batch's joint frontier [B, F] counts as one frontier of B F nodes, of B sequences.
+    """
+    first = frontiers[0]
+    if first and first.tokens.dim() == 2:
+        return first.tokens.flatten(), list(first.parent_rows.numpy()), [first.tokens.numel()]
+    tokens = []
+    parents = []
+    for frontier in frontiers:
+        if frontier is None:
+            parents.append(number_nodes(0))
+            continue
+        tokens.append(frontier.tokens)
+        parents.append(frontier.parent_rows.numpy())
+    return join_rows(tokens), parents, list(map(len, parents))

@@ -21,14 +21,14 @@ from treespec.model.cpu.packed_layers import PackedLinear
 PRODUCT_FORMAT = kernels.LINEAR_STRUCT.format
 STEP_STRUCT = Struct(LAYER_STRUCT.format + PRODUCT_FORMAT + PRODUCT_FORMAT + "P")
 # `HeadNodes` of layer.c: pointers and sizes
-NODES_STRUCT = Struct("14P9l")
+NODES_STRUCT = Struct("15P8l")
 # Fields of `Layer` that are 0 in `HeadStep`, since `HeadNodes` has them: x to starts, and turned to mn.
 NODE_POINTERS = 9
 NODE_SIZES = 9
 
 
 class StepOutput(NamedTuple):
-    """States [B, N, H] of the nodes; of D nodes the states [D, H] once more, and the draft logits [D, Vd]."""
+    """States [R, H] of the nodes; of D nodes the states [D, H] once more, and the draft logits [D, Vd]."""
 
     states: Tensor
     drafted_states: Tensor
@@ -81,54 +81,56 @@ class HeadStep:
         tokens: Tensor,
         vocabulary: Tensor | None,
         features: Tensor,
-        parents: Tensor,
+        parents: np.ndarray,
         positions: np.ndarray,
+        starts: np.ndarray,
         table: Tensor,
         mask: np.ndarray,
         store: TreeLayer,
         drafted: np.ndarray,
     ) -> StepOutput:
-        """Run the step; keys and values are written at the end of the cache.
+        """Run the step over R nodes of B texts, those of each text together; each text has at most N.
+
+        Keys and values are written at the end of the cache, the first node of each text in the same column.
 
         Args:
-            tokens: [B, N] int64.
+            tokens: [R] int64.
             vocabulary: int64, the target's token for each value of `tokens`; None: it is the value itself.
-            features: [B, M, H].
-            parents: [B, N] int64, the row of the text's features that precedes each node.
-            positions: [B, N] int64.
+            features: [M, H].
+            parents: [R] int64, the row of the features that precedes each node.
+            positions: [R] int64.
+            starts: [B + 1] int64, the first node of each text, then R.
             table: [2, positions, R] cos and sin.
             mask: [B, N, U] additive, of the last U columns, as integers of the dtype's size; all nodes see the
                 columns before them.
             store: the cache of the layer.
-            drafted: [D] int64, the nodes whose logits are computed, numbered through all texts.
+            drafted: [D] int64, the nodes whose logits are computed.
         """
         # 1. Room for what is written.
-        batch, count = tokens.shape
-        columns = store.length + count
+        batch, most_nodes, masked_columns = mask.shape
+        columns = store.length + most_nodes
         store.reserve(columns)
+        tokens = tokens.contiguous()
         features = features.contiguous()
-        states = features.new_empty(batch, count, features.shape[2])
-        drafted_states = features.new_empty(len(drafted), features.shape[2])
+        states = features.new_empty(len(tokens), features.shape[1])
+        drafted_states = features.new_empty(len(drafted), features.shape[1])
         logits = features.new_empty(len(drafted), self.output.out_features)
         if not store.storage:
             self.block.allocate_storage(store, batch, features)
         keys, values = store.storage
 
-        # 2. Pointers and sizes. Every node sees the columns before the mask's.
+        # 2. Pointers and sizes.
         cos, sin = table
         vocabulary_pointer = 0
         if vocabulary is not None:
             vocabulary_pointer = vocabulary.data_ptr()
-        tokens = tokens.contiguous()
-        parents = parents.contiguous()
-        pointers = [tokens.data_ptr(), parents.data_ptr()]
-        pointers += [find_address(positions), find_address(drafted)]
+        pointers = [tokens.data_ptr()]
+        pointers += map(find_address, (parents, positions, starts, drafted))
         pointers += [vocabulary_pointer, features.data_ptr(), cos.data_ptr(), sin.data_ptr()]
         pointers += [find_address(mask), keys.data_ptr(), values.data_ptr()]
         pointers += [states.data_ptr(), drafted_states.data_ptr(), logits.data_ptr()]
-        free_columns = columns - mask.shape[2]
-        sizes = [batch, count, features.shape[1], len(drafted), cos.shape[1]]
-        sizes += [columns, store.capacity, free_columns, torch.get_num_threads()]
+        sizes = [batch, most_nodes, len(drafted), cos.shape[1]]
+        sizes += [columns, store.capacity, columns - masked_columns, torch.get_num_threads()]
         nodes = NODES_STRUCT.pack(*pointers, *sizes)
 
         # 3. The call.

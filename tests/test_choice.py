@@ -6,6 +6,8 @@ import pytest
 import torch
 from models import seeded
 
+from treespec.draft.calibration import scale_by_sharpness
+from treespec.draft.cycle import can_score_by_kernel
 from treespec.kernels import ops as kernels
 from treespec.sampling.noise import Noise
 from treespec.sampling.params import SamplingParams
@@ -52,3 +54,18 @@ def test_a_cut_tail_and_other_dtypes_are_left_to_torch():
     logits = torch.zeros(1, 35)
     assert not can_choose_by_kernel(build_distributions(logits, SamplingParams(1.0, top_p=0.9), 7))
     assert not can_choose_by_kernel(build_distributions(logits.double(), SamplingParams(0.0)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+@pytest.mark.parametrize("factor", [1.0, 1.137])
+@pytest.mark.parametrize("vocabulary", [None, torch.arange(3, 120, 4)])
+def test_the_kernel_scores_draft_tokens_as_torch_does(dtype, temperature, factor, vocabulary):
+    size = 120 if vocabulary is None else len(vocabulary)
+    logits = torch.randn(5, size, generator=seeded(1)).to(dtype)
+    sampler = Sampler(SamplingParams(temperature))
+    sampler.noise = Noise(3, 120, torch.device("cpu"))
+    expected = sampler.score_tokens(scale_by_sharpness(logits, 1, (2.0, factor)), 1, vocabulary)
+    assert can_score_by_kernel(sampler, logits)
+    noise = sampler.noise.get_level(1)
+    assert torch.equal(kernels.score_tokens(logits, noise, vocabulary, factor, temperature), expected)

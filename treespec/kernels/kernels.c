@@ -735,6 +735,19 @@ long choose(const void *logits, const float *noise, long size, float temperature
   return i;
 }
 
+// Scores [rows, size] of draft tokens: logits * factor, rounded as logits are, / temperature, plus the noise of each token.
+// tokens: the places [size] of their noise, or NULL: in order.
+void score(const void *logits, const float *noise, const int64_t *tokens, float *scores, long rows, long size,
+           float factor, float temperature, int half) {
+  for (long r = 0; r < rows; r++)
+    for (long i = 0; i < size; i++) {
+      float x = get(logits, r * size + i, half);
+      if (factor != 1) put(&x, 0, x * factor, half), x = get(&x, 0, half);
+      if (temperature != 1) x = x / temperature;
+      scores[r * size + i] = x + noise[tokens ? tokens[i] : i];
+    }
+}
+
 // --- Columns ------------------------------------------------------------------------------------
 
 // Copies columns of blocks [rows, heads, capacity, bytes]. moves: [many, 3] row, source and place; they run in order.

@@ -131,6 +131,25 @@ def choose_token(logits: Tensor, noise: Tensor | None, temperature: float) -> in
     return token
 
 
+def score_tokens(
+    logits: Tensor, noise: Tensor, tokens: Tensor | None, factor: float, temperature: float
+) -> Tensor:
+    """Return [F, N] float32 scores: logit * factor, rounded to the dtype of logits, / temperature, plus noise.
+
+    logits: [F, N] bfloat16 or float32. noise: [V] float32. tokens: [N] int64, the token of each column; None: they
+    are all V. All are contiguous on a CPU. temperature: above 0.
+    """
+    rows, size = logits.shape
+    scores = torch.empty(rows, size)
+    tokens_pointer = 0
+    if tokens is not None:
+        tokens_pointer = tokens.data_ptr()
+    pointers = (logits.data_ptr(), noise.data_ptr(), tokens_pointer, scores.data_ptr())
+    half = BFLOAT16_FLAGS[logits.dtype]
+    load_kernels().score(*pointers, rows, size, factor, temperature, half)
+    return scores
+
+
 def copy_columns(blocks: Sequence[Tensor], moves: Sequence[Sequence[int]]) -> None:
     """Copy columns of blocks [B, KV heads, capacity, D], which have one shape and dtype, contiguous rows on a CPU.
 

@@ -118,6 +118,14 @@ class CycleCost:
         return self.predict_forward_seconds(self.nodes[-1])
 
     @cached_property
+    def least_probability(self) -> float:
+        """Pr(a draft token is accepted), for a token of which even the cheapest number pays for its time."""
+        sizes = np.arange(1, self.nodes[-1] + 1)
+        price = self.price_forward(sizes)
+        of_each = (price[1:] - price[0]) / (sizes[1:] - 1)
+        return float(of_each.min() * self.baseline_speed)
+
+    @cached_property
     def seconds_per_extra_row(self) -> float:
         """Extra seconds for each further node that a draft level expands; it grows as the target's forward does."""
         one_node, several_nodes = self.interpolate_forward([1, ROW_PRICE_NODES])

@@ -31,7 +31,14 @@ FORCED_SCHEME = TopK()  # its trees have no draft distributions: it draws nothin
 
 
 class TextDrafter(ABC):
-    """Drafts for one sequence without a model. Subclass it to add a drafter."""
+    """Drafts for one sequence without a model. Subclass it to add a drafter.
+
+    Attributes:
+        least_probability: a drafter may return nothing if no draft token is as likely as this: the time of its node
+            would not pay.
+    """
+
+    least_probability: float = 0.0
 
     def new(self) -> Self:
         """Returns a drafter with the same options, for another sequence.
@@ -156,10 +163,11 @@ class OneHotDrafter(Drafter):
         last: the root and the forced tokens.
         """
         state = self.states[row]
-        guess = state.drafter.draft(state.text.with_tail(last))
         cost = self.cost
         if cost is None:
-            return guess
+            return state.drafter.draft(state.text.with_tail(last))
+        state.drafter.least_probability = cost.least_probability
+        guess = state.drafter.draft(state.text.with_tail(last))
         return keep_profitable_nodes(guess, cost)
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:

@@ -83,7 +83,7 @@ class Suffix(TextDrafter):
     def _guess(self, tokens: np.ndarray, text: np.ndarray) -> Guess:
         options = self.options
         length, match_ends = find_longest_match(tokens, text, options.longest)
-        if not length:
+        if not length or self.predict_match_rate(length) < self.least_probability:
             return NO_GUESS
         newest_ends = match_ends[::-1][:NEWEST_MATCHES].tolist()
         continuations = [tokens[end : end + options.nodes].tolist() for end in newest_ends]

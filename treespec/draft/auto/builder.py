@@ -259,10 +259,9 @@ class AutoBuilder(TreeBuilder):
         assert self.models
         return self.models.current.cycle_seconds
 
-    def should_skip_cycle(
+    def predict_gain(
         self, params: SamplingParams, batch: int = 1, on_cpu: bool = True, length: float = 0.0
-    ) -> bool:
-        """Whether no tree is expected to be faster than one-token decoding, and none is tried."""
+    ) -> float:
         self.by_level = on_cpu
         if not self.models:
             assert self.costs
@@ -278,7 +277,13 @@ class AutoBuilder(TreeBuilder):
         speed = model.speed
         if not self.by_level:
             speed = self.shape.speed
-        return model.should_skip_cycle(speed)
+        return speed / model.plain
+
+    def should_skip_cycle(self, gain: float) -> bool:
+        """Whether no tree is expected to be faster than one-token decoding, and none is tried."""
+        assert self.models
+        model = self.models.current
+        return model.should_skip_cycle(gain * model.plain)
 
     def build_graph_key(self) -> StaticTree | None:
         assert self.models

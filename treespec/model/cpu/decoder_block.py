@@ -152,8 +152,9 @@ def run_blocks(
     if counts is not None and min(counts) < nodes:
         starts = torch.tensor([0, *accumulate(counts)])
         rows = list_rows(tuple(counts), nodes)
-        inputs = [part.flatten(0, 1).index_select(0, rows) for part in (x, residual)]
-        out = call_blocks(blocks, *inputs, (batch, nodes), mask, angles, stores, starts)
+        x = x.flatten(0, 1).index_select(0, rows)
+        residual = residual.flatten(0, 1).index_select(0, rows)
+        out = call_blocks(blocks, x, residual, (batch, nodes), mask, angles, stores, starts)
         padded = out.new_zeros(batch, nodes, out.shape[-1])
         padded.flatten(0, 1).index_copy_(0, rows, out)
         return padded
@@ -167,7 +168,7 @@ def list_rows(counts: tuple[int, ...], nodes: int) -> Tensor:
 
     Texts of 3, 1 and 2 nodes:    x x x | x . . | x x .    rows 0 1 2 3 6 7
     """
-    rows = []
+    rows = list[int]()
     for text, count in enumerate(counts):
         rows += range(text * nodes, text * nodes + count)
     return torch.tensor(rows)

@@ -11,7 +11,7 @@ from treespec.engine.stats import Stats
 from treespec.heads.formats.vocabulary import read_mapping, to_offsets
 from treespec.heads.layers import mask_last_seen
 from treespec.heads.unrolled import build_window_mask
-from treespec.kernels.library import load_kernels
+from treespec.kernels.ops import load_kernels
 from treespec.model.attention import expand_mask
 from treespec.model.cache import TreeCache
 from treespec.model.cache_layer import ColumnMove, flatten_moves
@@ -352,7 +352,7 @@ def test_columns_moved_by_a_kernel_are_those_of_an_index_copy(monkeypatch, dtype
     nodes = [[4], list(range(1, 20, 2))]
     found, expected = [], []
     for kernels, storage in ((load_kernels(), found), (None, expected)):
-        monkeypatch.setattr("treespec.model.cache_layer.load_kernels", lambda kernels=kernels: kernels)
+        monkeypatch.setattr("treespec.kernels.ops.load_kernels", lambda kernels=kernels: kernels)
         cache = TreeCache(2)
         generator = seeded(0)
         cache.rewind([0, 0])

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import CacheLayerMixin
 
-from treespec.kernels.library import load_kernels
-from treespec.kernels.ops import copy_columns
+from treespec.kernels import ops as kernels
 from treespec.trees.tree import to_device
 
 BITS_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
@@ -54,8 +53,8 @@ def move_columns(layers: Sequence["TreeLayer"], moves: Sequence[ColumnMove]) -> 
         for states in layer.storage:
             groups[states.shape, states.dtype, states.device].append(states)
     for blocks in groups.values():
-        if blocks[0].is_cpu and load_kernels():
-            copy_columns(blocks, moves)
+        if blocks[0].is_cpu and kernels.load_kernels():
+            kernels.copy_columns(blocks, moves)
             continue
         _, heads, capacity, _ = blocks[0].shape
         index = to_device(flatten_moves(moves, heads, capacity), blocks[0].device)

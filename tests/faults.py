@@ -10,6 +10,7 @@ from treespec.draft.auto.cost_model import PRIOR_CYCLES, CacheOrModel
 from treespec.draft.heads.eagle import EagleProposer
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.engine.request import Request
+from treespec.kernels import ops as kernels
 from treespec.model.cache import TreeCache
 from treespec.sampling.noise import Noise
 from treespec.sampling.sampler import Sampler
@@ -92,6 +93,7 @@ def plan_the_token_before(scheme: Any, p: torch.Tensor, q: torch.Tensor, draws: 
 
 read_noise = Noise.get_level
 score_drafts = Sampler.score_tokens
+score_by_kernel = kernels.score_tokens
 update_choice = CacheOrModel.update
 
 
@@ -112,6 +114,19 @@ def score_as_the_first_tokens(
     if vocabulary is not None:
         vocabulary = torch.arange(len(vocabulary))
     return score_drafts(distribution, logits, depth, vocabulary)
+
+
+def score_by_kernel_as_the_first_tokens(
+    logits: torch.Tensor,
+    noise: torch.Tensor,
+    tokens: torch.Tensor | None,
+    factor: float,
+    temperature: float,
+) -> torch.Tensor:
+    """As the kernels' `score_tokens`: half a vocabulary gets the noise of the first tokens."""
+    if tokens is not None:
+        tokens = torch.arange(len(tokens))
+    return score_by_kernel(logits, noise, tokens, factor, temperature)
 
 
 def draw_noise_of_the_first_tokens(drafter: TreeDrafter, noises: Sequence[Noise]) -> torch.Tensor:

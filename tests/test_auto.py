@@ -207,6 +207,7 @@ def test_the_first_trees_on_an_accelerator_already_have_a_fixed_shape():
     """A CUDA graph may then record them, in a batch that a new sequence has just joined too; a CPU chooses by level."""
     params = SamplingParams(0.0)
     builders = [AutoBuilder(AutoTree(), TopK(), CALIBRATION, lambda batch: linear_cost()) for _ in range(2)]
-    assert not any([builders[0].should_skip_cycle(params, 1, on_cpu=False), builders[1].should_skip_cycle(params, 1)])
+    gains = [builders[0].predict_gain(params, 1, on_cpu=False), builders[1].predict_gain(params, 1)]
+    assert not any(builder.should_skip_cycle(gain) for builder, gain in zip(builders, gains, strict=True))
     assert builders[0].build_graph_key() == builders[0].shape.tree
     assert builders[1].build_graph_key() is None

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import faults
 import numpy as np
@@ -132,8 +132,19 @@ def test_a_batch_computes_the_nodes_of_all_in_one_forward():
     assert of_two.forward == pytest.approx((1.5, 4.5, 8.5))
     assert (of_two.level, of_two.begin, of_two.overhead) == pytest.approx((0.45, 0.15, 0.02))
     assert cost.select_batch_size(1) == cost
-    assert cost.select_batch_size(2, apart=True).level == 2 * cost.level
+    measured = replace(cost, text_level=0.2, text_begin=0.05).select_batch_size(3)
+    assert (measured.level, measured.begin) == pytest.approx((0.7, 0.2))
     assert measure_costs(target("llama"), None, linear_cost())(7) == linear_cost()
+
+
+def test_a_node_costs_its_seconds_once_for_each_sequence_that_it_delays():
+    """The drawing of `CycleCost.spread_nodes`: T(n) = n seconds of one sequence, 4 n of four."""
+    cost = CycleCost((1, 64), (1.0, 64.0)).select_batch_size(4)
+    assert cost.spread_nodes(5, others=3) == 3.5
+    assert cost.interpolate_forward(3.5) == 14
+    assert cost.price_forward(5, others=3) == 12 + 4 * 2  # two nodes more than the others, four sequences wait
+    alone = CycleCost((1, 64), (1.0, 64.0))
+    assert alone.price_forward(5) == alone.interpolate_forward(5)
 
 
 def test_the_drawing_of_predicted_and_actual_acceptance():

@@ -11,9 +11,10 @@ from treespec.engine.stats import Stats
 from treespec.heads.formats.vocabulary import read_mapping, to_offsets
 from treespec.heads.layers import mask_last_seen
 from treespec.heads.unrolled import build_window_mask
+from treespec.kernels.ops import load_kernels
 from treespec.model.attention import expand_mask
 from treespec.model.cache import TreeCache
-from treespec.model.cache_layer import ColumnMove, TreeLayer, flatten_moves
+from treespec.model.cache_layer import ColumnMove, flatten_moves
 from treespec.model.cpu.experts import multiply_by_expert
 from treespec.model.masks import build_additive_masks, pad_trees, split_causal_chunks
 from treespec.model.recurrent.model import find_last_steps
@@ -91,23 +92,6 @@ def test_commit_moves_the_accepted_columns_to_the_end_of_each_text():
     assert cache.lengths == [6, 5]
     assert keys[0, :6].tolist() == [10, 11, 12, 13, 0, 2]
     assert keys[1, :5].tolist() == [20, 21, 0, 1, 4]
-
-
-def test_columns_that_move_at_once_end_where_they_end_one_by_one():
-    """Row 1 accepts every other one of 20 nodes behind a text of 3; row 0 accepts one."""
-    moves = [ColumnMove(0, 9, 5)]
-    moves += [ColumnMove(1, 4 + 2 * number, 3 + number) for number in range(10)]
-    states = torch.randn(2, 3, 32, 4).bfloat16()
-    stores = []
-    for groups in ([moves], [[move] for move in moves]):
-        store = TreeLayer(32)
-        store.update(states, 2 * states)
-        for group in groups:
-            store.move_columns_on_host(group)
-        stores.append(store)
-    for found, wanted in zip(stores[0].storage, stores[1].storage, strict=True):
-        assert torch.equal(found, wanted)
-    assert torch.equal(stores[0].storage[0][1, :, 3:13], states[1, :, 4:24:2])
 
 
 def test_a_move_of_a_row_reads_and_writes_a_column_of_each_head():
@@ -363,15 +347,21 @@ def test_the_offset_of_a_token_counts_the_characters_before_it():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_columns_moved_by_numpy_are_those_of_an_index_copy(dtype):
-    layer = TreeLayer(8)
-    keys = torch.randn(2, 3, 8, 4, generator=seeded(0)).to(dtype)
-    layer.update(keys, -keys)
-    moves = [ColumnMove(0, 5, 3), ColumnMove(0, 7, 4), ColumnMove(1, 3, 1)]
-    layer.move_columns_on_host(moves)
-    sources, places = flatten_moves(moves, heads=3, capacity=8)
-    for states, start in zip(layer.storage, (keys, -keys), strict=True):
-        expected = start.clone()
-        entries = expected.flatten(0, 2)
-        entries.index_copy_(0, places, entries.index_select(0, sources))
-        assert torch.equal(states, expected)
+def test_columns_moved_by_a_kernel_are_those_of_an_index_copy(monkeypatch, dtype):
+    """Row 1 accepts every other one of 20 nodes behind a text of 3; row 0 accepts one."""
+    nodes = [[4], list(range(1, 20, 2))]
+    found, expected = [], []
+    for kernels, storage in ((load_kernels(), found), (None, expected)):
+        monkeypatch.setattr("treespec.kernels.ops.load_kernels", lambda kernels=kernels: kernels)
+        cache = TreeCache(2)
+        generator = seeded(0)
+        cache.rewind([0, 0])
+        for columns, accepted in ((3, [range(3)] * 2), (20, nodes)):
+            keys = torch.randn(2, 3, columns, 4, generator=generator).to(dtype)
+            for layer in range(2):
+                cache.update(keys, layer - keys, layer)
+            cache.commit(accepted)
+        for layer in cache.tree_layers:
+            storage += layer.storage
+    for states, wanted in zip(found, expected, strict=True):
+        assert torch.equal(states, wanted)

@@ -1,4 +1,4 @@
-"""A step of an EAGLE head for one text, as one C call, has the bits of the head's own modules."""
+"""A step of an EAGLE head as one C call has the bits of the head's own modules."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 from models import CONFIGS, random_head, random_model, seeded
 
 from treespec.draft.drafter import Frontier
-from treespec.draft.heads.host_levels import extend_mask
+from treespec.draft.heads.host_levels import extend_mask, mask_committed_columns
 from treespec.draft.heads.loading import build_proposer
 from treespec.draft.vocabulary import restrict
 from treespec.kernels import ops as kernels
@@ -69,6 +69,58 @@ def test_one_call_drafts_the_logits_of_the_modules(dtype, drafted):
         assert torch.equal(one, other)
 
 
+def draft_batch_levels(proposer):
+    """The draft logits of three sequences' levels, of which some have fewer nodes or none."""
+    generator = seeded(4)
+    batch = []
+    for length in (40, 7, 1):
+        batch.append(proposer.new())
+        observe_random_pairs(batch[-1], [length], generator)
+    first, *others = batch
+    first.join(others)
+    levels = [[random_frontier(generator, nodes) for nodes in sizes] for sizes in LEVEL_SIZES]
+    logits = []
+    for lengths in [(1, 1, 1), (3, 1, 2)]:
+        observe_random_pairs(first, lengths, generator)
+        logits += first.begin(torch.tensor([5, 6, 7]))
+        for frontiers in levels:
+            logits += first.extend(frontiers)
+    return logits
+
+
+LEVEL_SIZES = [(1, 1, 1), (3, 1, 2), (2, 0, 4)]
+
+
+def observe_random_pairs(proposer, lengths, generator):
+    features = []
+    tokens = []
+    for length in lengths:
+        row = torch.randn(length, 32, generator=generator)
+        features.append(row.to(proposer.target.dtype))
+        tokens.append(torch.randint(64, (length + 1,), generator=generator))
+    proposer.observe(features, tokens)
+
+
+def random_frontier(generator, nodes):
+    """Nodes below the first node of the frontier above."""
+    if not nodes:
+        return None
+    return Frontier(torch.randint(16, (nodes,), generator=generator), torch.arange(nodes), 4)
+
+
+@packed
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("drafted", [None, torch.arange(10, 58, 3)])
+def test_one_call_drafts_the_logits_of_several_sequences(dtype, drafted):
+    proposer = build_packed_proposer(dtype=dtype, drafted=drafted)
+    found = draft_batch_levels(proposer)
+    module_steps = type("WithoutOneCall", (type(proposer),), {"head_step": None})
+    expected = draft_batch_levels(module_steps(proposer.head, proposer.target))
+    assert len(found) == 2 * (3 + 9)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
 @packed
 @pytest.mark.parametrize("config", ["granite", "gemma3"])
 def test_targets_that_scale_embeddings_or_cap_logits_take_the_modules(config):
@@ -86,10 +138,17 @@ def test_a_hook_on_the_head_runs():
 
 def test_a_node_of_a_level_sees_what_its_parent_sees_and_itself():
     """The drawing of `extend_mask`."""
-    level_1 = extend_mask(np.empty((1, 0), dtype=np.float32), np.zeros(2, dtype=int), torch.float32)
-    level_2 = extend_mask(level_1, np.array([0, 0, 1]), torch.float32)
-    assert draw(level_1) == ["x.", ".x"]
-    assert draw(level_2) == ["x.x..", "x..x.", ".x..x"]
+    nothing = np.empty((1, 1, 0), dtype=np.float32)
+    level_1 = extend_mask(nothing, [np.array([0, 0])], torch.float32)
+    level_2 = extend_mask(level_1, [np.array([0, 0, 1])], torch.float32)
+    assert draw(level_1[0]) == ["x.", ".x"]
+    assert draw(level_2[0]) == ["x.x..", "x..x.", ".x..x"]
+
+
+def test_committed_columns_are_masked_from_the_end_of_the_shortest_sequence_on():
+    """The drawing of `mask_committed_columns`."""
+    mask = mask_committed_columns(np.array([3, 1, 2]), torch.float32)
+    assert draw(mask[:, 0]) == ["xx", "..", "x."]
 
 
 def draw(mask):

@@ -141,7 +141,8 @@ def test_a_node_has_the_bits_of_one_token_decoding(name, dtype):
         decoded.prefill(cache, part)
     decoded.prefill(other, torch.arange(60)[None] % 50)
     cache.join([other])
-    rows = decoded.forward_trees(cache, [tree(), tree()])[0].logits
+    small = build_root_tree(torch.tensor([7]))  # the rest of its row is padding
+    rows = decoded.forward_trees(cache, [tree(), small])[0].logits
 
     # 2. Each path token by token, over all columns.
     decoded.tree_decoder.slack = 100
@@ -177,11 +178,14 @@ def test_a_fused_layer_has_the_output_of_its_modules(name, fused, dtype):
         cache.join([other])
         features = (decoded.forward_trees(cache, [tree(), tree()], aux) for aux in [(), (1,), (0, 2)])
         whole = torch.cat([out.features for both in features for out in both], 1)
+        small = build_root_tree(torch.tensor([7]))
+        padded = decoded.forward_trees(cache, [tree(), small], (0, 1))
         mlp = decoded.tree_decoder.stack[1].mlp
         decoded.tree_decoder.stack[1].mlp = nn.Identity()
         without = torch.cat([out.features for out in decoded.forward_trees(cache, [tree(), tree()])])
         decoded.tree_decoder.stack[1].mlp = mlp
-        return torch.cat([whole.flatten(), without.flatten()])
+        parts = [whole, without, *(out.features for out in padded), *(out.logits for out in padded)]
+        return torch.cat([part.flatten() for part in parts])
 
     expected = outputs()
     fuse(model)

@@ -161,8 +161,16 @@ def test_one_noise_for_all_depths_beyond_3_is_found(monkeypatch, find):
         find()
 
 
-def test_noise_of_the_first_tokens_for_half_a_vocabulary_is_found(monkeypatch):
-    faults.plant(monkeypatch, Sampler, Sampler.score_tokens, faults.score_as_the_first_tokens)
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_noise_of_the_first_tokens_for_half_a_vocabulary_is_found(monkeypatch, has_kernels):
+    if has_kernels and kernels.load_kernels() is None:
+        pytest.skip("no C compiler")
+    if has_kernels:
+        fault = faults.score_by_kernel_as_the_first_tokens
+        faults.plant(monkeypatch, kernels, kernels.score_tokens, fault)
+    else:
+        monkeypatch.setattr("treespec.draft.cycle.can_score_by_kernel", lambda *_: False)
+        faults.plant(monkeypatch, Sampler, Sampler.score_tokens, faults.score_as_the_first_tokens)
     with pytest.raises(AssertionError):
         test_half_the_vocabulary_drafts_each_output_that_it_holds()
 

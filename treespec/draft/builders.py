@@ -56,10 +56,12 @@ class TreeBuilder:
         """Modelled seconds of the present cycle; None: the policy models no time."""
         return None
 
-    def should_skip_cycle(
+    def predict_gain(
         self, params: SamplingParams, batch: int = 1, on_cpu: bool = True, length: float = 0.0
-    ) -> bool:
-        """Whether the sequence drafts nothing in this cycle. Call it once a cycle, before `grow`.
+    ) -> float:
+        """Predicts the speed of drafting in this cycle, as a multiple of one-token decoding; 1: nothing is modelled.
+
+        Call it once a cycle, before `should_skip_cycle`.
 
         Args:
             params: the sequence's.
@@ -67,6 +69,10 @@ class TreeBuilder:
             on_cpu: whether it drafts on a CPU.
             length: the mean number of tokens of their texts, if costs are to follow it.
         """
+        return 1.0
+
+    def should_skip_cycle(self, gain: float) -> bool:
+        """Whether the sequence drafts nothing in this cycle. gain: the mean of the batch's `predict_gain`."""
         return False
 
     def grow(

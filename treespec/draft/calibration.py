@@ -104,7 +104,14 @@ def scale_by_sharpness(logits: "Tensor", depth: int, sharpness: tuple[float, ...
     """Multiplies draft logits for the children of nodes at a depth by the factor of `Calibration.sharpness`."""
     if not sharpness:
         return logits
-    return logits * sharpness[min(depth, len(sharpness) - 1)]
+    return logits * get_sharpness(depth, sharpness)
+
+
+def get_sharpness(depth: int, sharpness: tuple[float, ...]) -> float:
+    """Returns the factor of the draft logits for the children of nodes at a depth; 1 without fitted factors."""
+    if not sharpness:
+        return 1.0
+    return sharpness[min(depth, len(sharpness) - 1)]
 
 
 def save_calibration(calibration: Calibration, folder: str | Path) -> None:

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from treespec.draft.builders import TreeBuilder
-from treespec.draft.calibration import scale_by_sharpness
+from treespec.draft.calibration import get_sharpness, scale_by_sharpness
 from treespec.draft.drafter import Frontier, Frontiers, GrowthKey, Proposer
 from treespec.draft.forced import ForcedChains, to_draft_ids
 from treespec.draft.tree_assembly import Growth, grow_together, process_draft_logits
 from treespec.draft.vocabulary import to_target_tokens, to_target_tokens_on_host
+from treespec.kernels import ops as kernels
 from treespec.sampling.params import SamplingParams
 from treespec.sampling.sampler import Path, Sampler
 from treespec.trees.tree import TokenTree, build_root_tree, to_device
@@ -33,6 +34,17 @@ def build_score_params(params: SamplingParams) -> SamplingParams:
         scores times T      -0.4   -1.2           softmax .69 .31
     """
     return SamplingParams(1 / min(params.temperature, 1.0))
+
+
+def can_score_by_kernel(sampler: Sampler, logits: Tensor) -> bool:
+    """Whether the kernels add a sequence's noise to draft logits [F, N]: on a CPU, without cuts of the tail."""
+    params = sampler.params
+    is_cut = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+    if sampler.noise is None or is_cut or params.greedy:
+        return False
+    if not logits.is_cpu or logits.dtype not in kernels.BFLOAT16_FLAGS:
+        return False
+    return logits.is_contiguous() and kernels.load_kernels() is not None
 
 
 @dataclass(frozen=True)
@@ -264,6 +276,12 @@ class DraftCycle:
         sampler = self.samplers[row]
         depth = self.depths[row] + 1
         self.depths[row] = depth
+        if self.noise is None and can_score_by_kernel(sampler, logits):
+            assert sampler.noise
+            noise = sampler.noise.get_level(depth)
+            factor = get_sharpness(depth, self.sharpness)
+            temperature = sampler.params.temperature
+            return kernels.score_tokens(logits, noise, self.vocabulary, factor, temperature)
         logits = self._scale_logits(sampler, logits, depth)
         if not sampler.noise:
             return logits

@@ -129,18 +129,21 @@ class TreeDrafter(Drafter):
         self, cycle: DraftCycle, roots: Tensor, cache: TreeCache
     ) -> list[Tensor | None]:
         """Returns [1, N] draft logits for the children of each root; None: the proposer drafts nothing there."""
-        # 1. The sequences for which the proposer does not draft. Each builder is asked once a cycle.
+        # 1. The sequences for which the proposer drafts, if their drafts together seem worth the time: a draft of
+        #    one sequence delays all. Each builder is asked once a cycle.
         batch = len(cycle.samplers)
         on_cpu = cycle.device.type == "cpu"
         length = 0.0  # on an accelerator each other tree would be another graph
         if on_cpu:
             length = sum(cache.lengths) / batch
-        pauses = []
+        gains = {}
         for row, sampler in enumerate(cycle.samplers):
-            pause = cycle.offers[row] is not None
-            if not pause:
-                pause = self.states[row].should_skip_cycle(sampler.params, batch, on_cpu, length)
-            pauses.append(pause or cycle.chains.forced[row].ends)
+            if cycle.offers[row] is None:
+                gains[row] = self.states[row].predict_gain(sampler.params, batch, on_cpu, length)
+        pauses = [True] * batch
+        for row in gains:
+            is_skipped = self.states[row].should_skip_cycle(sum(gains.values()) / len(gains))
+            pauses[row] = is_skipped or cycle.chains.forced[row].ends
         if all(pauses):
             return [None] * batch
 

@@ -434,6 +434,8 @@ typedef struct {
   const void *q, *k, *v, *mask;  // [B, heads, N, D], [B, KV, T, D], [B, KV, T, DV], [B or 1, N, T - free]
   void *out;                     // [B, N, heads, DV]
   const void *sinks;             // [heads] scores that take part in the sum and have no value, or NULL
+  const int64_t *starts;         // [B + 1] if only the first nodes of each text have rows in q and out, which lie dense:
+                                 // text b has rows starts[b] to starts[b + 1]; else NULL
   long texts, heads, kv, n, columns, free, d, dv;  // free: columns before the mask's, which all nodes see
   long qb, qh, qn, kb, kh, kt, vb, vh, vt, mb, mn;  // strides in numbers; the last index lies dense
   float scale, cap;  // a score is cap * tanh(score / cap), if the cap is not 0
@@ -542,6 +544,10 @@ INLINE void ask_for(const void *x, long at, long row, long width, int half) {  /
       __builtin_prefetch((const char *)x + (at + c * row) * (half ? 2 : 4) + i);
 }
 
+INLINE long nodes_of(const Attention *a, long b) {  // nodes of text b that have rows
+  return a->starts ? a->starts[b + 1] - a->starts[b] : a->n;
+}
+
 static void rows_of_a_head(const Attention *a, long b, long head, long first, int rows, float *room) {
   long groups = a->heads / a->kv, tiles = (a->columns + L - 1) / L, d = a->d, dv = a->dv;
   long wide = (dv + 63) / 64 * 64;
@@ -551,12 +557,13 @@ static void rows_of_a_head(const Attention *a, long b, long head, long first, in
   F largest[GROUP], total[GROUP] = {};
   char seen[tiles];
   long base = b * a->kb + head * a->kh, vbase = b * a->vb + head * a->vh;
+  long n = nodes_of(a, b), qbase = a->starts ? a->starts[b] * a->qn : b * a->qb;
 
   // 1. The query rows; row i is of query head i / n in the group, node i % n.
   memset(q, 0, 4 * GROUP * d);
   for (int r = 0; r < GROUP; r++) largest[r] = all(-INFINITY);
   for (int r = 0; r < rows; r++) {
-    long row = first + r, at = b * a->qb + (head * groups + row / a->n) * a->qh + row % a->n * a->qn;
+    long row = first + r, at = qbase + (head * groups + row / n) * a->qh + row % n * a->qn;
     for (long i = 0; i < d; i++) q[r * d + i] = get(a->q, at + i, a->half);
   }
 
@@ -565,7 +572,7 @@ static void rows_of_a_head(const Attention *a, long b, long head, long first, in
     int many = MIN(L, a->columns - t * L), open = MIN(MAX(a->free - t * L, 0), L);
     F extra[GROUP] = {}, most = all(open == L ? 0 : -INFINITY);
     for (int r = 0; r < rows && open < L; r++) {
-      long at = b * a->mb + (first + r) % a->n * a->mn + t * L - a->free;
+      long at = b * a->mb + (first + r) % n * a->mn + t * L - a->free;
       if (!open && many == L) extra[r] = load(a->mask, at, a->half);
       else for (int c = open; c < L; c++) extra[r][c] = c < many ? get(a->mask, at + c, a->half) : -INFINITY;
       most = larger(extra[r], most);
@@ -622,7 +629,8 @@ static void rows_of_a_head(const Attention *a, long b, long head, long first, in
 
   // 4. Divide and round once.
   for (int r = 0; r < rows; r++) {
-    long row = first + r, at = ((b * a->n + row % a->n) * a->heads + head * groups + row / a->n) * dv;
+    long row = first + r, node = row % n + (a->starts ? a->starts[b] : b * a->n);
+    long at = (node * a->heads + head * groups + row / n) * dv;
     long i = 0;
     for (; i + L <= dv; i += L) store(a->out, at + i, *(F *)(out + r * wide + i) / total[r], a->half);
     for (; i < dv; i++) put(a->out, at + i, out[r * wide + i] / total[r][0], a->half);
@@ -638,7 +646,8 @@ static void attend(const Attention *a) {
 #pragma omp for schedule(dynamic, 1)
   for (long i = 0; i < items; i++) {
     long part = i % parts, head = i / parts % a->kv, b = i / parts / a->kv;
-    rows_of_a_head(a, b, head, part * GROUP, MIN(GROUP, rows - part * GROUP), room);
+    long left = a->heads / a->kv * nodes_of(a, b) - part * GROUP;
+    if (left > 0) rows_of_a_head(a, b, head, part * GROUP, MIN(GROUP, left), room);
   }
   free(room);
 }
@@ -685,4 +694,70 @@ void rank(const void *logits, float *best, int64_t *tokens, long rows, long size
     for (int c = 0; c < L; c++) sum += sums[c];
     for (i = 0; i < k; i++) top[i] = exponential((all(top[i]) - largest) * scale)[0] / sum;
   }
+}
+
+// --- Choice -------------------------------------------------------------------------------------
+
+// Scores of L tokens: logits / temperature, plus noise if there is any.
+INLINE F scores_of(const void *logits, const float *noise, long i, float temperature, int half) {
+  F x = load(logits, i, half);
+  if (temperature != 1) x = x / temperature;
+  if (noise) x += load(noise, i, 0);
+  return x;
+}
+
+INLINE float score_of(const void *logits, const float *noise, long i, float temperature, int half) {
+  float x = get(logits, i, half);
+  if (temperature != 1) x = x / temperature;
+  return noise ? x + noise[i] : x;
+}
+
+// The token with the largest score, of equal ones the first; `size` if a score is NaN. noise: may be NULL.
+long choose(const void *logits, const float *noise, long size, float temperature, int half) {
+  F largest = all(-INFINITY);
+  I wrong = {};
+  float best = -INFINITY;
+  long i = 0;
+  for (; i + L <= size; i += L) {
+    F x = scores_of(logits, noise, i, temperature, half);
+    wrong |= x != x;
+    largest = larger(x, largest);
+  }
+  if (any(wrong)) return size;
+  for (int c = 0; c < L; c++) best = largest[c] > best ? largest[c] : best;
+  for (; i < size; i++) {
+    float x = score_of(logits, noise, i, temperature, half);
+    if (x != x) return size;
+    best = x > best ? x : best;
+  }
+  for (i = 0; i + L <= size && !any(scores_of(logits, noise, i, temperature, half) == best); ) i += L;
+  while (score_of(logits, noise, i, temperature, half) != best) i++;
+  return i;
+}
+
+// Scores [rows, size] of draft tokens: logits * factor, rounded as logits are, / temperature, plus the noise of each token.
+// tokens: the places [size] of their noise, or NULL: in order.
+void score(const void *logits, const float *noise, const int64_t *tokens, float *scores, long rows, long size,
+           float factor, float temperature, int half) {
+  for (long r = 0; r < rows; r++)
+    for (long i = 0; i < size; i++) {
+      float x = get(logits, r * size + i, half);
+      if (factor != 1) put(&x, 0, x * factor, half), x = get(&x, 0, half);
+      if (temperature != 1) x = x / temperature;
+      scores[r * size + i] = x + noise[tokens ? tokens[i] : i];
+    }
+}
+
+// --- Columns ------------------------------------------------------------------------------------
+
+// Copies columns of blocks [rows, heads, capacity, bytes]. moves: [many, 3] row, source and place; they run in order.
+void copy_columns(char *const *blocks, const int64_t *moves, long count, long many, long heads, long capacity,
+                  long bytes, int threads) {
+#pragma omp parallel for num_threads(MIN(threads, count))
+  for (long i = 0; i < count; i++)
+    for (const int64_t *move = moves; move < moves + 3 * many; move += 3)
+      for (long head = 0; head < heads; head++) {
+        char *columns = blocks[i] + (move[0] * heads + head) * capacity * bytes;
+        memcpy(columns + move[2] * bytes, columns + move[1] * bytes, bytes);
+      }
 }

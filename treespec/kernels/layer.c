@@ -16,6 +16,8 @@ typedef struct {
   const void *x, *residual;     // [B, N, in], [B, N, hidden]: x itself, or what is added to the attention
   const void *cos, *sin, *mask; // [B or 1, N or 1, turned] both, [B or 1, N, columns - first - free] additive
   void *keys, *values, *y;      // [B, KV, capacity, D] both: N columns are written before `columns`; [B, N, hidden]
+  const int64_t *starts;        // [B + 1] if x, residual and y have rows of only the first nodes of each text:
+                                // starts[b] to starts[b + 1]; NULL: of all
   long texts, n, in, hidden, heads, kv, d, inner, turned, columns, capacity;
   long first, free;             // columns before `first` are not attended to; the next `free` are seen by all nodes, without a mask
   long ab, an, mb, mn;          // strides of a text and of a node in angles and mask
@@ -23,10 +25,19 @@ typedef struct {
   int form, half, threads;
 } Layer;
 
+static long rows_in(const Layer *a) { return a->starts ? a->starts[a->texts] : a->texts * a->n; }
+
+static long text_of(const Layer *a, long r) {  // the text of row r
+  if (!a->starts) return r / a->n;
+  long b = 0;
+  while (a->starts[b + 1] <= r) b++;
+  return b;
+}
+
 // Norm of each row, if there is a weight, and the rows as products read them. All threads call it.
 static void read_rows(const Layer *a, const void *x, int norm, char *normed, const Rows *f, char *rows) {
 #pragma omp for
-  for (long r = 0; r < a->texts * a->n; r++) {
+  for (long r = 0; r < rows_in(a); r++) {
     if (a->norms[norm]) norm_row(x, a->norms[norm], normed, r, f->in, a->eps, a->half);
     read_row(f, a->norms[norm] ? normed : x, rows, r);
   }
@@ -49,7 +60,8 @@ static void turn(const Layer *a, const char *x, long at, char *y) {
 
 // Head `head` of the queries, then of the keys, then of the values, of row r. Keys and values go to the cache.
 static void place(const Layer *a, char *q, char *k, char *v, long r, long head) {
-  long size = a->half ? 2 : 4, row = a->d * size, b = r / a->n, node = r % a->n;
+  long size = a->half ? 2 : 4, row = a->d * size, b = text_of(a, r);
+  long node = r - (a->starts ? a->starts[b] : b * a->n);
   long angle = b * a->ab + node * a->an, column = a->columns - a->n + node;
   int key = head >= a->heads, value = head >= a->heads + a->kv, norm = key ? OF_KEYS : OF_QUERIES;
   char *x = q + (r * a->heads + head) * row, *to = x;
@@ -66,7 +78,7 @@ static void place(const Layer *a, char *q, char *k, char *v, long r, long head) 
 // Numbers of thread t: z = x + y, in rows of `hidden`.
 static void add_rows(const Layer *a, const void *x, const void *y, void *z, int t) {
   long from = first_of(a->hidden, a->threads, t), to = first_of(a->hidden, a->threads, t + 1);
-  for (long r = 0; r < a->texts * a->n; r++)
+  for (long r = 0; r < rows_in(a); r++)
     for (long i = r * a->hidden + from; i < r * a->hidden + to; i++)
       put(z, i, get(x, i, a->half) + get(y, i, a->half), a->half);
 }
@@ -91,7 +103,7 @@ INLINE F silu(F x) {  // x / (1 + exp(-x)); in bfloat16 it has the bits of torch
 // Outputs of thread t: silu(gate) * up, as the last product reads them.
 static void activate(const Layer *a, const void *gate, const void *up, const Rows *f, char *rows, int t) {
   long from = first_of(a->inner, a->threads, t), to = first_of(a->inner, a->threads, t + 1);
-  for (long r = 0; r < a->texts * a->n; r++) {
+  for (long r = 0; r < rows_in(a); r++) {
     for (long i = from; i < to; i += L) {
       long at = r * a->inner + i, size = f->size;
       char *to_row = rows + (r * f->width + i) * size;
@@ -109,7 +121,7 @@ static void activate(const Layer *a, const void *gate, const void *up, const Row
 
 static void layer(const Layer *a) {
   // 1. The products, and how they read rows.
-  long size = a->half ? 2 : 4, n = a->texts * a->n, all_heads = a->heads * a->d, groups = a->kv * a->d;
+  long size = a->half ? 2 : 4, n = rows_in(a), all_heads = a->heads * a->d, groups = a->kv * a->d;
   long outs[PRODUCTS] = {all_heads, groups, groups, a->hidden, a->inner, a->inner, a->hidden};
   long ins[PRODUCTS] = {a->in, a->in, a->in, all_heads, a->hidden, a->hidden, a->inner};
   Linear p[PRODUCTS];
@@ -135,7 +147,7 @@ static void layer(const Layer *a) {
   for (long i = 0, used = 0; i < PARTS; used += (sizes[i++] + 63) / 64 * 64) at[i] = room + used;
   Attention seen = {
     .q = at[Q], .k = (char *)a->keys + a->first * a->d * size, .v = (char *)a->values + a->first * a->d * size,
-    .mask = a->mask, .out = at[ATTENDED], .texts = a->texts, .heads = a->heads, .kv = a->kv, .n = a->n,
+    .mask = a->mask, .out = at[ATTENDED], .starts = a->starts, .texts = a->texts, .heads = a->heads, .kv = a->kv, .n = a->n,
     .columns = a->columns - a->first, .free = a->free, .d = a->d, .dv = a->d,
     .qb = a->n * all_heads, .qh = a->d, .qn = all_heads, .mb = a->mb, .mn = a->mn,
     .kb = groups * a->capacity, .kh = a->d * a->capacity, .kt = a->d,
@@ -182,7 +194,7 @@ void layers(const Layer *a, long many) {
   for (long i = 0; i < many; i++) layer(a + i);
 }
 
-// A step of an EAGLE head over nodes of one text: [embedding, feature] -> input -> layer -> state -> output -> logits.
+// A step of an EAGLE head over nodes of several texts: [embedding, feature] -> input -> layer -> state -> output -> logits.
 typedef struct {
   Layer layer;            // without the fields that `HeadNodes` has
   Linear input, output;
@@ -190,33 +202,50 @@ typedef struct {
 } HeadStep;
 
 typedef struct {
-  const int64_t *tokens, *parents;     // [N]; node i reads row parents[i] of the features
+  const int64_t *tokens, *parents;     // [R] of all texts, one after the other; node i reads row parents[i] of the features
+  const int64_t *positions;            // [R]: the rows of `cos` and `sin`
+  const int64_t *starts;               // [B + 1] as in `Layer`
+  const int64_t *drafted;              // [rows]: the rows of the states whose logits are computed
   const int64_t *vocabulary;           // the target's token for each of `tokens`; NULL: itself
   const void *features;                // [.., hidden]
-  const void *cos, *sin, *mask;        // as in `Layer`
-  void *keys, *values, *states;        // as in `Layer`; [N, hidden]
-  void *logits;                        // [rows, drafted], of the last rows
-  long n, rows, turned, columns, capacity, free, an, threads;
+  const void *cos, *sin;               // [positions, turned]
+  const void *mask;                    // as in `Layer`
+  void *keys, *values, *states;        // as in `Layer`; [R, hidden]
+  void *last, *logits;                 // [rows, hidden], [rows, drafted tokens]
+  long texts, n, rows, turned, columns, capacity, free, threads;  // n: the most nodes of a text
 } HeadNodes;
 
 void head_step(const HeadStep *head, const HeadNodes *nodes) {
+  // 1. Pairs [embedding, feature], and room for what the input gives. Angles lie as [B, N].
   Layer a = head->layer;
   Linear input = head->input, output = head->output;
-  long n = nodes->n, row = a.hidden * (a.half ? 2 : 4);
-  char *pairs = malloc(3 * n * row), *x = pairs + 2 * n * row;
-  for (long i = 0; i < n; i++) {
-    long token = nodes->vocabulary ? nodes->vocabulary[nodes->tokens[i]] : nodes->tokens[i];
-    memcpy(pairs + 2 * i * row, (const char *)head->embedding + token * row, row);
-    memcpy(pairs + (2 * i + 1) * row, (const char *)nodes->features + nodes->parents[i] * row, row);
-  }
+  long n = nodes->n, all = nodes->starts[nodes->texts], size = a.half ? 2 : 4, row = a.hidden * size;
+  long angles = nodes->turned * size;
+  char *room = malloc(3 * all * row + 2 * nodes->texts * n * angles);
+  char *pairs = room, *x = pairs + 2 * all * row, *cos = x + all * row, *sin = cos + nodes->texts * n * angles;
+  for (long b = 0; b < nodes->texts; b++)
+    for (long i = nodes->starts[b]; i < nodes->starts[b + 1]; i++) {
+      long token = nodes->vocabulary ? nodes->vocabulary[nodes->tokens[i]] : nodes->tokens[i];
+      long place = (b * n + i - nodes->starts[b]) * angles, position = nodes->positions[i];
+      memcpy(pairs + 2 * i * row, (const char *)head->embedding + token * row, row);
+      memcpy(pairs + (2 * i + 1) * row, (const char *)nodes->features + nodes->parents[i] * row, row);
+      memcpy(cos + place, (const char *)nodes->cos + position * angles, angles);
+      memcpy(sin + place, (const char *)nodes->sin + position * angles, angles);
+    }
+
+  // 2. The layer.
   input.threads = output.threads = a.threads = nodes->threads;
-  linear(&input, pairs, x, n);
-  a.x = a.residual = x, a.y = nodes->states;
-  a.cos = nodes->cos, a.sin = nodes->sin, a.mask = nodes->mask;
+  linear(&input, pairs, x, all);
+  a.x = a.residual = x, a.y = nodes->states, a.starts = nodes->starts;
+  a.cos = cos, a.sin = sin, a.mask = nodes->mask;
   a.keys = nodes->keys, a.values = nodes->values;
-  a.n = n, a.turned = nodes->turned, a.columns = nodes->columns, a.capacity = nodes->capacity;
-  a.free = nodes->free, a.an = nodes->an, a.mn = nodes->columns - nodes->free;
+  a.texts = nodes->texts, a.n = n, a.turned = nodes->turned, a.columns = nodes->columns, a.capacity = nodes->capacity;
+  a.free = nodes->free, a.an = nodes->turned, a.ab = n * a.an, a.mn = nodes->columns - nodes->free, a.mb = n * a.mn;
   layer(&a);
-  linear(&output, (const char *)nodes->states + (n - nodes->rows) * row, nodes->logits, nodes->rows);
-  free(pairs);
+
+  // 3. The logits.
+  for (long i = 0; i < nodes->rows; i++)
+    memcpy((char *)nodes->last + i * row, (const char *)nodes->states + nodes->drafted[i] * row, row);
+  linear(&output, nodes->last, nodes->logits, nodes->rows);
+  free(room);
 }

@@ -54,6 +54,15 @@ KERNEL_PARAMETERS: dict[str, list[Any]] = {
     "noise": [C_POINTER, C_POINTER, C_LONG, C_LONG, C_INT],
     # logits, probabilities, tokens; rows, vocabulary, k; 1 / temperature, half, threads
     "rank": [C_POINTER, C_POINTER, C_POINTER, C_LONG, C_LONG, C_LONG, C_FLOAT, C_INT, C_INT],
+    # logits, noise; vocabulary; temperature, half
+    "choose": [C_POINTER, C_POINTER, C_LONG, C_FLOAT, C_INT],
+    # logits, noise, tokens, scores; rows, size; factor, temperature, half
+    "score": [
+        *(C_POINTER, C_POINTER, C_POINTER, C_POINTER),
+        *(C_LONG, C_LONG, C_FLOAT, C_FLOAT, C_INT),
+    ],
+    # addresses of blocks, moves; their numbers; heads, capacity, bytes, threads
+    "copy_columns": [C_STRUCT, C_STRUCT, C_LONG, C_LONG, C_LONG, C_LONG, C_LONG, C_INT],
 }
 
 

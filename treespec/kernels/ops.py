@@ -25,7 +25,7 @@ BLOCK_INPUTS = 32
 # `Linear` of kernels.c: pointers, sizes, modes
 LINEAR_STRUCT = Struct("2P2l3i")
 # `Attention` of kernels.c: pointers, sizes and strides, numbers, modes
-ATTENTION_STRUCT = Struct("6P19l2f2i")
+ATTENTION_STRUCT = Struct("7P19l2f2i")
 
 
 def choose_form(weight: Tensor) -> int | None:
@@ -115,6 +115,61 @@ def rank_tokens(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Ten
     return probs, tokens
 
 
+def choose_token(logits: Tensor, noise: Tensor | None, temperature: float) -> int:
+    """Return the token with the largest score, logit / temperature + noise: of equal ones the first; V if one is NaN.
+
+    logits: [V] bfloat16 or float32, contiguous on a CPU. noise: [V] float32, contiguous on a CPU; None: none.
+    temperature: above 0.
+    """
+    noise_pointer = 0
+    if noise is not None:
+        noise_pointer = noise.data_ptr()
+    half = BFLOAT16_FLAGS[logits.dtype]
+    token: int = load_kernels().choose(
+        logits.data_ptr(), noise_pointer, len(logits), temperature, half
+    )
+    return token
+
+
+def score_tokens(
+    logits: Tensor, noise: Tensor, tokens: Tensor | None, factor: float, temperature: float
+) -> Tensor:
+    """Return [F, N] float32 scores: logit * factor, rounded to the dtype of logits, / temperature, plus noise.
+
+    logits: [F, N] bfloat16 or float32. noise: [V] float32. tokens: [N] int64, the token of each column; None: they
+    are all V. All are contiguous on a CPU. temperature: above 0.
+    """
+    rows, size = logits.shape
+    scores = torch.empty(rows, size)
+    tokens_pointer = 0
+    if tokens is not None:
+        tokens_pointer = tokens.data_ptr()
+    pointers = (logits.data_ptr(), noise.data_ptr(), tokens_pointer, scores.data_ptr())
+    half = BFLOAT16_FLAGS[logits.dtype]
+    load_kernels().score(*pointers, rows, size, factor, temperature, half)
+    return scores
+
+
+def copy_columns(blocks: Sequence[Tensor], moves: Sequence[Sequence[int]]) -> None:
+    """Copy columns of blocks [B, KV heads, capacity, D], which have one shape and dtype, contiguous rows on a CPU.
+
+    moves: batch row, column to read and column to write of each copy; they run in order.
+    """
+    _, heads, capacity, width = blocks[0].shape
+    addresses = [block.data_ptr() for block in blocks]
+    numbers = [number for move in moves for number in move]
+    load_kernels().copy_columns(
+        Struct(f"{len(addresses)}P").pack(*addresses),
+        Struct(f"{len(numbers)}q").pack(*numbers),
+        len(addresses),
+        len(moves),
+        heads,
+        capacity,
+        width * blocks[0].element_size(),
+        torch.get_num_threads(),
+    )
+
+
 def apply_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return [..., H] the root mean square norm of x [..., H], as in Llama: rounded, then times the weight."""
     x = x.contiguous()
@@ -169,7 +224,8 @@ def attend_packed(
         sinks = sinks.to(query.dtype)
         sinks_pointer = sinks.data_ptr()
     pointers = [query.data_ptr(), key.data_ptr(), value.data_ptr(), mask.data_ptr()]
-    pointers += [out.data_ptr(), sinks_pointer]
+    starts_pointer = 0  # all nodes have rows
+    pointers += [out.data_ptr(), sinks_pointer, starts_pointer]
     strides = [*query.stride()[:3], *key.stride()[:3], *value.stride()[:3]]
     strides += [find_stride(mask, 0), mask.stride(2)]
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from treespec.model.cache_layer import ColumnMove, TreeLayer, flatten_moves
+from treespec.model.cache_layer import ColumnMove, TreeLayer, move_columns
 from treespec.model.cache_rows import (
     CacheRow,
     CacheSnapshot,
@@ -68,6 +68,8 @@ class TreeCache(Cache):
         rows: by sequence, its committed length with the states of recurrent layers, and earlier snapshots.
         forwarded: what each recurrent layer keeps from the last forward.
         tokens: [B, N] of the last forward, if the sequences' tokens are kept.
+        node_counts: by sequence, its first nodes in the present forward; the others are padding, whose outputs
+            nobody reads. None: not known.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class TreeCache(Cache):
         self.rows = [make_empty_row()]
         self.forwarded: dict[int, Any] = {}
         self.tokens: Tensor | None = None
+        self.node_counts: Sequence[int] | None = None
         super().__init__(layers=list(self.tree_layers))
 
     @property
@@ -175,31 +178,10 @@ class TreeCache(Cache):
             commit([[0, 2], [0, 1, 4]])      row 0: column 6 to 5; node 0 needs no move
                                              row 1: columns 4, 5, 8 to 2, 3, 4
         """
+        # 1. The columns of the accepted nodes, in every layer.
+        self._move_columns(nodes)
 
-        # 1. The columns to move. Layers of equal shape, window and device share one index.
-        @functools.cache
-        def list_moves(window: int | None) -> list[ColumnMove]:
-            return self._list_moves(nodes, window)
-
-        @functools.cache
-        def flatten(window: int | None, device: torch.device, heads: int, capacity: int) -> Tensor:
-            return to_device(flatten_moves(list_moves(window), heads, capacity), device)
-
-        # 2. Copy them in every layer.
-        for layer in self.tree_layers:
-            moves = list_moves(layer.window)
-            if not moves:
-                continue
-            if layer.is_on_host:
-                layer.move_columns_on_host(moves)
-                continue
-            for states in layer.storage:
-                _, heads, capacity, _ = states.shape
-                sources, places = flatten(layer.window, states.device, heads, capacity)
-                entries = states.flatten(0, 2)
-                entries.index_copy_(0, places, entries.index_select(0, sources))
-
-        # 3. Bring the recurrent states to the accepted nodes, and set the new lengths.
+        # 2. Bring the recurrent states to the accepted nodes, and set the new lengths.
         states_after = self.states
         if self.recurrent and any(nodes):
             states_after = self.recurrent.compute_committed_states(self, nodes)
@@ -214,11 +196,19 @@ class TreeCache(Cache):
             rows.append(CacheRow(earlier, now))
         self._hold(rows)
 
-        # 4. Drop columns that no window reaches.
+        # 3. Drop columns that no window reaches.
         smallest = min(filter(None, self.windows), default=0)
         for number, row in enumerate(rows):
             if smallest and row.now.length - max(row.now.base, smallest) > self.rewind_room:
                 self._drop(number, row.now.length - 2 * self.rewind_room // 3)
+
+    def _move_columns(self, nodes: Sequence[Sequence[int]]) -> None:
+        """Copy the columns of accepted nodes behind their sequences. nodes: as in `commit`."""
+        for window in {layer.window for layer in self.tree_layers}:
+            moves = self._list_moves(nodes, window)
+            if moves:
+                layers = [layer for layer in self.tree_layers if layer.window == window]
+                move_columns(layers, moves)
 
     def _list_moves(self, nodes: Sequence[Sequence[int]], window: int | None) -> list[ColumnMove]:
         """List the accepted nodes that are not in their columns yet, in layers of that window."""
@@ -323,6 +313,15 @@ class TreeCache(Cache):
             yield
         finally:
             self.write_after(0)
+
+    @contextmanager
+    def padding_after(self, counts: Sequence[int]) -> Iterator[None]:
+        """Inside, forwards need not compute the nodes after the first `counts` of each sequence."""
+        self.node_counts = counts
+        try:
+            yield
+        finally:
+            self.node_counts = None
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these sequences, in this order."""

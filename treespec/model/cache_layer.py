@@ -1,7 +1,8 @@
 """The keys and values of one attention layer: [B, KV heads, capacity, D], a KV head's columns together."""
 
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -9,10 +10,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import CacheLayerMixin
 
+from treespec.kernels import ops as kernels
 from treespec.trees.tree import to_device
 
 BITS_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
-MOVES_AT_ONCE = 8  # columns from which one indexed copy on a CPU is faster than a copy of each
 MAX_SPARE_FACTOR = 4  # a block with more than this many times the rows in use is replaced
 
 
@@ -40,6 +41,29 @@ def flatten_moves(moves: Sequence[ColumnMove], heads: int, capacity: int) -> Ten
     return index.flatten(1)
 
 
+def move_columns(layers: Sequence["TreeLayer"], moves: Sequence[ColumnMove]) -> None:
+    """Copy columns of layers of one window.
+
+    On a CPU one call of the kernels copies those of all layers of one shape. Elsewhere such layers share one index.
+
+    moves: with ascending places in each row; no source is before its place, so no move overwrites a later source.
+    """
+    groups = defaultdict[Any, list[Tensor]](list)
+    for layer in layers:
+        for states in layer.storage:
+            groups[states.shape, states.dtype, states.device].append(states)
+    for blocks in groups.values():
+        if blocks[0].is_cpu and kernels.load_kernels():
+            kernels.copy_columns(blocks, moves)
+            continue
+        _, heads, capacity, _ = blocks[0].shape
+        index = to_device(flatten_moves(moves, heads, capacity), blocks[0].device)
+        sources, places = index
+        for states in blocks:
+            entries = states.flatten(0, 2)
+            entries.index_copy_(0, places, entries.index_select(0, sources))
+
+
 def view_bits_on_host(states: Tensor) -> np.ndarray:
     """Return the memory of a CPU tensor as a numpy array of integers: numpy has no bfloat16."""
     return states.view(BITS_DTYPES[states.element_size()]).numpy()
@@ -60,8 +84,6 @@ class TreeLayer(CacheLayerMixin):
         max_columns: columns at which growing stops, if they are enough.
         first: the first column that a forward attends to; no node sees an earlier one.
         columns: write indices while a CUDA graph is recorded; a forward then attends to all columns.
-        host_views: `storage` as numpy arrays, made when columns are first moved on a CPU.
-        viewed_storage: the storage that they are of.
     """
 
     is_sliding = False
@@ -76,8 +98,6 @@ class TreeLayer(CacheLayerMixin):
         self.capacity, self.length = capacity, 0
         self.storage: tuple[Tensor, ...] = ()
         self.allocation: tuple[Tensor, ...] = ()
-        self.host_views: tuple[np.ndarray, ...] = ()
-        self.viewed_storage: tuple[Tensor, ...] = ()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate storage for keys and values like these, [B, KV heads, N, D]."""
@@ -125,28 +145,6 @@ class TreeLayer(CacheLayerMixin):
                 rows = len(self.storage[0])
             self.gather([(self, range(rows))], capacity)
 
-    @property
-    def is_on_host(self) -> bool:
-        """Whether its keys and values lie in the memory of the CPU."""
-        return bool(self.storage) and self.storage[0].is_cpu
-
-    def move_columns_on_host(self, moves: Sequence[ColumnMove]) -> None:
-        """Copy columns on a CPU, by numpy: a copy of a few numbers takes torch several times as long.
-
-        moves: with ascending places in each row; no source is before its place, so no move overwrites a later source.
-        """
-        if self.viewed_storage is not self.storage:
-            self.host_views = tuple(view_bits_on_host(states) for states in self.storage)
-            self.viewed_storage = self.storage
-        if len(moves) < MOVES_AT_ONCE:
-            for view in self.host_views:
-                for row, source, place in moves:
-                    view[row, :, place] = view[row, :, source]
-            return
-        rows, sources, places = np.transpose(moves)
-        for view in self.host_views:
-            view[rows, :, places] = view[rows, :, sources]
-
     def limit_columns(self, columns: int) -> int:
         """Return `columns`, but at most `max_columns`."""
         if self.max_columns:
@@ -173,8 +171,6 @@ class TreeLayer(CacheLayerMixin):
         # One statement without a call, which CPython does not interrupt.
         storage = tuple(states[:total] for states in block)
         self.allocation, self.storage, self.capacity = block, storage, capacity
-        self.host_views = ()  # they would keep the old block in memory
-        self.viewed_storage = ()
 
     def _has_room(self, rows: int, capacity: int) -> bool:
         """Whether the allocation can hold these rows at this capacity, and is not far too large for them."""

@@ -253,10 +253,11 @@ class Target:
         self.chunked_prefill.refresh_factors(cache, cache.lengths, self.output_device)
         nodes = pad_trees(trees)
         places = compute_positions(nodes.depth, cache.lengths)
-        hidden, features = self.tree_decoder.forward(
-            cache, {"tokens": nodes.tokens}, places, nodes.ancestors, aux_layers
-        )
         sizes = [len(tree.tokens) for tree in trees]
+        with cache.padding_after(sizes):
+            hidden, features = self.tree_decoder.forward(
+                cache, {"tokens": nodes.tokens}, places, nodes.ancestors, aux_layers
+            )
         logits = self.compute_output_logits(unpad_rows(hidden, sizes)).split(sizes)
         return [TreeOutput(logits[row], features[row, :size]) for row, size in enumerate(sizes)]
 

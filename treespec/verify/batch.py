@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from treespec.kernels import ops as kernels
 from treespec.sampling.params import SamplingParams
 from treespec.sampling.probs import choose_greedy
 from treespec.sampling.sampler import Sampler, TargetDistributions
@@ -139,7 +140,31 @@ def walk_best_outputs(
     p: the target's distributions at the nodes. parents, tokens, depths: of the nodes.
     """
     child_of = index_links(zip(parents, tokens, strict=True))
-    return walk_chosen_path(child_of, lambda node: p.choose_output(node, depths[node]))
+    choose = p.choose_output
+    if can_choose_by_kernel(p):
+        choose = partial(choose_by_kernel, p)
+    return walk_chosen_path(child_of, lambda node: choose(node, depths[node]))
+
+
+def can_choose_by_kernel(p: TargetDistributions) -> bool:
+    """Whether the kernels read the logits as they are: on a CPU, without processors and cuts of the tail."""
+    params = p.sampler.params
+    is_cut = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+    if p.sampler.processors or (is_cut and not p.sampler.greedy):
+        return False
+    is_readable = p.raw.is_cpu and p.raw.dtype in kernels.BFLOAT16_FLAGS and p.raw.stride(-1) == 1
+    return is_readable and kernels.load_kernels() is not None
+
+
+def choose_by_kernel(p: TargetDistributions, node: int, depth: int) -> int:
+    """As `TargetDistributions.choose_output`, in one pass over the node's logits."""
+    sampler = p.sampler
+    noise = None
+    temperature = 1.0
+    if sampler.noise:
+        noise = sampler.noise.get_level(depth)
+        temperature = sampler.params.temperature
+    return kernels.choose_token(p.raw[node], noise, temperature)
 
 
 def complete_verdict(verdict: Verdict, depths: Sequence[int], forbidden: Container[int]) -> Verdict:

@@ -121,7 +121,6 @@ def _scale_rates(rates: tuple[float, ...], point: np.ndarray) -> np.ndarray:
     return limit_sum(np.array(rates) * factors[:, is_other])
 
 
-@final
 class CostAwareRanking(HostRanking):
     """Ranks nodes by expected tokens and their cost: it expands nodes worth their time, then keeps the best size.
 
@@ -146,7 +145,8 @@ class CostAwareRanking(HostRanking):
         self.model = model
         self.params = params
         self.calibration = calibration
-        self.forward = model.forward[: tree.nodes]
+        sizes = np.arange(1, min(tree.nodes, model.cost.nodes[-1]) + 1)
+        self.forward = model.cost.price_forward(sizes, model.mean_nodes)
         self.predicted = list[np.ndarray]()
         self.top_sum = model.rates[0]
 
@@ -201,9 +201,9 @@ class CostAwareRanking(HostRanking):
             columns.append(level.reshape(-1))
         probabilities = np.concatenate(columns)
         inner = sum(map(len, self.predicted))
-        seconds = float(
-            self.model.cost.predict_cycle(len(ranked.columns), len(self.predicted), inner)
-        )
+        cost = self.model.cost
+        nodes = cost.spread_nodes(len(ranked.columns), self.model.mean_nodes)
+        seconds = float(cost.predict_cycle(nodes, len(self.predicted), inner))
         return Prediction(seconds, ranked.parents, probabilities[ranked.columns])
 
 
@@ -259,10 +259,9 @@ class AutoBuilder(TreeBuilder):
         assert self.models
         return self.models.current.cycle_seconds
 
-    def should_skip_cycle(
+    def predict_gain(
         self, params: SamplingParams, batch: int = 1, on_cpu: bool = True, length: float = 0.0
-    ) -> bool:
-        """Whether no tree is expected to be faster than one-token decoding, and none is tried."""
+    ) -> float:
         self.by_level = on_cpu
         if not self.models:
             assert self.costs
@@ -278,7 +277,13 @@ class AutoBuilder(TreeBuilder):
         speed = model.speed
         if not self.by_level:
             speed = self.shape.speed
-        return model.should_skip_cycle(speed)
+        return speed / model.plain
+
+    def should_skip_cycle(self, gain: float) -> bool:
+        """Whether no tree is expected to be faster than one-token decoding, and none is tried."""
+        assert self.models
+        model = self.models.current
+        return model.should_skip_cycle(gain * model.plain)
 
     def build_graph_key(self) -> StaticTree | None:
         assert self.models

@@ -43,6 +43,9 @@ class CycleCost:
         overhead: extra seconds of verification and commit of a tree, compared with one-token decoding.
         context: extra seconds of a forward for each token of the text beyond `CONTEXT_TOKENS`.
         node_context: of them, those of each further node.
+        text_level, text_begin: extra seconds of `level` and `begin` for each further sequence of a batch; None:
+            they grow as the target's forward does.
+        batch: the number of sequences.
         check_ratio: T(n) / T(1) of the trial that later decides whether this cost is still valid; 0: unknown.
 
     Raises:
@@ -56,11 +59,15 @@ class CycleCost:
     overhead: float = 0.0
     context: float = 0.0
     node_context: float = 0.0
+    text_level: float | None = None
+    text_begin: float | None = None
+    batch: int = 1
     check_ratio: float = 0.0
 
     def __post_init__(self) -> None:
         numbers = [*self.forward, self.level, self.begin, self.overhead]
         numbers += [self.context, self.node_context, self.check_ratio]
+        numbers += [self.text_level or 0.0, self.text_begin or 0.0]
         is_possible = len(self.nodes) == len(self.forward) > 1
         for number in numbers:
             is_possible = is_possible and 0 <= number < math.inf
@@ -86,10 +93,37 @@ class CycleCost:
         seconds: np.ndarray = self.interpolate_forward(np.arange(1, most + 1))
         return seconds
 
+    def spread_nodes(self, nodes: Any, others: float) -> Any:
+        """Returns the nodes of each tree of a batch whose trees are equal, and have as many nodes as these together.
+
+        nodes: of one sequence's tree: a number or an array. others: of the tree of each other sequence. Of 4
+        sequences one has 5 nodes, each other one 3: 14 nodes, 3.5 each.
+        """
+        return others + (nodes - others) / self.batch
+
+    def price_forward(self, nodes: Any, others: float = 1.0) -> Any:
+        """Returns the seconds that a forward costs with a tree of `nodes` nodes: a float, or an array as `nodes` is.
+
+        A node delays all sequences of the batch, so its seconds count once for each of them.
+
+        nodes: of one sequence's tree. others: of the tree of each other sequence.
+        """
+        seconds_of_others = self.interpolate_forward(others)
+        seconds = self.interpolate_forward(self.spread_nodes(nodes, others))
+        return seconds_of_others + self.batch * (seconds - seconds_of_others)
+
     @cached_property
     def measured_forward_seconds(self) -> np.ndarray:
         """[M] T(n) for n = 1, 2, … up to the largest measured size."""
         return self.predict_forward_seconds(self.nodes[-1])
+
+    @cached_property
+    def least_probability(self) -> float:
+        """Pr(a draft token is accepted), for a token of which even the cheapest number pays for its time."""
+        sizes = np.arange(1, self.nodes[-1] + 1)
+        price = self.price_forward(sizes)
+        of_each = (price[1:] - price[0]) / (sizes[1:] - 1)
+        return float(of_each.min() * self.baseline_speed)
 
     @cached_property
     def seconds_per_extra_row(self) -> float:
@@ -98,22 +132,24 @@ class CycleCost:
         ratio = several_nodes / max(one_node, math.ulp(1.0))
         return self.level * float(ratio - 1) / (ROW_PRICE_NODES - 1)
 
-    def select_batch_size(self, batch: int, apart: bool = False) -> "CycleCost":
+    def select_batch_size(self, batch: int) -> "CycleCost":
         """Returns the cost of a batch of sequences, derived from the cost of one.
 
-        The target's forward computes the nodes of all sequences. A draft level slows down by the same factor
-        as the target's forward, or takes its time for each sequence. The overhead is spent for each sequence.
-
-        apart: whether the trees of a batch grow each for itself, as on a CPU.
+        The target's forward computes the nodes of all sequences. Draft levels take `text_level` and `text_begin`
+        longer for each further sequence, or slow down by the same factor as the target's forward. The overhead is
+        spent for each sequence.
         """
         forward = tuple(self.interpolate_forward(np.multiply(self.nodes, batch)).tolist())
-        factor = forward[0] / max(self.forward[0], math.ulp(1.0))
-        if apart:
-            factor = batch
-        level = self.level * factor
-        begin = self.begin * factor
+        if self.text_level is None or self.text_begin is None:
+            factor = forward[0] / max(self.forward[0], math.ulp(1.0))
+            level = self.level * factor
+            begin = self.begin * factor
+        else:
+            level = self.level + (batch - 1) * self.text_level
+            begin = self.begin + (batch - 1) * self.text_begin
         return replace(
             self,
+            batch=batch,
             forward=forward,
             level=level,
             begin=begin,

@@ -35,6 +35,11 @@ GUESSED_SPEED_CYCLES = 2
 MIN_CORRECTION = 0.02
 MAX_CORRECTION = 1.5
 MAX_CHILD_PROBABILITY = 0.98  # of a node's children together
+FIRST_MEAN_NODES = 2.0  # of a sequence's tree in a batch, before its first one
+MEAN_NODES_DECAY = 0.9  # of earlier trees in their mean size
+# By how much drafts must seem faster than one-token decoding. In a batch each sequence's tokens are observed and
+# turned into text one after the other, and the forward attends to other texts' columns: the model knows neither.
+BATCH_MARGIN = 0.15
 SMALLEST_FLOAT = float(np.finfo(float).tiny)  # of a divisor
 RETRY_CYCLES = (
     8  # cycles without drafts before drafting is tried again, if it is nearly fast enough
@@ -136,7 +141,8 @@ class CostModel:
         prediction: of the present cycle; None: it drafts nothing.
         corrects: the correction that the cycle's outcome updates.
         plain: tokens per second of one-token decoding.
-        forward: [M] seconds of the target's forward over 1, 2, … nodes.
+        worthwhile_speed: tokens per second that drafts must seem to exceed.
+        mean_nodes: of the sequence's trees, decayed; the others' trees are expected to have as many.
         tokens, seconds: decayed sums over the cycles whose tree was chosen level by level.
         idle: cycles without drafts since the last trial.
         trials: trials that brought no accepted token, one after another.
@@ -171,7 +177,10 @@ class CostModel:
             self.rates = rates
             self.prior_cycles = FITTED_SPEED_CYCLES
         self.plain = cost.baseline_speed
-        self.forward = cost.measured_forward_seconds
+        self.mean_nodes = FIRST_MEAN_NODES
+        self.worthwhile_speed = self.plain
+        if batch > 1:
+            self.worthwhile_speed *= 1 + BATCH_MARGIN
         self.rate_correction = corrections.by_rates
         self.logit_correction = corrections.by_law
         self.corrects = self.logit_correction
@@ -209,11 +218,11 @@ class CostModel:
         """
         self.prediction = None
         self.trying = False
-        if speed > self.plain:
+        if speed > self.worthwhile_speed:
             self.idle = 0
             self.trials = 0
             return False
-        slowdown = (self.plain / max(speed, self.plain / 8)) ** RETRY_POWER
+        slowdown = (self.worthwhile_speed / max(speed, self.plain / 8)) ** RETRY_POWER
         self.trying = self.idle >= self.gap * 2**self.trials * slowdown
         if self.trying:
             self.idle = 0
@@ -226,6 +235,8 @@ class CostModel:
         """Sets the prediction of this cycle. corrects: `rate_correction` or `logit_correction`."""
         self.prediction = prediction
         self.corrects = corrects
+        weight = 1 - MEAN_NODES_DECAY
+        self.mean_nodes += weight * (len(prediction.parents) - self.mean_nodes)
 
     def update(self, path: Sequence[int]) -> None:
         """Learns from a cycle. path: the accepted nodes, without the root."""
@@ -323,7 +334,11 @@ class CacheOrModel:
         if not seconds:
             seconds = PRIOR_CYCLES * cost.predict_cycle(3, 2)
         model_speed = self.tokens / seconds
-        return (1 + score) / cost.predict_cycle(nodes, 0) > max(cost.baseline_speed, model_speed)
+        cache_seconds = float(cost.price_forward(nodes)) + cost.overhead
+        least_speed = cost.baseline_speed
+        if cost.batch > 1:
+            least_speed *= 1 + BATCH_MARGIN
+        return (1 + score) / cache_seconds > max(least_speed, model_speed)
 
     def update(self, accepted: int, seconds: float | None) -> None:
         """Learns from a cycle of the draft model. accepted: tokens. seconds: modelled; None: unknown."""

@@ -9,44 +9,31 @@ import hashlib
 import json
 import math
 import os
-import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import final
 
 import torch
-from torch import Tensor
 
+from treespec.draft.auto.bench import BATCH_NODES, MIN_ROUNDS, Act, Bench, Step, time_steps
 from treespec.draft.auto.cost import CONTEXT_TOKENS, COST_FORMAT, CostBy, CycleCost, read_cost
-from treespec.draft.drafter import GrowthKey, Proposer
-from treespec.draft.ranking import HostRanking, TopRanking
-from treespec.draft.tree_assembly import grow_together
+from treespec.draft.drafter import Proposer
 from treespec.errors import InputError
 from treespec.files.atomic import remove_leftovers, write_json
 from treespec.files.downloads import cache_folder
 from treespec.kernels.library import name_library
 from treespec.kernels.processor import describe_processor
 from treespec.model.target import Target
-from treespec.sampling.probs import SamplingParams
-from treespec.sampling.sampler import Sampler
-from treespec.trees.mask import build_ancestor_mask
-from treespec.trees.static import StaticTree, build_chain
-from treespec.trees.tree import TokenTree, to_device
-from treespec.verify.batch import verify_trees
-from treespec.verify.gumbel import AUTO_VERIFIER
+from treespec.trees.static import build_chain
 
 MEASURED_NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-BATCH_NODES = 256  # nodes of a batch; measured if the context has room for them
-WAITING_TOKENS = 3  # that the last cycle committed
+DRAFTED_TEXTS = 4  # sequences whose drafts show the cost of each further one
 # Further tokens of a longer text, and nodes of the larger tree, whose forwards show the cost of context.
 LONGER_BY_TOKENS = 2048
 CONTEXT_NODES = 8
-COMMITTED_AT_ONCE = 256
 MAX_MEASURED_LEVELS = 5
 # Sizes are measured up to the first whose forward takes this many one-token forwards.
 MAX_FORWARD_RATIO = 6
@@ -55,25 +42,8 @@ CHECKED_NODES = 16
 MAX_COST_DRIFT = 1.4
 CHECK_TRIALS = 2
 TRUSTED_SECONDS = 600  # after a check: so long other processes do not check the cost again
-# Rounds stop after MEASURING_SECONDS, but not before MIN_ROUNDS.
-MAX_ROUNDS = 12
-MIN_ROUNDS = 4
-MEASURING_SECONDS = 10.0
 
 CHECKED_FILES = set[Path]()  # files whose cost this process has measured or found valid
-
-Act = Callable[[], object]
-
-
-@dataclass(frozen=True)
-class Step:
-    """A call to time, and the call that precedes it in decoding, which warms the processor's caches.
-
-    before: None: the step that was timed before this one.
-    """
-
-    before: Act | None
-    timed: Act
 
 
 def measure_costs(
@@ -88,8 +58,7 @@ def measure_costs(
     if given is not None:
         return given
     cost_of_one = lru_cache(None)(partial(load_or_measure_cost, target, proposer))
-    apart = target.output_device.type == "cpu"
-    return lru_cache(None)(lambda batch: cost_of_one().select_batch_size(batch, apart))
+    return lru_cache(None)(lambda batch: cost_of_one().select_batch_size(batch))
 
 
 def load_or_measure_cost(
@@ -200,6 +169,10 @@ def measure_model_costs(
         steps["level"] = Step(small_forward, one_level)
         steps["levels"] = Step(small_forward, all_levels)
         before_tree = all_levels
+        if device.type == "cpu":
+            batch = Bench(target, proposer, context, DRAFTED_TEXTS)
+            steps["texts' level"] = Step(small_forward, partial(batch.draft, build_chain(1)))
+            steps["texts' levels"] = Step(small_forward, partial(batch.draft, build_chain(levels)))
 
     # 2. Forwards over growing numbers of nodes, up to the first that takes too long.
     sizes = list(MEASURED_NODES)
@@ -225,14 +198,37 @@ def measure_model_costs(
     # 4. Time them all.
     times = time_steps(list(steps.values()), device)
     seconds = defaultdict(float, zip(steps, times, strict=True))  # 0 for drafts without a proposer
-    level = max(seconds["levels"] - seconds["level"], 0.0) / max(levels - 1, 1)
-    begin = max(seconds["level"] - level, 0.0)
+    level, begin = split_draft_seconds(seconds["level"], seconds["levels"], levels)
+    text_level = None
+    text_begin = None
+    if "texts' level" in steps:
+        of_texts = (seconds["texts' level"], seconds["texts' levels"])
+        texts_level, texts_begin = split_draft_seconds(*of_texts, levels)
+        text_level = max(texts_level - level, 0.0) / (DRAFTED_TEXTS - 1)
+        text_begin = max(texts_begin - begin, 0.0) / (DRAFTED_TEXTS - 1)
     overhead = max(seconds["tree"] - seconds["plain"], 0.0)
     forward_seconds = tuple(seconds[str(size)] + seconds["plain"] for size in nodes)
     per_token, per_token_and_node = measure_context(target)
     return CycleCost(
-        tuple(nodes), forward_seconds, level, begin, overhead, per_token, per_token_and_node
+        nodes=tuple(nodes),
+        forward=forward_seconds,
+        level=level,
+        begin=begin,
+        overhead=overhead,
+        context=per_token,
+        node_context=per_token_and_node,
+        text_level=text_level,
+        text_begin=text_begin,
     )
+
+
+def split_draft_seconds(one_level: float, all_levels: float, levels: int) -> tuple[float, float]:
+    """Returns the seconds of a draft level, and the extra ones of the first.
+
+    one_level, all_levels: seconds of drafts of one level and of `levels`.
+    """
+    level = max(all_levels - one_level, 0.0) / max(levels - 1, 1)
+    return level, max(one_level - level, 0.0)
 
 
 @torch.inference_mode()
@@ -255,96 +251,3 @@ def measure_context(target: Target) -> tuple[float, float]:
     per_token = max(longer_one_node - one_node, 0.0) / LONGER_BY_TOKENS
     all_nodes = max(longer_more_nodes - more_nodes, 0.0) / LONGER_BY_TOKENS
     return per_token, max(all_nodes - per_token, 0.0) / (CONTEXT_NODES - 1)
-
-
-@final
-class Bench:
-    """A sequence in the target's cache, observed by the proposer, and the parts of its cycle."""
-
-    def __init__(self, target: Target, proposer: Proposer | None, context: int) -> None:
-        self.target = target
-        aux_layers: tuple[int, ...] = ()
-        if proposer:
-            aux_layers = proposer.aux_layers
-        # The context may exceed the target's context length.
-        ids = torch.arange(context + BATCH_NODES, device=target.output_device)
-        self.ids = ids % target.vocab_size
-        self.tokens = self.ids[:context].cpu()
-        self.cache = target.build_cache(len(ids))
-        self.features = target.prefill(self.cache, self.tokens[None], aux_layers)[0]
-        if proposer:
-            self.proposer = proposer.new()
-            self.proposer.observe([self.features[:-1]], [self.tokens])
-
-    def lengthen_text(self, tokens: int) -> None:
-        """Commits further tokens without a forward: their keys and values are zeros, which take as long."""
-        self.cache.reserve(self.cache.end + tokens + BATCH_NODES)
-        for _ in range(0, tokens, COMMITTED_AT_ONCE):
-            self.cache.commit([range(COMMITTED_AT_ONCE)])
-
-    def build_branch(self, nodes: int) -> TokenTree:
-        """Builds a tree of one branch; a forward's time does not depend on the shape."""
-        number = torch.arange(nodes, device=self.ids.device)
-        return TokenTree(self.ids[:nodes], number - 1, number, build_ancestor_mask(number - 1))
-
-    def forward(self, tree: TokenTree) -> Tensor:
-        return self.target.forward_trees(self.cache, [tree])[0].logits
-
-    def draft(self, shape: StaticTree) -> None:
-        """Drafts a chain after observing a few new tokens, by a CUDA graph if decoding uses one."""
-        proposer = self.proposer
-        depth = shape.max_depth
-        root = self.ids[:1]
-        grow = TopRanking(depth, topk=10, nodes=depth + 1, expanded=1).grow
-        if root.device.type == "cpu" and not proposer.records_graphs:
-            grow = HostRanking(depth, topk=10, nodes=depth + 1, expanded=1).grow_tree
-        proposer.rewind([len(self.tokens) - 1 - WAITING_TOKENS])
-        proposer.observe(
-            [self.features[-1 - WAITING_TOKENS : -1]], [self.tokens[-1 - WAITING_TOKENS :]]
-        )
-        begun = [row for row in proposer.begin(self.tokens[-1:], self.cache) if row is not None]
-
-        def grown(ends: Tensor, rows: Sequence[Tensor | None], _: Tensor | None) -> list[TokenTree]:
-            ends = to_device(ends, root.device)
-            growths = [grow(ends, row) for row in rows if row is not None]
-            return grow_together(proposer.extend, growths)
-
-        proposer.grow_by_graph(grown, self.tokens[-1:], begun, None, GrowthKey((shape,)))
-
-    def end(self, tree: TokenTree, kept: list[int]) -> Step:
-        """Returns the step that verifies a tree and commits a path. kept: nodes of the path, with the root."""
-        logits = self.forward(tree)
-        sampler = Sampler(SamplingParams())
-        generator = torch.Generator(device=self.ids.device)
-
-        def finish() -> None:
-            verify_trees(AUTO_VERIFIER, [tree], [logits], [sampler], [generator])
-            self.cache.commit([kept])
-            self.cache.rewind([len(self.tokens)])
-
-        return Step(partial(self.forward, tree), finish)
-
-
-def time_steps(
-    steps: Sequence[Step], device: torch.device, rounds: int = MAX_ROUNDS
-) -> list[float]:
-    """Returns the seconds of each step, the lower quartile over interleaved rounds after one warm-up round."""
-
-    def wait() -> None:
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-
-    seconds: list[list[float]] = [[] for _ in steps]
-    measuring_since = time.perf_counter()
-    for done in range(rounds + 1):
-        if done > MIN_ROUNDS and time.perf_counter() - measuring_since > MEASURING_SECONDS:
-            break
-        for step, step_seconds in zip(steps, seconds, strict=True):
-            if step.before is not None:
-                step.before()
-                wait()
-            started = time.perf_counter()
-            step.timed()
-            wait()
-            step_seconds.append(time.perf_counter() - started)
-    return [statistics.quantiles(times[1:], n=4, method="inclusive")[0] for times in seconds]

@@ -33,6 +33,8 @@ from treespec.model.masks import Chunk, pad_and_stack, split_causal_chunks, unpa
 from treespec.model.target import Target
 from treespec.trees.tree import to_device
 
+MAX_WAITING_PAIRS = 1024  # of a sequence, on a CPU
+
 
 @dataclass(frozen=True)
 class WaitingPairs:
@@ -80,13 +82,15 @@ class WaitingPairs:
 class PairProposer(Proposer):
     """Drafts with a head whose layers read pairs and cache their keys and values.
 
-    Observed pairs wait in `states` until `begin` runs the layers over them. A long prompt is run at once;
-    only its last pair waits.
+    Observed pairs wait in `states` until `begin` runs the layers over them. A long prompt is run at once, and so
+    are more pairs than `most_waiting`; only the last pair waits.
 
     Attributes:
         head: the head; each subclass names its class.
         states: the waiting pairs of each sequence.
         cache: keys and values of the pairs that the layers have read, then those of drafted levels.
+        most_waiting: pairs of a sequence that may wait. On a CPU a text whose drafts do not pay seldom has as many,
+            so the layers never read them.
     """
 
     head: Any
@@ -101,6 +105,9 @@ class PairProposer(Proposer):
         nothing = torch.empty(0, head.feature_size, dtype=target.dtype, device=target.output_device)
         self.nothing = WaitingPairs((nothing,), (nothing.new_empty(0, dtype=torch.int64),), 0)
         self.states = [self.nothing]
+        self.most_waiting = PREFILL_AT
+        if target.output_device.type == "cpu":
+            self.most_waiting = MAX_WAITING_PAIRS
 
     @property
     def records_graphs(self) -> bool:
@@ -182,7 +189,8 @@ class PairProposer(Proposer):
         for row, (new_features, new_tokens) in enumerate(zip(features, tokens, strict=True)):
             following = to_device(new_tokens[1:], new_features.device)
             self.states[row] = self.states[row].append(new_features, following)
-        if max(map(len, self.states)) > PREFILL_AT:
+        is_prompt = max(map(len, features)) > PREFILL_AT
+        if is_prompt or max(map(len, self.states)) > self.most_waiting:
             last_pairs = [pairs[-1:] for pairs in self.states]
             self.states = [pairs[:-1] for pairs in self.states]
             self.run()

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from treespec.draft.drafter import Frontier, Grow, GrowthKey
+from treespec.draft.drafter import PREFILL_AT, Frontier, Grow, GrowthKey
 from treespec.draft.heads.base import DeepeningProposer
 from treespec.draft.heads.host_levels import HostLevels, find_head_step
 from treespec.draft.models.branch import Levels
@@ -66,21 +66,20 @@ class EagleProposer(DeepeningProposer):
 
     def begin(self, roots: Tensor, cache: TreeCache | None = None) -> list[Tensor | None]:
         self.host_levels = None
-        if len(self.states) > 1 or not len(self.states[0]) or self.head_step is None:
+        counts = list(map(len, self.states))
+        if not min(counts) or max(counts) > PREFILL_AT or self.head_step is None:
             return super().begin(roots, cache)
-        pairs = self.states[0]
-        self.states = [self.nothing]
-        size = self.cache.end + len(pairs) + POSITIONS_AHEAD
+        pairs = self.states
+        self.states = [self.nothing] * len(pairs)
+        size = self.cache.end + max(counts) + POSITIONS_AHEAD
         table = self.head.rotary.get_table(size, self.target.dtype, self.target.output_device)
         self.host_levels = HostLevels(self.head_step, self.cache, table, self.vocabulary)
-        return [self.host_levels.read_pairs(pairs)]
+        return list[Tensor | None](self.host_levels.read_pairs(pairs))
 
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
         if self.host_levels is None:
             return super().extend(frontiers)
-        (frontier,) = frontiers
-        assert frontier is not None
-        return [self.host_levels.extend(frontier)]
+        return self.host_levels.extend(frontiers)
 
     def forward(self, tokens: Tensor, features: Tensor, places: Tensor, seen: Tensor) -> Tensor:
         """Runs one step of the head; its keys and values stay in the cache.

@@ -1,8 +1,9 @@
-"""Drafts the levels of one sequence on a CPU with an EAGLE head, a level by one C call.
+"""Drafts the levels of B sequences on a CPU with an EAGLE head, a level by one C call.
 
-`EagleProposer` drafts as this does for any number of sequences, on any device.
+`EagleProposer` drafts the same without it, on any device.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, final
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from treespec.draft.drafter import Frontier
+from treespec.draft.drafter import Frontiers
 from treespec.draft.heads.base import WaitingPairs
 from treespec.heads.eagle import EagleHead
 from treespec.kernels import ops as kernels
@@ -19,7 +20,6 @@ from treespec.model.cache_layer import view_bits_on_host
 from treespec.model.cpu.head_step import HeadStep
 from treespec.model.cpu.packed_layers import PackedLinear
 from treespec.model.target import Target
-from treespec.trees.tree import build_range
 
 
 def find_head_step(head: Any, target: Target) -> HeadStep | None:
@@ -88,8 +88,30 @@ def build_causal_mask(count: int, dtype: torch.dtype) -> np.ndarray:
     return list_mask_numbers(dtype)[np.tri(count, dtype=int)]
 
 
-def extend_mask(above: np.ndarray, parents: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """Returns [F, U + F] additive: what each node of a level sees in the columns of this level and those above.
+@lru_cache(64)
+def number_nodes(count: int) -> np.ndarray:
+    """Returns [count] int64: 0, 1, …"""
+    return np.arange(count)
+
+
+def mask_committed_columns(lengths: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """Returns [B, 1, U] additive: the columns that hold each sequence, from the end of the shortest one on.
+
+    lengths: [B] committed positions. Sequences of 3, 1 and 2 positions; all have the first column, which is left out:
+
+        first     x x
+        second    . .
+        third     x .
+    """
+    numbers = list_mask_numbers(dtype)
+    if len(lengths) == 1:
+        return np.empty((1, 1, 0), dtype=numbers.dtype)
+    columns = np.arange(lengths.min(), lengths.max())
+    return numbers[(columns < lengths[:, None, None]).astype(int)]
+
+
+def extend_mask(above: np.ndarray, parents: Sequence[np.ndarray], dtype: torch.dtype) -> np.ndarray:
+    """Returns [B, F, U + F] additive: what each node of a level sees in the columns so far and those of this level.
 
     A node sees what its parent sees, and itself. Level 1 is a b, level 2 is c d e; c and d are below a:
 
@@ -98,32 +120,45 @@ def extend_mask(above: np.ndarray, parents: np.ndarray, dtype: torch.dtype) -> n
         b          . x        d          x . | . x .
                               e          . x | . . x
 
-    above: [M, U] of the level above. parents: [F] the row of each node's parent there.
+    above: [B, M, U] of the level above. parents: of each text [at most F] the row of each node's parent there.
     """
     hidden, seen = list_mask_numbers(dtype)
-    count = len(parents)
-    earlier = above.shape[1]
-    mask = np.full((count, earlier + count), hidden)
-    mask[:, :earlier] = above[parents]
-    np.fill_diagonal(mask[:, earlier:], seen)
+    count = max(map(len, parents))
+    earlier = above.shape[2]
+    nodes = number_nodes(count)
+    mask = np.full((len(parents), count, earlier + count), hidden)
+    for row, row_parents in enumerate(parents):
+        mask[row, : len(row_parents), :earlier] = above[row, row_parents]
+    mask[:, nodes, earlier + nodes] = seen
     return mask
+
+
+def list_starts(counts: Sequence[int]) -> np.ndarray:
+    """Returns [B + 1] int64: the first node of each text, then the number of all nodes. counts: nodes of each text."""
+    starts = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=starts[1:])
+    return starts
 
 
 @final
 class HostLevels:
-    """The levels of a cycle's tree, in the columns after the sequence's pairs.
+    """The levels of a cycle's trees, in the columns after the sequences' pairs.
 
     Attributes:
         step: the head's step.
-        cache: of the head's only layer, with one sequence.
+        cache: of the head's only layer.
         table: [2, positions, R] rotary angles.
         vocabulary: [N] the target's token for each draft token; None: all of them.
-        states: [F, H] of the present frontier.
-        mask: [F, U] additive, the columns of drafted levels that each frontier node sees.
-        position: of the next level.
+        states: [R, H] of the present frontiers, one after the other.
+        starts: [B + 1] int64, the first row of each frontier, then R.
+        mask: [B, F, U] additive, of the last U columns, for each frontier node.
+        positions: [B] int64, of the next level.
     """
 
     states: Tensor
+    starts: np.ndarray
+    mask: np.ndarray
+    positions: np.ndarray
 
     def __init__(
         self, step: HeadStep, cache: TreeCache, table: Tensor, vocabulary: Tensor | None
@@ -132,53 +167,99 @@ class HostLevels:
         self.cache = cache
         self.table = table
         self.vocabulary = vocabulary
-        self.mask = np.empty((1, 0), dtype=list_mask_numbers(step.dtype).dtype)
-        self.position = 0
 
-    def read_pairs(self, pairs: WaitingPairs) -> Tensor:
-        """Reads new pairs of the sequence. Returns [1, N] draft logits of the root's children."""
-        # 1. The pairs are a chain after the earlier ones.
+    def read_pairs(self, pairs: Sequence[WaitingPairs]) -> list[Tensor]:
+        """Reads new pairs of each sequence. Returns [1, N] draft logits of each root's children."""
+        # 1. The pairs of a sequence are a chain after its earlier ones.
         cache = self.cache
-        count = len(pairs)
-        (start,) = cache.lengths
+        dtype = self.step.dtype
+        batch = len(pairs)
+        lengths = np.array(cache.lengths)
+        counts = list(map(len, pairs))
+        starts = list_starts(counts)
+        most_pairs = max(counts)
+        mask = build_causal_mask(most_pairs, dtype)[None]
+        if batch > 1:
+            committed = mask_committed_columns(lengths, dtype)
+            parts = [committed.repeat(most_pairs, axis=1), mask.repeat(batch, axis=0)]
+            mask = np.concatenate(parts, axis=2)
+        numbers = number_nodes(int(starts[-1]))
+        positions = numbers + (lengths - starts[:-1]).repeat(counts)
+
+        # 2. The step.
         cache.write_after(0)  # drops the levels of the last cycle
-        self.position = start + count
         output = self.step.run(
-            tokens=pairs.tokens,
+            tokens=join_rows([row.tokens for row in pairs]),
             vocabulary=None,
-            features=pairs.features.contiguous(),
-            parents=build_range(count, pairs.tokens.device),
-            angles=self.table[:, start : self.position],
-            mask=build_causal_mask(count, self.step.dtype),
+            features=join_rows([row.features for row in pairs]),
+            parents=numbers,
+            positions=positions,
+            starts=starts,
+            table=self.table,
+            mask=mask,
             store=cache.tree_layers[0],
-            drafted=1,
+            drafted=starts[1:] - 1,
         )
 
-        # 2. They stay in the cache; the root is the frontier.
-        cache.commit([range(count)])
-        self.states = output.states[-1:]
-        return output.logits
+        # 3. They stay in the cache; the roots are the frontiers.
+        cache.commit([range(count) for count in counts])
+        self.positions = lengths + counts
+        self.mask = mask_committed_columns(self.positions, dtype)
+        self.starts = number_nodes(batch + 1)
+        self.states = output.drafted_states
+        return list(output.logits.split(1))
 
-    def extend(self, frontier: Frontier) -> Tensor:
-        """Drafts a level. Returns [F, N] draft logits."""
-        # 1. A node sees what its parent sees, and itself.
-        count = len(frontier.tokens)
-        parents = frontier.parent_rows
-        self.mask = extend_mask(self.mask, parents.numpy(), self.step.dtype)
+    def extend(self, frontiers: Frontiers) -> list[Tensor]:
+        """Drafts a level. Returns [F, N] draft logits for each sequence."""
+        # 1. A node sees what its parent sees, and itself. Trees that grow together have one joint frontier.
+        tokens, parents, sizes = flatten_frontiers(frontiers)
+        counts = list(map(len, parents))
+        self.mask = extend_mask(self.mask, parents, self.step.dtype)
+        above = [first + rows for first, rows in zip(self.starts, parents, strict=False)]
 
         # 2. The step. Its columns stay in the cache until the next cycle.
         store = self.cache.tree_layers[0]
+        starts = list_starts(counts)
         output = self.step.run(
-            tokens=frontier.tokens,
+            tokens=tokens,
             vocabulary=self.vocabulary,
             features=self.states,
-            parents=parents,
-            angles=self.table[:, self.position : self.position + 1],
+            parents=np.concatenate(above),
+            positions=self.positions.repeat(counts),
+            starts=starts,
+            table=self.table,
             mask=self.mask,
             store=store,
-            drafted=count,
+            drafted=number_nodes(len(tokens)),
         )
-        store.advance(count)
+        store.advance(max(counts))
         self.states = output.states
-        self.position += 1
-        return output.logits
+        self.starts = starts
+        self.positions = self.positions + 1
+        return list(output.logits.split(sizes))
+
+
+def join_rows(rows: Sequence[Tensor]) -> Tensor:
+    """Returns the rows [n, ...] of all sequences, one after the other. Those of a single one are not copied."""
+    if len(rows) == 1:
+        return rows[0]
+    return torch.cat(list(rows))
+
+
+def flatten_frontiers(frontiers: Frontiers) -> tuple[Tensor, list[np.ndarray], list[int]]:
+    """Returns the tokens of all frontiers [R], the parents' rows of each sequence, and the nodes of each frontier.
+
+    A batch's joint frontier [B, F] counts as one frontier of B F nodes, of B sequences.
+    """
+    first = frontiers[0]
+    if first and first.tokens.dim() == 2:
+        return first.tokens.flatten(), list(first.parent_rows.numpy()), [first.tokens.numel()]
+    tokens = []
+    parents = []
+    for frontier in frontiers:
+        if frontier is None:
+            parents.append(number_nodes(0))
+            continue
+        tokens.append(frontier.tokens)
+        parents.append(frontier.parent_rows.numpy())
+    return join_rows(tokens), parents, list(map(len, parents))

@@ -26,11 +26,19 @@ from treespec.sampling.sampler import Sampler
 from treespec.trees.tree import TokenTree
 from treespec.verify.topk import TopK
 
+MIN_TEXT_ROOM = 256  # tokens that a sequence has room for from the start
 FORCED_SCHEME = TopK()  # its trees have no draft distributions: it draws nothing
 
 
 class TextDrafter(ABC):
-    """Drafts for one sequence without a model. Subclass it to add a drafter."""
+    """Drafts for one sequence without a model. Subclass it to add a drafter.
+
+    Attributes:
+        least_probability: a drafter may return nothing if no draft token is as likely as this: the time of its node
+            would not pay.
+    """
+
+    least_probability: float = 0.0
 
     def new(self) -> Self:
         """Returns a drafter with the same options, for another sequence.
@@ -42,7 +50,10 @@ class TextDrafter(ABC):
 
     @abstractmethod
     def draft(self, text: np.ndarray) -> Guess:
-        """Returns the draft tokens below the last token, the root. text: [T] int64, the sequence so far."""
+        """Returns the draft tokens below the last token, the root.
+
+        text: [T] int64, the sequence so far; its memory is used again after the call.
+        """
 
     def enter(self, cache: str | None) -> None:
         """Called when a sequence begins. cache: the name of the suffix cache that it may draft from; None: none."""
@@ -53,17 +64,50 @@ class TextDrafter(ABC):
         return
 
 
+@final
+class GrowingText:
+    """The observed tokens of a sequence. Tokens are appended in place, so that a cycle does not copy the text.
+
+        room       a b c d . . . .
+        length     4
+        with_tail([x, y])   a b c d x y
+
+    Attributes:
+        room: [R] int64, the tokens, then room for further ones.
+        length: the number of tokens.
+    """
+
+    def __init__(self, tokens: np.ndarray) -> None:
+        self.room = np.empty(MIN_TEXT_ROOM, dtype=np.int64)
+        self.length = 0
+        self.append(tokens)
+
+    def append(self, tokens: np.ndarray | Sequence[int]) -> None:
+        """Appends tokens."""
+        self.length = len(self.with_tail(tokens))
+
+    def with_tail(self, tokens: np.ndarray | Sequence[int]) -> np.ndarray:
+        """Returns the text followed by tokens that are not appended: a view, valid until the next call."""
+        end = self.length + len(tokens)
+        if end > len(self.room):
+            larger = np.empty(2 * end, dtype=np.int64)
+            larger[: self.length] = self.room[: self.length]
+            self.room = larger
+        self.room[self.length : end] = tokens
+        return self.room[:end]
+
+
 @dataclass
 class LookupRow:
     """One sequence of a batch.
 
     Attributes:
         drafter: drafts for this sequence.
-        text: [T] int64, its observed tokens.
+        text: its observed tokens.
     """
 
     drafter: TextDrafter
-    text: np.ndarray
+    text: GrowingText
 
 
 @final
@@ -83,7 +127,7 @@ class OneHotDrafter(Drafter):
         self.name = type(drafter).__name__.lower()
         self.unused = drafter
         self.times = times
-        self.states = [LookupRow(drafter.new(), np.empty(0, dtype=np.int64))]
+        self.states = [LookupRow(drafter.new(), GrowingText(np.empty(0, dtype=np.int64)))]
 
     @property
     def timed(self) -> bool:
@@ -119,15 +163,16 @@ class OneHotDrafter(Drafter):
         last: the root and the forced tokens.
         """
         state = self.states[row]
-        guess = state.drafter.draft(np.concatenate([state.text, np.array(last)]))
         cost = self.cost
         if cost is None:
-            return guess
+            return state.drafter.draft(state.text.with_tail(last))
+        state.drafter.least_probability = cost.least_probability
+        guess = state.drafter.draft(state.text.with_tail(last))
         return keep_profitable_nodes(guess, cost)
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
         for state, new_tokens in zip(self.states, tokens, strict=True):
-            state.text = np.concatenate([state.text, new_tokens.numpy()[:-1]])
+            state.text.append(new_tokens.numpy()[:-1])
 
     def enter(self, memory: str | None) -> None:
         self.states[0].drafter.enter(memory)
@@ -137,7 +182,8 @@ class OneHotDrafter(Drafter):
 
     def rewind(self, lengths: Sequence[int]) -> None:
         for row, length in enumerate(lengths):
-            self.states[row] = LookupRow(self.unused.new(), self.states[row].text[:length])
+            tokens = self.states[row].text.with_tail([])[:length]
+            self.states[row] = LookupRow(self.unused.new(), GrowingText(tokens))
 
     def new(self) -> "OneHotDrafter":
         return self.copy_with_costs(self.times)
@@ -153,5 +199,6 @@ def keep_profitable_nodes(guess: Guess, cost: CycleCost) -> Guess:
         return guess
     reach = guess.compute_reach(guess.probabilities)
     order = np.argsort(-reach, kind="stable")  # the root is first, and a parent before its children
-    size = find_best_size(reach[order[1:]], cost.measured_forward_seconds, cost.baseline_speed)
+    sizes = np.arange(1, cost.nodes[-1] + 1)
+    size = find_best_size(reach[order[1:]], cost.price_forward(sizes), cost.baseline_speed)
     return guess.keep_nodes(np.sort(order[:size]))

@@ -20,6 +20,7 @@ from treespec.draft.registry import SuffixOptions
 from treespec.draft.spec import DrafterSpec
 from treespec.model.target import Target
 
+NO_GUESS = Guess(probabilities=np.ones(1))
 NEWEST_MATCHES = 64  # occurrences of a suffix to draft from, the latest ones
 
 
@@ -82,8 +83,8 @@ class Suffix(TextDrafter):
     def _guess(self, tokens: np.ndarray, text: np.ndarray) -> Guess:
         options = self.options
         length, match_ends = find_longest_match(tokens, text, options.longest)
-        if not length:
-            return Guess(probabilities=np.ones(1))
+        if not length or self.predict_match_rate(length) < self.least_probability:
+            return NO_GUESS
         newest_ends = match_ends[::-1][:NEWEST_MATCHES].tolist()
         continuations = [tokens[end : end + options.nodes].tolist() for end in newest_ends]
         nodes = min(options.nodes, options.growth * length)

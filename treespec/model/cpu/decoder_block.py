@@ -5,6 +5,8 @@ operations a layer, and Python. `layer.c` computes a layer in one parallel regio
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
 from struct import Struct
 from typing import Any, final
 
@@ -15,7 +17,7 @@ from treespec.kernels import ops as kernels
 from treespec.model.cache_layer import TreeLayer
 
 # `Layer` of layer.c: pointers, sizes and strides, numbers, modes
-LAYER_STRUCT = Struct("26P17l3f3i")
+LAYER_STRUCT = Struct("27P17l3f3i")
 PROJECTION_NAMES = [f"self_attn.{name}_proj" for name in "qkvo"]
 PROJECTION_NAMES += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 NORM_NAMES = ["input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"]
@@ -132,8 +134,9 @@ def run_blocks(
     mask: Tensor,
     angles: Sequence[Tensor] | Tensor,
     stores: Sequence[TreeLayer],
+    counts: Sequence[int] | None = None,
 ) -> Tensor:
-    """Run consecutive layers. Returns [B, N, H], in the dtype of their weights.
+    """Run consecutive layers. Returns [B, N, H], in the dtype of their weights; zeros for padding.
 
     Args:
         blocks: the layers.
@@ -142,10 +145,56 @@ def run_blocks(
         mask: [B or 1, 1, N, T] additive, of the last columns.
         angles: cos and sin, [B or 1, N or 1, R].
         stores: by layer, its cache, where N columns are written.
+        counts: by text, its first nodes; the others are padding, which no layer computes. None: there is none.
+    """
+    # 1. Without padding, the rows of the nodes lie together.
+    batch, nodes, _ = x.shape
+    if counts is not None and min(counts) < nodes:
+        starts = torch.tensor([0, *accumulate(counts)])
+        rows = list_rows(tuple(counts), nodes)
+        x = x.flatten(0, 1).index_select(0, rows)
+        residual = residual.flatten(0, 1).index_select(0, rows)
+        out = call_blocks(blocks, x, residual, (batch, nodes), mask, angles, stores, starts)
+        padded = out.new_zeros(batch, nodes, out.shape[-1])
+        padded.flatten(0, 1).index_copy_(0, rows, out)
+        return padded
+    out = call_blocks(blocks, x, residual, (batch, nodes), mask, angles, stores, None)
+    return out.view(batch, nodes, -1)
+
+
+@lru_cache(64)
+def list_rows(counts: tuple[int, ...], nodes: int) -> Tensor:
+    """Return [R] int64 the rows of B texts of `nodes` nodes that are no padding. counts: by text, its first nodes.
+
+    Texts of 3, 1 and 2 nodes:    x x x | x . . | x x .    rows 0 1 2 3 6 7
+    """
+    rows = list[int]()
+    for text, count in enumerate(counts):
+        rows += range(text * nodes, text * nodes + count)
+    return torch.tensor(rows)
+
+
+def call_blocks(
+    blocks: Sequence[Block],
+    x: Tensor,
+    residual: Tensor,
+    shape: tuple[int, int],
+    mask: Tensor,
+    angles: Sequence[Tensor] | Tensor,
+    stores: Sequence[TreeLayer],
+    starts: Tensor | None,
+) -> Tensor:
+    """As `run_blocks`. Returns [R, H].
+
+    Args:
+        blocks, mask, angles, stores: as for `run_blocks`.
+        x, residual: [..., in] and [..., H] of the R rows.
+        shape: B texts and N nodes, with padding.
+        starts: [B + 1] int64, the first row of each text, then R; None: no padding.
     """
     # 1. What all layers share.
     cos, sin = angles
-    batch, nodes, _ = x.shape
+    batch, nodes = shape
     x = x.contiguous()
     residual = residual.contiguous()
     out = torch.empty_like(residual)
@@ -153,6 +202,9 @@ def run_blocks(
     residual_pointer = residual.data_ptr()
     output_pointer = out.data_ptr()
     shared_pointers = [cos.data_ptr(), sin.data_ptr(), mask.data_ptr()]
+    starts_pointer = 0
+    if starts is not None:
+        starts_pointer = starts.data_ptr()
     angle_width = cos.shape[-1]
     mask_columns = mask.shape[-1]
     strides = [kernels.find_stride(cos, 0), kernels.find_stride(cos, 1)]
@@ -170,7 +222,7 @@ def run_blocks(
 
         # 3. Pointers and sizes of the layer. Every node sees the columns between the first and the mask's.
         pointers = [*block.pointers, input_pointer, residual_pointer, *shared_pointers]
-        pointers += [keys.data_ptr(), values.data_ptr(), output_pointer]
+        pointers += [keys.data_ptr(), values.data_ptr(), output_pointer, starts_pointer]
         first = store.first
         free_columns = columns - first - mask_columns
         sizes = [batch, nodes, *block.sizes, angle_width]

@@ -89,12 +89,15 @@ class Stack:
 
         arguments: of the layer's forward, as transformers calls it.
         """
-        stores = arguments["past_key_values"].tree_layers
+        cache = arguments["past_key_values"]
+        stores = cache.tree_layers
         end = self.find_run_end(i, stores)
         blocks = [self.layers[j].block for j in range(i, end)]
         mask = arguments["attention_mask"]
         angles = arguments["position_embeddings"]
-        output = run_blocks(blocks, hidden_states, hidden_states, mask, angles, stores[i:end])
+        states = hidden_states
+        counts = cache.node_counts
+        output = run_blocks(blocks, states, states, mask, angles, stores[i:end], counts)
         self.computed = ComputedOutput(output, end)
 
     def is_fusable(self, i: int) -> bool:

@@ -1,4 +1,4 @@
-"""Runs a step of an EAGLE head over nodes of one text as one C call: `head_step` of layer.c.
+"""Runs a step of an EAGLE head over nodes of several texts as one C call: `head_step` of layer.c.
 
     [embedding of a token, feature] -> fc -> decoder layer -> state -> output layer -> draft logits
 
@@ -21,16 +21,17 @@ from treespec.model.cpu.packed_layers import PackedLinear
 PRODUCT_FORMAT = kernels.LINEAR_STRUCT.format
 STEP_STRUCT = Struct(LAYER_STRUCT.format + PRODUCT_FORMAT + PRODUCT_FORMAT + "P")
 # `HeadNodes` of layer.c: pointers and sizes
-NODES_STRUCT = Struct("11P8l")
-# Fields of `Layer` that are 0 in `HeadStep`, since `HeadNodes` has them: x to y, and turned to mn.
-NODE_POINTERS = 8
+NODES_STRUCT = Struct("15P8l")
+# Fields of `Layer` that are 0 in `HeadStep`, since `HeadNodes` has them: x to starts, and turned to mn.
+NODE_POINTERS = 9
 NODE_SIZES = 9
 
 
 class StepOutput(NamedTuple):
-    """States [N, H] of the nodes, and draft logits [M, Vd] of the last M of them."""
+    """States [R, H] of the nodes; of D nodes the states [D, H] once more, and the draft logits [D, Vd]."""
 
     states: Tensor
+    drafted_states: Tensor
     logits: Tensor
 
 
@@ -80,49 +81,64 @@ class HeadStep:
         tokens: Tensor,
         vocabulary: Tensor | None,
         features: Tensor,
-        parents: Tensor,
-        angles: Tensor,
+        parents: np.ndarray,
+        positions: np.ndarray,
+        starts: np.ndarray,
+        table: Tensor,
         mask: np.ndarray,
         store: TreeLayer,
-        drafted: int,
+        drafted: np.ndarray,
     ) -> StepOutput:
-        """Run the step; keys and values are written at the end of the cache.
+        """Run the step over R nodes of B texts, those of each text together; each text has at most N.
+
+        Keys and values are written at the end of the cache, the first node of each text in the same column.
 
         Args:
-            tokens: [N] int64.
+            tokens: [R] int64.
             vocabulary: int64, the target's token for each value of `tokens`; None: it is the value itself.
-            features: [M, H] contiguous.
-            parents: [N] int64, the row of `features` that precedes each node.
-            angles: [2, N or 1, R] cos and sin.
-            mask: [N, U] additive, of the last U columns, as integers of the dtype's size; all nodes see the
+            features: [M, H].
+            parents: [R] int64, the row of the features that precedes each node.
+            positions: [R] int64.
+            starts: [B + 1] int64, the first node of each text, then R.
+            table: [2, positions, R] cos and sin.
+            mask: [B, N, U] additive, of the last U columns, as integers of the dtype's size; all nodes see the
                 columns before them.
             store: the cache of the layer.
-            drafted: the last nodes, whose logits are computed.
+            drafted: [D] int64, the nodes whose logits are computed.
         """
         # 1. Room for what is written.
-        count = len(tokens)
-        columns = store.length + count
+        batch, most_nodes, masked_columns = mask.shape
+        columns = store.length + most_nodes
         store.reserve(columns)
-        states = features.new_empty(count, features.shape[1])
-        logits = features.new_empty(drafted, self.output.out_features)
+        tokens = tokens.contiguous()
+        features = features.contiguous()
+        states = features.new_empty(len(tokens), features.shape[1])
+        drafted_states = features.new_empty(len(drafted), features.shape[1])
+        logits = features.new_empty(len(drafted), self.output.out_features)
         if not store.storage:
-            self.block.allocate_storage(store, 1, features)
+            self.block.allocate_storage(store, batch, features)
         keys, values = store.storage
 
-        # 2. Pointers and sizes. Every node sees the columns before the mask's.
-        cos, sin = angles
+        # 2. Pointers and sizes.
+        cos, sin = table
         vocabulary_pointer = 0
         if vocabulary is not None:
             vocabulary_pointer = vocabulary.data_ptr()
-        mask_pointer, _ = mask.__array_interface__["data"]
-        pointers = [tokens.data_ptr(), parents.data_ptr(), vocabulary_pointer, features.data_ptr()]
-        pointers += [cos.data_ptr(), sin.data_ptr(), mask_pointer]
-        pointers += [keys.data_ptr(), values.data_ptr(), states.data_ptr(), logits.data_ptr()]
-        free_columns = columns - mask.shape[1]
-        sizes = [count, drafted, cos.shape[1], columns, store.capacity, free_columns]
-        sizes += [kernels.find_stride(cos, 0), torch.get_num_threads()]
+        pointers = [tokens.data_ptr()]
+        pointers += map(find_address, (parents, positions, starts, drafted))
+        pointers += [vocabulary_pointer, features.data_ptr(), cos.data_ptr(), sin.data_ptr()]
+        pointers += [find_address(mask), keys.data_ptr(), values.data_ptr()]
+        pointers += [states.data_ptr(), drafted_states.data_ptr(), logits.data_ptr()]
+        sizes = [batch, most_nodes, len(drafted), cos.shape[1]]
+        sizes += [columns, store.capacity, columns - masked_columns, torch.get_num_threads()]
         nodes = NODES_STRUCT.pack(*pointers, *sizes)
 
         # 3. The call.
         kernels.load_kernels().head_step(self.fields, nodes)
-        return StepOutput(states, logits)
+        return StepOutput(states, drafted_states, logits)
+
+
+def find_address(array: np.ndarray) -> int:
+    """Return the address of the first number of a contiguous array."""
+    address: int = array.__array_interface__["data"][0]
+    return address

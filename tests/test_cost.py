@@ -142,9 +142,9 @@ def test_a_node_costs_its_seconds_once_for_each_sequence_that_it_delays():
     cost = CycleCost((1, 64), (1.0, 64.0)).select_batch_size(4)
     assert cost.spread_nodes(5, others=3) == 3.5
     assert cost.interpolate_forward(3.5) == 14
-    assert cost.price_forward(5, others=3) == 12 + 4 * 2  # two nodes more than the others, four sequences wait
+    assert cost.compute_forward_price(5, others=3) == 12 + 4 * 2  # two nodes more than the others, four sequences wait
     alone = CycleCost((1, 64), (1.0, 64.0))
-    assert alone.price_forward(5) == alone.interpolate_forward(5)
+    assert alone.compute_forward_price(5) == alone.interpolate_forward(5)
 
 
 def test_the_drawing_of_predicted_and_actual_acceptance():

@@ -146,7 +146,7 @@ class CostAwareRanking(HostRanking):
         self.params = params
         self.calibration = calibration
         sizes = np.arange(1, min(tree.nodes, model.cost.nodes[-1]) + 1)
-        self.forward = model.cost.price_forward(sizes, model.mean_nodes)
+        self.forward = model.cost.compute_forward_price(sizes, model.mean_nodes)
         self.predicted = list[np.ndarray]()
         self.top_sum = model.rates[0]
 

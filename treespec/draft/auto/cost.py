@@ -101,7 +101,7 @@ class CycleCost:
         """
         return others + (nodes - others) / self.batch
 
-    def price_forward(self, nodes: Any, others: float = 1.0) -> Any:
+    def compute_forward_price(self, nodes: Any, others: float = 1.0) -> Any:
         """Returns the seconds that a forward costs with a tree of `nodes` nodes: a float, or an array as `nodes` is.
 
         A node delays all sequences of the batch, so its seconds count once for each of them.
@@ -121,7 +121,7 @@ class CycleCost:
     def least_probability(self) -> float:
         """Pr(a draft token is accepted), for a token of which even the cheapest number pays for its time."""
         sizes = np.arange(1, self.nodes[-1] + 1)
-        price = self.price_forward(sizes)
+        price = self.compute_forward_price(sizes)
         of_each = (price[1:] - price[0]) / (sizes[1:] - 1)
         return float(of_each.min() * self.baseline_speed)
 

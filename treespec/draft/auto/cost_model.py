@@ -334,7 +334,7 @@ class CacheOrModel:
         if not seconds:
             seconds = PRIOR_CYCLES * cost.predict_cycle(3, 2)
         model_speed = self.tokens / seconds
-        cache_seconds = float(cost.price_forward(nodes)) + cost.overhead
+        cache_seconds = float(cost.compute_forward_price(nodes)) + cost.overhead
         least_speed = cost.baseline_speed
         if cost.batch > 1:
             least_speed *= 1 + BATCH_MARGIN

@@ -89,7 +89,7 @@ def build_causal_mask(count: int, dtype: torch.dtype) -> np.ndarray:
 
 
 @lru_cache(64)
-def number_nodes(count: int) -> np.ndarray:
+def count_from_zero(count: int) -> np.ndarray:
     """Returns [count] int64: 0, 1, …"""
     return np.arange(count)
 
@@ -125,7 +125,7 @@ def extend_mask(above: np.ndarray, parents: Sequence[np.ndarray], dtype: torch.d
     hidden, seen = list_mask_numbers(dtype)
     count = max(map(len, parents))
     earlier = above.shape[2]
-    nodes = number_nodes(count)
+    nodes = count_from_zero(count)
     mask = np.full((len(parents), count, earlier + count), hidden)
     for row, row_parents in enumerate(parents):
         mask[row, : len(row_parents), :earlier] = above[row, row_parents]
@@ -183,7 +183,7 @@ class HostLevels:
             committed = mask_committed_columns(lengths, dtype)
             parts = [committed.repeat(most_pairs, axis=1), mask.repeat(batch, axis=0)]
             mask = np.concatenate(parts, axis=2)
-        numbers = number_nodes(int(starts[-1]))
+        numbers = count_from_zero(int(starts[-1]))
         positions = numbers + (lengths - starts[:-1]).repeat(counts)
 
         # 2. The step.
@@ -205,7 +205,7 @@ class HostLevels:
         cache.commit([range(count) for count in counts])
         self.positions = lengths + counts
         self.mask = mask_committed_columns(self.positions, dtype)
-        self.starts = number_nodes(batch + 1)
+        self.starts = count_from_zero(batch + 1)
         self.states = output.drafted_states
         return list(output.logits.split(1))
 
@@ -230,7 +230,7 @@ class HostLevels:
             table=self.table,
             mask=self.mask,
             store=store,
-            drafted=number_nodes(len(tokens)),
+            drafted=count_from_zero(len(tokens)),
         )
         store.advance(max(counts))
         self.states = output.states
@@ -258,7 +258,7 @@ def flatten_frontiers(frontiers: Frontiers) -> tuple[Tensor, list[np.ndarray], l
     parents = []
     for frontier in frontiers:
         if frontier is None:
-            parents.append(number_nodes(0))
+            parents.append(count_from_zero(0))
             continue
         tokens.append(frontier.tokens)
         parents.append(frontier.parent_rows.numpy())

@@ -31,14 +31,7 @@ FORCED_SCHEME = TopK()  # its trees have no draft distributions: it draws nothin
 
 
 class TextDrafter(ABC):
-    """Drafts for one sequence without a model. Subclass it to add a drafter.
-
-    Attributes:
-        least_probability: a drafter may return nothing if no draft token is as likely as this: the time of its node
-            would not pay.
-    """
-
-    least_probability: float = 0.0
+    """Drafts for one sequence without a model. Subclass it to add a drafter."""
 
     def new(self) -> Self:
         """Returns a drafter with the same options, for another sequence.
@@ -55,6 +48,10 @@ class TextDrafter(ABC):
         text: [T] int64, the sequence so far; its memory is used again after the call.
         """
 
+    def set_least_probability(self, probability: float) -> None:
+        """Called before `draft`: if no draft token is as likely as this, none pays, and nothing may be returned."""
+        return
+
     def enter(self, cache: str | None) -> None:
         """Called when a sequence begins. cache: the name of the suffix cache that it may draft from; None: none."""
         return
@@ -70,7 +67,7 @@ class GrowingText:
 
         room       a b c d . . . .
         length     4
-        with_tail([x, y])   a b c d x y
+        get_with_tail([x, y])   a b c d x y
 
     Attributes:
         room: [R] int64, the tokens, then room for further ones.
@@ -84,9 +81,9 @@ class GrowingText:
 
     def append(self, tokens: np.ndarray | Sequence[int]) -> None:
         """Appends tokens."""
-        self.length = len(self.with_tail(tokens))
+        self.length = len(self.get_with_tail(tokens))
 
-    def with_tail(self, tokens: np.ndarray | Sequence[int]) -> np.ndarray:
+    def get_with_tail(self, tokens: np.ndarray | Sequence[int]) -> np.ndarray:
         """Returns the text followed by tokens that are not appended: a view, valid until the next call."""
         end = self.length + len(tokens)
         if end > len(self.room):
@@ -165,9 +162,9 @@ class OneHotDrafter(Drafter):
         state = self.states[row]
         cost = self.cost
         if cost is None:
-            return state.drafter.draft(state.text.with_tail(last))
-        state.drafter.least_probability = cost.least_probability
-        guess = state.drafter.draft(state.text.with_tail(last))
+            return state.drafter.draft(state.text.get_with_tail(last))
+        state.drafter.set_least_probability(cost.least_probability)
+        guess = state.drafter.draft(state.text.get_with_tail(last))
         return keep_profitable_nodes(guess, cost)
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
@@ -182,7 +179,7 @@ class OneHotDrafter(Drafter):
 
     def rewind(self, lengths: Sequence[int]) -> None:
         for row, length in enumerate(lengths):
-            tokens = self.states[row].text.with_tail([])[:length]
+            tokens = self.states[row].text.get_with_tail([])[:length]
             self.states[row] = LookupRow(self.unused.new(), GrowingText(tokens))
 
     def new(self) -> "OneHotDrafter":
@@ -200,5 +197,5 @@ def keep_profitable_nodes(guess: Guess, cost: CycleCost) -> Guess:
     reach = guess.compute_reach(guess.probabilities)
     order = np.argsort(-reach, kind="stable")  # the root is first, and a parent before its children
     sizes = np.arange(1, cost.nodes[-1] + 1)
-    size = find_best_size(reach[order[1:]], cost.price_forward(sizes), cost.baseline_speed)
+    size = find_best_size(reach[order[1:]], cost.compute_forward_price(sizes), cost.baseline_speed)
     return guess.keep_nodes(np.sort(order[:size]))

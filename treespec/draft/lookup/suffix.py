@@ -43,6 +43,7 @@ class Suffix(TextDrafter):
     Attributes:
         seen: tokens of the sequence at the last guess.
         last: the last guess.
+        least_probability: of a draft token that pays for its time.
         predicted, correct: [6] decayed counts of guesses, and of right ones, by band of match length.
     """
 
@@ -52,11 +53,15 @@ class Suffix(TextDrafter):
         self.cache: SuffixCache | None = None  # None: it drafts only from its sequence
         self.seen = 0
         self.last = Guess()
+        self.least_probability = 0.0
         self.predicted = [PRIOR_GUESSES for _ in PRIOR_MATCH_RATES]
         self.correct = [PRIOR_GUESSES * rate for rate in PRIOR_MATCH_RATES]
 
     def new(self) -> "Suffix":
         return Suffix(self.options, self.caches)
+
+    def set_least_probability(self, probability: float) -> None:
+        self.least_probability = probability
 
     def enter(self, cache: str | None) -> None:
         self.cache = None

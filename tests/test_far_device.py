@@ -272,6 +272,8 @@ SETUPS = {
     ("hydra", "2x3", "greedy", 1): 1,
     ("suffix", None, "topk", 1): 1,
     ("suffix", None, "auto", 0): 1,
+    ("jacobi", None, "auto", 0): 2,
+    ("lookahead:window=3,ngram=3", None, "topk", 1): 2,
     ("eagle", "chain:3", "single", 1): 1,
     ("eagle", "chain:3", "block", 1): 2,
     ("eagle", "eagle", "rrs", 1): 1,

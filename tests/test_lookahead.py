@@ -17,7 +17,7 @@ from treespec.draft.registry import JacobiOptions, LookaheadOptions
 from treespec.engine.cycle import DraftedTrees, compute_argmax
 from treespec.model.output import TreeOutput
 
-TOKENS = 24
+TOKENS = 16
 
 
 class Recorded(TextDrafter):
@@ -147,7 +147,7 @@ def test_the_pool_holds_what_one_token_forwards_say_follows(window, ngram, guess
             rows = rows[1:]
         length += 1 + accepted
     assert length >= len(text)
-    assert pool
+    assert len(cycles) < TOKENS
 
 
 def test_only_drafters_that_ask_hear_of_the_target():

@@ -180,9 +180,7 @@ def observe(
     batch.drafter.observe(features, [torch.tensor(tokens) for tokens in step_tokens])
 
 
-def compute_argmax(
-    drafted: DraftedTrees, outputs: Sequence[TreeOutput]
-) -> list[Tensor | None]:
+def compute_argmax(drafted: DraftedTrees, outputs: Sequence[TreeOutput]) -> list[Tensor | None]:
     """Return [N] int64 the most likely token after each node of each tree, on the host: one wait for all trees.
 
     A tree that lost nodes has None.

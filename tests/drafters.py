@@ -147,6 +147,8 @@ DRAFTERS: dict[str, Callable[[Target], Any]] = {
     "recurrent": lambda target: ModelProposer(Target(random_model(target.config, seed=3)), target),
     "suffix": lambda target: source_of("suffix:percent=1,growth=9,nodes=8", target),
     "rest": lambda target: Rest(build_datastore([[n**3 // 11 % 4 for n in range(99)]], 4), RestOptions(longest=2)),
+    "jacobi": lambda target: source_of("jacobi:tokens=2", target),
+    "lookahead": lambda target: source_of("lookahead:window=6,ngram=3,guesses=4", target),
     "suffix+model": lambda target: DraftSource(ModelProposer(near(2), target), suffix_cache()),
     "suffix+eagle": lambda target: DraftSource(EagleProposer(random_head(target, seed=2), target), suffix_cache()),
 }

@@ -46,6 +46,8 @@ SETUPS = [
     *((drafter, "traversal", "2x2", "penalties", 64) for drafter in (*HEADS, *MODELS)),
     *(("suffix", "topk", None, way, 64) for way in ("greedy", "warm", "top-p", "min-p", *SHAPED)),
     *((found, "topk", None, way, 64) for found, way in product(("prompt-lookup:3", "rest"), ("greedy", "warm", "end"))),
+    *(("jacobi", "topk", None, way, 64) for way in ("greedy", "warm", "penalties")),
+    *(("lookahead", "topk", None, way, 64) for way in ("greedy", "warm", *SHAPED)),
     *(("recurrent", "rrs-wo", tree, "top-k", 64) for tree in ("chain:2", "2x2")),
     *((*grown, way, 64) for grown, way in product(GROWN, ("top-k", "penalties"))),
     *(("suffix+model", *pair, "top-k", 64) for pair in (*REPLACED, *CHAINS[:2], *WIDE[3:])),
@@ -137,6 +139,8 @@ LONG = [
     ("model", "topk", "auto:depth=4,topk=3"),
     ("eagle", "topk", "auto:depth=4,topk=3"),
     ("suffix", "topk", None),
+    ("jacobi", "topk", None),
+    ("lookahead", "topk", None),
     ("suffix+model", "topk", "2x2"),
     ("suffix+eagle", "rrs-wo", "2x2"),
 ]

@@ -4,8 +4,7 @@ As a program it prints JSON: for each set-up the waits and launches of a cycle. 
 lie on the CPU, say `far`, refuse other devices and count waits. `install` lasts as long as its process.
 
 A wait: the host stops until the device has answered, as by `item`, `tolist`, a copy either way (except up from pinned
-memory with `non_blocking`), and operations whose result has a size that the device decides.
-A launch: an operation that is no view.
+memory with `non_blocking`), and operations whose result has a size that the device decides. A launch: no view.
 """
 
 import json
@@ -272,6 +271,7 @@ SETUPS = {
     ("hydra", "2x3", "greedy", 1): 1,
     ("suffix", None, "topk", 1): 1,
     ("suffix", None, "auto", 0): 1,
+    ("lookahead:window=3,ngram=3", None, "topk", 1): 2,
     ("eagle", "chain:3", "single", 1): 1,
     ("eagle", "chain:3", "block", 1): 2,
     ("eagle", "eagle", "rrs", 1): 1,

@@ -55,12 +55,13 @@ def test_it_finds_what_a_search_of_all_positions_finds(seed, ngram):
     assert find_longest_match(np.array(text), np.array(text), ngram)[1].tolist() == [end + 1 for end in ends]
 
 
-def test_a_batch_equals_each_text_alone():
+@pytest.mark.parametrize("drafter", [DRAFTER, "jacobi:3", "lookahead:window=3,ngram=3,guesses=4"])
+def test_a_batch_equals_each_text_alone(drafter):
     """Accepted numbers too: what a drafter knows of a text is of that text."""
-    spec = build_spec("llama", DRAFTER)
+    spec = build_spec("llama", drafter)
     options = {"max_new_tokens": 16, "temperature": 0.7}
     texts = prompts_of_lengths((7, 40, 1, 19))
-    alone = [build_spec("llama", DRAFTER).generate(text, seed=5 + i, **options) for i, text in enumerate(texts)]
+    alone = [build_spec("llama", drafter).generate(text, seed=5 + i, **options) for i, text in enumerate(texts)]
     assert what(spec.generate(texts, batch=3, seed=5, **options)) == what(alone)
     assert what([spec.generate(texts[1], seed=6, **options)]) == what(alone[1:2])
 

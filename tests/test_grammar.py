@@ -134,8 +134,9 @@ def test_forced_tokens_are_accepted_by_every_verifier(letters, verifier):
         assert stats.cycles <= 2
 
 
-def test_drafters_without_a_model_draft_below_forced_tokens(letters):
-    spec = Spec(letters.target, source_of("suffix:tokens=0", letters.target), verifier="topk")
+@pytest.mark.parametrize("drafter", ["suffix:tokens=0", "jacobi:3", "lookahead:window=3,ngram=3"])
+def test_drafters_without_a_model_draft_below_forced_tokens(letters, drafter):
+    spec = Spec(letters.target, source_of(drafter, letters.target), verifier="topk")
     answers = spec.generate([PROMPT, [2, 0, 3, 0, 3]], regex=f"({FORCED}){{3}}")
     for prompt, answer in zip([PROMPT, [2, 0, 3, 0, 3]], answers, strict=True):
         wanted = letters.baseline().generate(prompt, regex=f"({FORCED}){{3}}")

@@ -204,8 +204,9 @@ def test_a_head_trains_on_a_recurrent_target_and_changes_no_token(name, tmp_path
         text.append(token)
 
 
-def test_trees_from_the_text_go_through_recurrent_layers(tmp_path):
+@pytest.mark.parametrize("drafter", ["suffix", "lookahead:window=3,ngram=3"])
+def test_trees_from_the_text_go_through_recurrent_layers(tmp_path, drafter):
     folder = save_tiny_model("lfm2", tmp_path / "target")
-    spec = load(str(folder), drafter="suffix", dtype="float32")
+    spec = load(str(folder), drafter=drafter, dtype="float32")
     prompts = ["the user asks and the user asks and the user", "the assistant answers"]
     as_undrafted(spec, prompts, 16, batch=2)

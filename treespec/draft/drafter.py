@@ -305,12 +305,14 @@ class Drafter(Observer):
         name: for people; "" stands for the name of the class.
         policy: the policy of its trees; None: it chooses their shape itself.
         one_hot: whether its tokens have no draft distribution.
+        wants_argmax: whether it learns from the target's most likely tokens (`learn_argmax`).
         forward_seconds: seconds spent in a draft model's forwards so far.
     """
 
     name: str = ""
     policy: Policy | None = None
     one_hot: bool = False
+    wants_argmax: bool = False
     forward_seconds: float = 0.0
 
     @property
@@ -359,6 +361,14 @@ class Drafter(Observer):
         They are kept only if `Sampler.wants_draft_logits`. With M draft models they are [M, V].
         """
         return {}
+
+    def learn_argmax(self, argmax: Sequence[Tensor | None]) -> None:
+        """Learns what the target's forward says of the trees, before `update`; called if `wants_argmax`.
+
+        argmax: for each tree [N] int64 on the host, the target's most likely token after each node, before
+            logits processors; None: the target scored only a part of the tree.
+        """
+        return
 
     def update(self, paths: Sequence[Sequence[int]]) -> None:
         """Learns from a cycle. paths: the accepted nodes of each tree, without the root."""

@@ -98,6 +98,18 @@ class SparseOptions(DrafterOptions):
     )
 
 
+@dataclass(frozen=True)
+class JacobiOptions(DrafterOptions):
+    tokens: int = option("guesses", 8, least=1, most=4095)
+
+
+@dataclass(frozen=True)
+class LookaheadOptions(DrafterOptions):
+    window: int = option("W, tokens of a row of the window", 15, least=1, most=128)
+    ngram: int = option("N, tokens of an n-gram", 5, least=2, most=16)
+    guesses: int = option("G, n-grams that are kept of each first token", 15, least=1, most=128)
+
+
 CHECKS_MODULE = "treespec.draft.preflight"
 
 
@@ -145,6 +157,24 @@ BUILTIN_DRAFTERS = (
         "treespec.draft.lookup.datastore:check_datastore",
         "must",
         RestOptions,
+        one_hot=True,
+    ),
+    DrafterKind(
+        "jacobi",
+        ("jacobi",),
+        "treespec.draft.lookup.jacobi:load_jacobi",
+        "a chain of guesses, which each forward of the target improves",
+        "Jacobi decoding, Santilli et al. 2023",
+        options=JacobiOptions,
+        one_hot=True,
+    ),
+    DrafterKind(
+        "lookahead",
+        ("lookahead",),
+        "treespec.draft.lookup.lookahead:load_lookahead",
+        "n-grams that the target's own forwards find beside the text",
+        "Lookahead decoding, Fu et al. 2024",
+        options=LookaheadOptions,
         one_hot=True,
     ),
     DrafterKind(

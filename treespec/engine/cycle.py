@@ -15,6 +15,7 @@ from treespec.engine.prefill import get_aux_layers
 from treespec.engine.request import CycleRecord, Piece, Request, build_pieces
 from treespec.errors import InputError
 from treespec.model.output import TreeOutput
+from treespec.sampling.probs import choose_greedy
 from treespec.sampling.sampler import list_node_paths
 from treespec.trees.tree import TokenTree, build_root_tree, cut_below, to_device
 from treespec.verify.batch import verify_trees
@@ -168,6 +169,8 @@ def observe(
     paths = [verdict.path for verdict in verdicts]
     for row, node_numbers in drafted.uncut_nodes.items():
         paths[row] = [node_numbers[node] for node in paths[row]]
+    if batch.drafter.wants_argmax:
+        batch.drafter.learn_argmax(compute_argmax(drafted, outputs))
     batch.drafter.update(paths)
 
     # 2. The features of the root and of these nodes.
@@ -175,6 +178,25 @@ def observe(
     for output, verdict in zip(outputs, verdicts, strict=True):
         features.append(select_features(output.features, verdict.path))
     batch.drafter.observe(features, [torch.tensor(tokens) for tokens in step_tokens])
+
+
+def compute_argmax(drafted: DraftedTrees, outputs: Sequence[TreeOutput]) -> list[Tensor | None]:
+    """Return [N] int64 the most likely token after each node of each tree, on the host: one wait for all trees.
+
+    A tree that lost nodes has None.
+    """
+    # 1. The tokens; a node whose logits are NaN gets the vocabulary's last one.
+    tokens = []
+    for output in outputs:
+        last_token = output.logits.shape[-1] - 1
+        tokens.append(choose_greedy(output.logits).clamp(max=last_token))
+
+    # 2. All trees' tokens in one copy.
+    sizes = list(map(len, tokens))
+    rows: list[Tensor | None] = list(torch.cat(tokens).cpu().split(sizes))
+    for row in drafted.uncut_nodes:
+        rows[row] = None
+    return rows
 
 
 def select_features(features: Tensor, path: Sequence[int]) -> Tensor:

@@ -31,7 +31,14 @@ FORCED_SCHEME = TopK()  # its trees have no draft distributions: it draws nothin
 
 
 class TextDrafter(ABC):
-    """Drafts for one sequence without a model. Subclass it to add a drafter."""
+    """Drafts for one sequence without a model. Subclass it to add a drafter.
+
+    Attributes:
+        wants_argmax: whether it learns from the target's most likely tokens (`learn_argmax`). The target then
+            scores whole guesses.
+    """
+
+    wants_argmax: bool = False
 
     def new(self) -> Self:
         """Returns a drafter with the same options, for another sequence.
@@ -50,6 +57,13 @@ class TextDrafter(ABC):
 
     def set_least_probability(self, probability: float) -> None:
         """Called before `draft`: if no draft token is as likely as this, none pays, and nothing may be returned."""
+        return
+
+    def learn_argmax(self, argmax: np.ndarray) -> None:
+        """Called after the target has scored the last guess, if `wants_argmax`.
+
+        argmax: [N] int64, the target's most likely token after each node of the guess; node 0 is the root.
+        """
         return
 
     def enter(self, cache: str | None) -> None:
@@ -101,10 +115,13 @@ class LookupRow:
     Attributes:
         drafter: drafts for this sequence.
         text: its observed tokens.
+        guess_nodes: number of nodes of this cycle's guess, with its root. They are the last ones of the tree, below
+            any forced tokens. 0: it was not asked for a guess.
     """
 
     drafter: TextDrafter
     text: GrowingText
+    guess_nodes: int = 0
 
 
 @final
@@ -114,7 +131,7 @@ class OneHotDrafter(Drafter):
     Attributes:
         unused: the drafter whose `new` creates those of the sequences; it never drafts itself.
         times: the cost by batch size, to keep only nodes worth their time (`keep_profitable_nodes`); None:
-            whole trees.
+            whole trees, as for all drafters that learn from the target's scores of them.
     """
 
     one_hot = True
@@ -122,8 +139,11 @@ class OneHotDrafter(Drafter):
 
     def __init__(self, drafter: TextDrafter, times: CostBy | None = None) -> None:
         self.name = type(drafter).__name__.lower()
+        self.wants_argmax = drafter.wants_argmax
         self.unused = drafter
         self.times = times
+        if self.wants_argmax:
+            self.times = None
         self.states = [LookupRow(drafter.new(), GrowingText(np.empty(0, dtype=np.int64)))]
 
     @property
@@ -149,8 +169,10 @@ class OneHotDrafter(Drafter):
         trees = []
         for row, forced in enumerate(chains.forced):
             guess = Guess()
+            self.states[row].guess_nodes = 0
             if not forced.ends:
                 guess = self.guess(row, chains.list_last_tokens(row))
+                self.states[row].guess_nodes = 1 + len(guess.tokens)
             trees.append(guess.build_token_tree(chains.ends[row], generators[row].device))
         return chains.prepend_to(trees, FORCED_SCHEME, generators)
 
@@ -166,6 +188,11 @@ class OneHotDrafter(Drafter):
         state.drafter.set_least_probability(cost.least_probability)
         guess = state.drafter.draft(state.text.get_with_tail(last))
         return keep_profitable_nodes(guess, cost)
+
+    def learn_argmax(self, argmax: Sequence[Tensor | None]) -> None:
+        for state, tokens in zip(self.states, argmax, strict=True):
+            if tokens is not None and state.guess_nodes:
+                state.drafter.learn_argmax(tokens.numpy()[-state.guess_nodes :])
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
         for state, new_tokens in zip(self.states, tokens, strict=True):

@@ -66,6 +66,11 @@ class SuffixOptions(DrafterOptions):
     percent: int = option("least probability of a drafted path", 10, least=1, most=100)
 
 
+@dataclass(frozen=True)
+class SkipOptions(DrafterOptions):
+    percent: int = option("percent of the layers to skip, without a file", 40, least=0, most=100)
+
+
 CHECKS_MODULE = "treespec.draft.preflight"
 
 
@@ -103,6 +108,16 @@ BUILTIN_DRAFTERS = (
         "Leviathan et al., Chen et al. 2023",
         f"{CHECKS_MODULE}:check_model",
         "must",
+    ),
+    DrafterKind(
+        "self",
+        ("self", "self:FILE"),
+        "treespec.draft.models.skip:load_skip",
+        "the target without some of its sublayers, which `treespec skip-search` chooses",
+        "Draft & Verify, Zhang et al. 2024",
+        "treespec.draft.models.skip_set:check_skip_set",
+        "may",
+        SkipOptions,
     ),
     DrafterKind(
         "mtp",

@@ -34,7 +34,9 @@ from treespec.model.target import Target
 class SkippedAttention(nn.Module):
     """Attention that adds nothing, and has no attention weights."""
 
-    def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
+    def forward(
+        self, hidden_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, None]:
         return torch.zeros_like(hidden_states), None
 
 

@@ -156,7 +156,8 @@ class ChainBench:
     """Measures how long the drafts of a skip set agree with the whole target, along texts.
 
     Chains begin `CHAIN_TOKENS` tokens apart or more. Their nodes read the whole target's keys and values of the
-    text before the chain, and the drafting target's own of the chain, as in decoding. A text of six tokens and chains of two nodes:
+    text before the chain, and the drafting target's own of the chain, as in decoding. A text of six tokens, and
+    chains of two nodes:
 
         token      a    b    c    d    e    f
         chains          b    c                    expected: the whole target's choices after b and c
@@ -184,28 +185,29 @@ class ChainBench:
         self.weight_bytes = count_bytes(target.tree_decoder.stack)
         self.weight_bytes += count_bytes(target.model.get_output_embeddings())
 
-    @torch.inference_mode()
     def predict(self, skipped: SkipSet) -> SkipPrediction:
-        """Predict the speedup of a skip set with its best chain."""
-        # 1. The share of chains whose first d draft tokens are all the target's choices, for each d.
-        skipping = Skipping(self.target, skipped)
-        runs = []
-        with skipping.active():
+        """Predict the speedup of a skip set with its best chain.
+
+        A cycle of d draft tokens reads all weights once, for the verification, and a part of them d times.
+        """
+        skipped_bytes = sum(map(count_bytes, Skipping(self.target, skipped).kept))
+        cost = 1 - skipped_bytes / self.weight_bytes
+        reach = self.measure_reach(skipped)
+        lengths = 1 + reach.cumsum(0)
+        speedups = lengths / (1 + cost * torch.arange(1, len(reach) + 1))
+        best = int(speedups.argmax())
+        return SkipPrediction(float(speedups[best]), best + 1, float(lengths[best]), cost)
+
+    @torch.inference_mode()
+    def measure_reach(self, skipped: SkipSet) -> Tensor:
+        """Measure the share of chains whose first d draft tokens all agree, [D] float64 on the host."""
+        agreements = []
+        with Skipping(self.target, skipped).active():
             for text in self.texts:
                 hidden = self.target.forward_nodes(text.cache, text.tokens, text.places, text.seen)
                 choices = choose_tokens(self.target, hidden[0])
-                agrees = choices.view_as(text.expected) == text.expected
-                runs.append(agrees.int().cumprod(1))
-        reach = torch.cat(runs).double().mean(0)  # [D]
-
-        # 2. A cycle of depth d reads the weights once for the verification, and in part for each draft token.
-        skipped_bytes = sum(map(count_bytes, skipping.kept))
-        cost = 1 - skipped_bytes / self.weight_bytes
-        depths = torch.arange(1, len(reach) + 1, device=reach.device)
-        lengths = 1 + reach.cumsum(0)
-        speedups = lengths / (1 + cost * depths)
-        best = int(speedups.argmax())
-        return SkipPrediction(float(speedups[best]), best + 1, float(lengths[best]), cost)
+                agreements.append(choices.view_as(text.expected) == text.expected)
+        return torch.cat(agreements).cpu().double().cumprod(1).mean(0)
 
 
 def list_chain_starts(passage: Passage) -> list[int]:

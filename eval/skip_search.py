@@ -205,7 +205,7 @@ class ChainBench:
         with Skipping(self.target, skipped).active():
             for text in self.texts:
                 hidden = self.target.forward_nodes(text.cache, text.tokens, text.places, text.seen)
-                choices = choose_tokens(self.target, hidden[0])
+                choices = choose_most_likely(self.target, hidden[0])
                 agreements.append(choices.view_as(text.expected) == text.expected)
         return torch.cat(agreements).cpu().double().cumprod(1).mean(0)
 
@@ -245,7 +245,7 @@ def build_chain_text(target: Target, tokens: Tensor, starts: Sequence[int]) -> C
     first = nodes - depth.repeat(len(starts))  # position of each node's chain
     sees_text = text_places < first[:, None]
     sees_node = (first == first[:, None]) & (nodes <= nodes[:, None])
-    expected = choose_tokens(target, hidden[0, nodes]).view(-1, CHAIN_TOKENS)
+    expected = choose_most_likely(target, hidden[0, nodes]).view(-1, CHAIN_TOKENS)
     return ChainText(
         cache=cache,
         tokens=text[nodes][None],
@@ -255,7 +255,7 @@ def build_chain_text(target: Target, tokens: Tensor, starts: Sequence[int]) -> C
     )
 
 
-def choose_tokens(target: Target, hidden: Tensor) -> Tensor:
+def choose_most_likely(target: Target, hidden: Tensor) -> Tensor:
     """Return [N] the most likely tokens after hidden states [N, H]."""
     chosen = []
     for rows in hidden.split(LOGITS_ROWS):

@@ -41,8 +41,6 @@ from treespec.draft.lookup.suffix import Suffix
 from treespec.draft.lookup.suffix_cache import SuffixCaches
 from treespec.draft.models.model import ModelProposer, OtherVocabulary
 from treespec.draft.models.other_vocabulary import SharedVocabulary
-from treespec.draft.models.skip import SkipProposer
-from treespec.draft.models.skip_set import SkipSet
 from treespec.draft.registry import SuffixOptions
 from treespec.draft.source import DraftSource, load_source
 from treespec.draft.spec import DrafterSpec
@@ -103,15 +101,9 @@ def near(seed) -> Target:
 
 
 @cache
-def recurrent(end) -> Target:
-    """A model whose layers carry a state."""
-    return Target(random_model(tiny(MODELS["qwen3_next"], {"vocab_size": TABLE_VOCAB, "eos_token_id": end}), seed=4))
-
-
-@cache
-def layered(end) -> Target:
-    """A model whose layers have sublayers to skip."""
-    return Target(random_model(LlamaConfig(**GROUPED | {"vocab_size": TABLE_VOCAB, "eos_token_id": end}), seed=4))
+def layered(name, end) -> Target:
+    """A model of three layers; those of qwen3_next carry a state."""
+    return Target(random_model(tiny(MODELS[name], {"vocab_size": TABLE_VOCAB, "eos_token_id": end}), seed=4))
 
 
 def trained(kind, target):
@@ -151,7 +143,7 @@ DRAFTERS: dict[str, Callable[[Target], Any]] = {
     "model": lambda target: ModelProposer(near(2), target),
     "other vocabulary": other_words,
     "recurrent": lambda target: ModelProposer(Target(random_model(target.config, seed=3)), target),
-    "self": lambda target: SkipProposer(target, SkipSet(3, attention=(1,), mlp=(0, 1))),
+    "self": lambda target: source_of("self", target),
     "suffix": lambda target: source_of("suffix:percent=1,growth=9,nodes=8", target),
     "suffix+model": lambda target: DraftSource(ModelProposer(near(2), target), suffix_cache()),
     "suffix+eagle": lambda target: DraftSource(EagleProposer(random_head(target, seed=2), target), suffix_cache()),
@@ -160,7 +152,8 @@ DRAFTERS: dict[str, Callable[[Target], Any]] = {
 
 def spec_of(drafter, tree=None, verifier="topk", end=None) -> Spec:
     """Each Spec has a cache of suffixes of its own, which holds some texts of the target."""
-    target = {"recurrent": recurrent, "self": layered}.get(drafter, lambda end: table(end=end))(end)
+    name = {"recurrent": "qwen3_next", "self": "llama"}.get(drafter)
+    target = layered(name, end) if name else table(end=end)
     make = DRAFTERS.get(drafter) or (lambda target: source_of(drafter, target))
     timed = "auto" in f"{verifier} {tree}" or "sampled" in str(tree)
     spec = Spec(target, make(target), tree, verifier, **{"calibration": RATES, "times": TIMES} if timed else {})

@@ -241,7 +241,7 @@ def test_logits_at_every_node_are_those_of_plain_models_along_the_path(name):
             close(logits, wanted, TOLERANCE, TOLERANCE)
 
 
-SKIPPED = SkipSet(3, attention=(1,), mlp=(0, 1))
+SKIPPED_SUBLAYERS = SkipSet(3, attention=(1,), mlp=(0, 1))
 
 
 def remove_sublayers(model, skipped):
@@ -258,8 +258,8 @@ def remove_sublayers(model, skipped):
 @pytest.mark.parametrize("name", ["llama", "mistral-window-6", "gemma3"])
 def test_skipping_logits_are_those_of_a_plain_model_over_the_whole_targets_keys(name):
     whole = target(name)
-    without = remove_sublayers(whole.model, SKIPPED)
-    cache, together = join_texts(whole, SkipProposer(whole, SKIPPED), LONG)
+    without = remove_sublayers(whole.model, SKIPPED_SUBLAYERS)
+    cache, together = join_texts(whole, SkipProposer(whole, SKIPPED_SUBLAYERS), LONG)
     for text, path, logits in draft_level_logits(together, cache, LONG):
         past = hf.DynamicCache(config=whole.config)
         if text[:-1]:
@@ -269,7 +269,7 @@ def test_skipping_logits_are_those_of_a_plain_model_over_the_whole_targets_keys(
 
 
 @pytest.mark.parametrize(
-    "build", [lambda whole: ModelProposer(small(), whole), lambda whole: SkipProposer(whole, SKIPPED)]
+    "build", [lambda whole: ModelProposer(small(), whole), lambda whole: SkipProposer(whole, SKIPPED_SUBLAYERS)]
 )
 def test_drafting_leaves_the_target_and_its_cache_as_they_were(build):
     whole = target("llama")

@@ -22,8 +22,6 @@ from treespec.sampling.probs import SamplingParams
 from treespec.trees.confident import ConfidentChain
 from treespec.verify.registry import load_scheme
 
-SKIPPED = SkipSet(3, attention=(1,), mlp=(0, 1))
-
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_without_skipped_layers_everything_is_accepted(temperature):
@@ -35,7 +33,7 @@ def test_without_skipped_layers_everything_is_accepted(temperature):
 def test_an_interrupt_leaves_the_target_whole():
     whole = target("llama")
     modules = dict(whole.model.named_modules())
-    skipping = Skipping(whole, SKIPPED)
+    skipping = Skipping(whole, SkipSet(3, attention=(1,), mlp=(0, 1)))
     with suppress(KeyboardInterrupt), skipping.active():
         assert dict(whole.model.named_modules()) != modules
         raise KeyboardInterrupt

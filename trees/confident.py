@@ -6,7 +6,7 @@ from typing import ClassVar
 from treespec.trees.ranges import DEPTH_RANGE, Range
 from treespec.trees.shape import Builder, Growth, Policy
 
-SHARE_RANGE = Range(least=0, most=1)
+FRACTION_RANGE = Range(least=0, most=1)
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class ConfidentChain(Policy):
     name = "confident"
     ranges: ClassVar = {
         "depth": DEPTH_RANGE,
-        "threshold": SHARE_RANGE,
-        "goal": SHARE_RANGE,
-        "step": SHARE_RANGE,
-        "rate": SHARE_RANGE,
-        "rate_memory": SHARE_RANGE,
-        "threshold_memory": SHARE_RANGE,
+        "threshold": FRACTION_RANGE,
+        "goal": FRACTION_RANGE,
+        "step": FRACTION_RANGE,
+        "rate": FRACTION_RANGE,
+        "rate_memory": FRACTION_RANGE,
+        "threshold_memory": FRACTION_RANGE,
     }
 
     depth: int = 8

@@ -129,14 +129,14 @@ def refuse_other_layers(target: Target) -> None:
         reason = "some of its layers carry a state from token to token"
     elif not all(hasattr(layer, "self_attn") and hasattr(layer, "mlp") for layer in stack):
         reason = "its layers have no self_attn and mlp"
-    elif not stays_without_sublayers(target):
+    elif not has_plain_residuals(target):
         reason = "its layers do more than add attention and MLP"
     if reason:
         name = type(target.model).__name__
         raise InputError(f"{name} cannot draft with layers skipped: {reason}")
 
 
-def stays_without_sublayers(target: Target) -> bool:
+def has_plain_residuals(target: Target) -> bool:
     """Whether a forward that skips every sublayer hands the first layer's input on to the end, to the bit."""
     stack = target.tree_decoder.stack
     numbers = tuple(range(len(stack)))

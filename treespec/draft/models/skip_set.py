@@ -12,7 +12,9 @@ from treespec.draft.spec import DrafterSpec
 from treespec.errors import InputError
 from treespec.files.atomic import read_json, write_json
 
-REMEDY = "write it again with treespec skip-search; an edited file must not have the field checksum"
+SKIP_SET_REMEDY = (
+    "write it again with treespec skip-search; an edited file must not have the field checksum"
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def load_skip_set(file: str | Path, layers: int | None = None) -> SkipSet:
 
     layers: L of the target; None: not known yet. Raises InputError for a damaged file and for one of another L.
     """
-    fields = read_json(file, REMEDY)
+    fields = read_json(file, SKIP_SET_REMEDY)
     size = fields.get("layers")
     if type(size) is not int or layers not in (None, size):
         raise InputError(

@@ -114,7 +114,7 @@ def test_the_command_writes_a_file_that_drafts(tmp_path, capsys):
     text.write_text("the user asks and the assistant answers " * 9)
     options = f"--text {text} --out {out} --evaluations 9 --chains 4 --dtype float32"
     assert treespec(f"skip-search --target {folder} {options}") == 0
-    assert "of 3 skipped" in capsys.readouterr().out
+    assert "Of 3 layers" in capsys.readouterr().out
     fields = json.loads(out.read_text())
     assert (fields["target"], fields["evaluations"], fields["layers"]) == (str(folder), 9, 3)
     save_skip_set(load_skip_set(out, 3), out, {})

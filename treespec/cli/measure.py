@@ -235,9 +235,10 @@ def skip_search(config: SkipSearchConfig) -> None:
 
     skipped, prediction = run_with_progress(search_skip_set, config)
     print(
-        f"{len(skipped.attention)} attentions and {len(skipped.mlp)} MLPs of {skipped.layers} skipped. "
-        f"A chain of {prediction.depth}: {prediction.acceptance_length:.2f} tokens per forward of the "
-        f"target, predicted speedup {prediction.speedup:.2f}"
+        f"Of {skipped.layers} layers {len(skipped.attention)} skip their attention, {len(skipped.mlp)} "
+        f"their MLP. With --tree chain:{prediction.depth} that predicts "
+        f"{prediction.acceptance_length:.2f} tokens per forward of the target, and "
+        f"{prediction.speedup:.2f} times the speed of one token at a time"
     )
     print_remark(f"They are in {config.out}: --drafter self:{config.out}")
 

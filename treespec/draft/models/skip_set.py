@@ -63,14 +63,20 @@ def load_skip_set(file: str | Path, layers: int | None = None) -> SkipSet:
             f"{file} is for a target of {size} layers, this one has {layers}: write one with "
             "treespec skip-search"
         )
-    numbers = {name: fields.get(name) for name in ("attention", "mlp")}
-    for name, values in numbers.items():
-        is_list = isinstance(values, list)
-        if not is_list or not all(type(value) is int and 0 <= value < size for value in values):
-            raise InputError(
-                f"{file}: {name} is {values!r:.60}, must be a list of layers from 0 to {size - 1}"
-            )
-    return SkipSet(size, *(tuple(sorted(set(values))) for values in numbers.values()))
+    attention = parse_layer_numbers(file, "attention", fields.get("attention"), size)
+    mlp = parse_layer_numbers(file, "mlp", fields.get("mlp"), size)
+    return SkipSet(size, attention, mlp)
+
+
+def parse_layer_numbers(file: str | Path, name: str, value: object, layers: int) -> tuple[int, ...]:
+    """Returns the numbers in a file's list, ascending. Raises InputError for anything but numbers of layers."""
+    if isinstance(value, list):
+        is_number = [type(number) is int and 0 <= number < layers for number in value]
+        if all(is_number):
+            return tuple(sorted(set(value)))
+    raise InputError(
+        f"{file}: {name} is {value!r:.60}, must be a list of layers from 0 to {layers - 1}"
+    )
 
 
 def check_skip_set(spec: DrafterSpec, target: str) -> None:

@@ -13,7 +13,6 @@ after the sequences, and are dropped.
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Self, final
 
 import torch
@@ -31,21 +30,18 @@ from treespec.model.target import Target
 
 
 @final
-class SkippedAttention(nn.Module):
-    """Attention that adds nothing, and has no attention weights."""
+class SkippedSublayer(nn.Module):
+    """A sublayer that adds nothing. is_attention: it returns attention weights too, and has none."""
 
-    def forward(
-        self, hidden_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, None]:
-        return torch.zeros_like(hidden_states), None
+    def __init__(self, is_attention: bool) -> None:
+        super().__init__()
+        self.is_attention = is_attention
 
-
-@final
-class SkippedMLP(nn.Module):
-    """An MLP that adds nothing."""
-
-    def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
-        return torch.zeros_like(hidden_states)
+    def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> object:
+        nothing = torch.zeros_like(hidden_states)
+        if self.is_attention:
+            return nothing, None
+        return nothing
 
 
 @final
@@ -62,8 +58,7 @@ class Skipping:
         self.places = [(stack[number], "self_attn") for number in skipped.attention]
         self.places += [(stack[number], "mlp") for number in skipped.mlp]
         self.kept = [getattr(layer, name) for layer, name in self.places]
-        self.replacements: list[nn.Module] = [SkippedAttention() for _ in skipped.attention]
-        self.replacements += [SkippedMLP() for _ in skipped.mlp]
+        self.replacements = [SkippedSublayer(name == "self_attn") for _, name in self.places]
         self.graphs = build_graphs(target.model, self.decoder)
 
     @contextmanager
@@ -88,12 +83,7 @@ class Skipping:
 
 @final
 class SkipProposer(BranchProposer):
-    """Drafts with the target without some sublayers. It holds no state of sequences: the target's cache does.
-
-    Args:
-        target: one that `refuse_other_layers` accepts.
-        skipped: the sublayers to skip.
-    """
+    """Drafts with a target that `refuse_other_layers` accepts. Its cache holds the sequences; this holds none."""
 
     def __init__(self, target: Target, skipped: SkipSet) -> None:
         self.model = target
@@ -156,7 +146,5 @@ def load_skip(spec: DrafterSpec, target: Target) -> SkipProposer:
     refuse_other_layers(target)
     layers = len(target.tree_decoder.stack)
     if spec.place:
-        skipped = load_skip_set(Path(spec.place).expanduser(), layers)
-    else:
-        skipped = spread_skipped_layers(layers, spec.options.percent)
-    return SkipProposer(target, skipped)
+        return SkipProposer(target, load_skip_set(spec.place, layers))
+    return SkipProposer(target, spread_skipped_layers(layers, spec.options.percent))

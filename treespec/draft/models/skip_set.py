@@ -56,7 +56,7 @@ def load_skip_set(file: str | Path, layers: int | None = None) -> SkipSet:
 
     layers: L of the target; None: not known yet. Raises InputError for a damaged file and for one of another L.
     """
-    fields = read_json(file, SKIP_SET_REMEDY)
+    fields = read_json(Path(file).expanduser(), SKIP_SET_REMEDY)
     size = fields.get("layers")
     if type(size) is not int or layers not in (None, size):
         raise InputError(
@@ -87,4 +87,4 @@ def check_skip_set(spec: DrafterSpec, target: str) -> None:
         raise InputError(
             f"--drafter {spec.own}: the file says what is skipped: leave out its options"
         )
-    load_skip_set(Path(spec.place).expanduser(), read_config_number(target, "num_hidden_layers"))
+    load_skip_set(spec.place, read_config_number(target, "num_hidden_layers"))

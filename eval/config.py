@@ -276,3 +276,21 @@ class TreeConfig(FitOptions):
             raise InputError(
                 f"--out {self.out} must end in .json: --tree reads a file where it does"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkipSearchConfig(TargetOptions, PlacementOptions, TextOptions):
+    """The options of `treespec skip-search`. Raises InputError for a number out of its range."""
+
+    max_length: ClassVar[int] = 512  # largest number of tokens of a conversation or piece
+    answers_temperature: ClassVar[float] = 0.0
+    out: str = option("JSON file for the sublayers, which --drafter self:FILE reads")
+    evaluations: int = option("sets of sublayers to try", 200, least=1, most=MAX_COUNT)
+    chains: int = option(
+        "chains of draft tokens that a set is tried on, spread over the text",
+        128,
+        least=1,
+        most=MAX_COUNT,
+    )
+    limit: int = reuse_option(TextOptions, "limit", 8)
+    seed: int = option("seed of the search", 0, least=0, most=MAX_SEED)

@@ -103,9 +103,9 @@ def near(seed) -> Target:
 
 
 @cache
-def recurrent(end) -> Target:
-    """A model whose layers carry a state."""
-    return Target(random_model(tiny(MODELS["qwen3_next"], {"vocab_size": TABLE_VOCAB, "eos_token_id": end}), seed=4))
+def layered(name, end) -> Target:
+    """A model of three layers; those of qwen3_next carry a state."""
+    return Target(random_model(tiny(MODELS[name], {"vocab_size": TABLE_VOCAB, "eos_token_id": end}), seed=4))
 
 
 def trained(kind, target):
@@ -145,6 +145,7 @@ DRAFTERS: dict[str, Callable[[Target], Any]] = {
     "model": lambda target: ModelProposer(near(2), target),
     "other vocabulary": other_words,
     "recurrent": lambda target: ModelProposer(Target(random_model(target.config, seed=3)), target),
+    "self": lambda target: source_of("self", target),
     "suffix": lambda target: source_of("suffix:percent=1,growth=9,nodes=8", target),
     "rest": lambda target: Rest(build_datastore([[n**3 // 11 % 4 for n in range(99)]], 4), RestOptions(longest=2)),
     "jacobi": lambda target: source_of("jacobi:tokens=2", target),
@@ -156,7 +157,8 @@ DRAFTERS: dict[str, Callable[[Target], Any]] = {
 
 def spec_of(drafter, tree=None, verifier="topk", end=None) -> Spec:
     """Each Spec has a cache of suffixes of its own, which holds some texts of the target."""
-    target = recurrent(end) if drafter == "recurrent" else table(end=end)
+    name = {"recurrent": "qwen3_next", "self": "llama"}.get(drafter)
+    target = layered(name, end) if name else table(end=end)
     make = DRAFTERS.get(drafter) or (lambda target: source_of(drafter, target))
     timed = "auto" in f"{verifier} {tree}" or "sampled" in str(tree)
     spec = Spec(target, make(target), tree, verifier, **{"calibration": RATES, "times": TIMES} if timed else {})

@@ -1,5 +1,7 @@
 """Language models that draft, with the target's vocabulary and with another one."""
 
+import copy
+
 import pytest
 import torch
 import transformers as hf
@@ -22,6 +24,8 @@ from treespec.draft.models.other_vocabulary import (
     find_start_tokens,
     find_token_difference,
 )
+from treespec.draft.models.skip import SkipProposer
+from treespec.draft.models.skip_set import SkipSet
 from treespec.model.target import Target
 
 
@@ -237,12 +241,44 @@ def test_logits_at_every_node_are_those_of_plain_models_along_the_path(name):
             close(logits, wanted, TOLERANCE, TOLERANCE)
 
 
-def test_drafting_leaves_the_cache_of_the_target_as_it_was():
+SKIPPED_SUBLAYERS = SkipSet(3, attention=(1,), mlp=(0, 1))
+
+
+def remove_sublayers(model, skipped):
+    """A copy whose skipped sublayers add nothing, because the weights that they end in are zero."""
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for number in skipped.attention:
+            model.model.layers[number].self_attn.o_proj.weight.zero_()
+        for number in skipped.mlp:
+            model.model.layers[number].mlp.down_proj.weight.zero_()
+    return model
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window-6", "gemma3"])
+def test_skipping_logits_are_those_of_a_plain_model_over_the_whole_targets_keys(name):
+    whole = target(name)
+    without = remove_sublayers(whole.model, SKIPPED_SUBLAYERS)
+    cache, together = join_texts(whole, SkipProposer(whole, SKIPPED_SUBLAYERS), LONG)
+    for text, path, logits in draft_level_logits(together, cache, LONG):
+        past = hf.DynamicCache(config=whole.config)
+        if text[:-1]:
+            whole.model(input_ids=torch.tensor([text[:-1]]), past_key_values=past)
+        wanted = without(input_ids=torch.tensor([[text[-1], *path]]), past_key_values=past).logits[0, -1]
+        close(logits, wanted, TOLERANCE, TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "build", [lambda whole: ModelProposer(small(), whole), lambda whole: SkipProposer(whole, SKIPPED_SUBLAYERS)]
+)
+def test_drafting_leaves_the_target_and_its_cache_as_they_were(build):
     whole = target("llama")
-    cache, together = join_texts(whole, ModelProposer(small(), whole), LONG)
+    modules = dict(whole.model.named_modules())
+    cache, together = join_texts(whole, build(whole), LONG)
     before = read_contents(cache)
     draft_level_logits(together, cache, LONG)
     assert has_same_contents(before, read_contents(cache))
+    assert dict(whole.model.named_modules()) == modules
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -38,6 +38,7 @@ acceptance: --out HOME/out --head HOME/eagle
 tau: --out HOME/out --head HOME/eagle
 calibrate: --head HOME/eagle
 tree: --out HOME/tree.json --head HOME/eagle
+skip-search: --out HOME/skip.json
 train: --out HOME/out --data HOME/talk.jsonl
 regenerate: --out HOME/out --data HOME/talk.jsonl
 export: --out HOME/out --head HOME/eagle --to vllm

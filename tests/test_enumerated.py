@@ -25,6 +25,7 @@ REPLACED = [(name, "2x1") for name in ("rrs", "kseq", "is-lp", SURE)]
 CHAINS = [(name, "chain:2") for name in ("single", "block", "rrs", "is-lp:s=2")]
 HEADS = ["eagle", "eagle, half the tokens", "eagle3", "medusa", "hydra", "hydra++", "dflash", "p-eagle"]
 MODELS = ["other vocabulary", "suffix+model"]
+UNSURE_CHAIN = "confident:depth=2,threshold=0.5,step=0.4,goal=0.6,threshold_memory=0"
 GROWN = [
     ("model", "topk", "auto:depth=2,topk=2"),
     ("suffix+model", "topk", "auto:depth=2,topk=2"),
@@ -49,6 +50,10 @@ SETUPS = [
     *(("jacobi", "topk", None, way, 64) for way in ("greedy", "warm", "penalties")),
     *(("lookahead", "topk", None, way, 64) for way in ("greedy", "warm", *SHAPED)),
     *(("recurrent", "rrs-wo", tree, "top-k", 64) for tree in ("chain:2", "2x2")),
+    ("self", "rrs-wo", "2x1", "top-k", 64),
+    *(("model", name, UNSURE_CHAIN, way, 64) for name, way in product(("single", "block", "topk"), SHAPED[:2])),
+    ("self", "rrs", UNSURE_CHAIN, "top-k", 1),
+    ("self", "topk", "2x2", "greedy", 64),
     *((*grown, way, 64) for grown, way in product(GROWN, ("top-k", "penalties"))),
     *(("suffix+model", *pair, "top-k", 64) for pair in (*REPLACED, *CHAINS[:2], *WIDE[3:])),
     ("eagle", SURE, "2x2", "top-k", 64),

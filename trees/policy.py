@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from importlib.metadata import entry_points
 
+from treespec.trees.confident import ConfidentChain
 from treespec.trees.dynamic import AutoTree, DDTree, DynamicTree
 from treespec.trees.shape import Policy, TreeError
 from treespec.trees.static import (
@@ -78,6 +79,7 @@ TREE_FORMS_TABLE: dict[str, TreeSyntax] = {
     "levels": TreeSyntax("levels:3x2x1", read_levels),
     "dynamic": build_options_form(DynamicTree, "nodes"),
     "ddtree": build_options_form(DDTree, "nodes"),
+    "confident": build_options_form(ConfidentChain),
 }
 TREE_EXAMPLES = {name: form.example for name, form in TREE_FORMS_TABLE.items()}
 TREE_SYNTAX = f"{', '.join(TREE_EXAMPLES.values())}, or a JSON file of paths"

@@ -53,6 +53,10 @@ class Builder(Protocol):
         """Grows a tree of a fixed shape. shape: a `StaticTree`."""
         ...
 
+    def grow_confident(self, depth: int, threshold: float) -> Growth:
+        """Grows a chain that ends below the first token of less draft probability than `threshold`."""
+        ...
+
     def grow_ranked(self, depth: int, topk: int, nodes: int) -> Growth:
         """Grows the tree of the `nodes` most likely nodes, root included; each level expands `topk` nodes."""
         ...
@@ -106,6 +110,14 @@ class Policy:
     def grow(self, build: Builder) -> Growth:
         """Grows the tree of one cycle with the builder's methods."""
         raise NotImplementedError
+
+    def adapt(self, accepted: int, drafted: int) -> "Policy":
+        """Returns the policy of the sequence's next cycle. By default it stays.
+
+        accepted: nodes that the last verification accepted. drafted: nodes of its tree, at least 1. The root does
+        not count.
+        """
+        return self
 
     def __str__(self) -> str:
         """Returns the kind of tree and its options, for people."""

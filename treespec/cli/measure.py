@@ -1,4 +1,4 @@
-"""The commands that measure: eval, certify, acceptance, tau, calibrate, tree, doctor."""
+"""The commands that measure: eval, certify, acceptance, tau, calibrate, tree, skip-search, doctor."""
 
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from treespec.eval.config import (
     CertifyConfig,
     DoctorConfig,
     EvalConfig,
+    SkipSearchConfig,
     TreeConfig,
     parse_drafters,
 )
@@ -221,6 +222,25 @@ def tree(config: TreeConfig) -> None:
     summary = f"A tree of {best_tree.size} nodes, {best_tree.max_depth} deep, {expectation}."
     show_result(EvalReport([Table(title, ["Depth"], rows)], [summary]))
     print_remark(f"It is in {config.out}: --tree {config.out}")
+
+
+@build_command(SkipSearchConfig)
+def skip_search(config: SkipSearchConfig) -> None:
+    """Search the sublayers that a target skips when it drafts for itself (--drafter self:FILE)."""
+    check_writable(config.out, "--out")
+    check_text(config.text)
+    check_questions(config.questions)
+    check_inputs_early(config)
+    from treespec.eval.skip_search import search_skip_set
+
+    skipped, prediction = run_with_progress(search_skip_set, config)
+    print(
+        f"Of {skipped.layers} layers {len(skipped.attention)} skip their attention, {len(skipped.mlp)} "
+        f"their MLP. With --tree chain:{prediction.depth} that predicts "
+        f"{prediction.acceptance_length:.2f} tokens per forward of the target, and "
+        f"{prediction.speedup:.2f} times the speed of one token at a time"
+    )
+    print_remark(f"They are in {config.out}: --drafter self:{config.out}")
 
 
 @build_command(DoctorConfig)

@@ -17,7 +17,7 @@ from treespec.draft.tree_assembly import Drawn, Growing, Growth, concat_levels
 from treespec.sampling.probs import SamplingParams, compute_probs, select_topk, to_float
 from treespec.trees.layout import get_layout
 from treespec.trees.shape import Policy
-from treespec.trees.static import StaticTree
+from treespec.trees.static import StaticTree, build_chain
 from treespec.trees.tree import Draws, TokenTree
 from treespec.verify.distributions import select_most_likely
 from treespec.verify.scheme import Scheme
@@ -36,7 +36,10 @@ class TreeBuilder:
         calibration: the head's; None: it has none.
         costs: the measured cost by batch size; the first call measures it.
         choice: decides between its trees and those of a suffix cache.
+        drafted: nodes of the tree that was grown last, without the root; 0: its verification was learnt from.
     """
+
+    drafted = 0
 
     def __init__(
         self,
@@ -109,10 +112,15 @@ class TreeBuilder:
 
     def grow_shape(self, cycle: "CycleBuilder") -> Growth:
         """Grows the tree of the present cycle."""
-        return self.policy.grow(cycle)
+        tree = yield from self.policy.grow(cycle)
+        self.drafted = tree.tokens.shape[-1] - 1
+        return tree
 
     def update(self, path: Sequence[int]) -> None:
         """Learns from a verification. path: the accepted nodes, without the root."""
+        if self.drafted:
+            self.policy = self.policy.adapt(len(path), self.drafted)
+        self.drafted = 0
 
 
 @dataclass(frozen=True)
@@ -188,6 +196,36 @@ class CycleBuilder:
             best = select_most_likely_on_host(logits, level.width)
             tokens[level.first : level.first + len(level.slots)] = best.reshape(-1)[level.slots]
         return TokenTree(torch.from_numpy(tokens), layout.parents, layout.depth, layout.ancestors)
+
+    def grow_confident(self, depth: int, threshold: float) -> Growth:
+        """Grows a chain; before a node gets its draw, the probability of its own token decides whether it does."""
+        tokens = [self.root]
+        levels = list[Drawn]()
+        logits = self.logits
+        for level in get_layout(build_chain(depth), logits.device).levels:
+            # 1. The draft logits below the last token. An absent draw counts as token 0.
+            if levels:
+                last_token = tokens[-1].clamp_min(0)
+                probability = yield self.compute_confidence(logits)[0, last_token]
+                if float(probability) < threshold:
+                    break
+                logits = yield Frontier(last_token, level.parent_rows)
+
+            # 2. The draw.
+            q, draws = self.draw(logits, level.draws)
+            tokens.append(draws.tokens[:, 0])
+            levels.append(Drawn(level.nodes, q, draws))
+        layout = get_layout(build_chain(len(levels)), logits.device)
+        drafts = None
+        if not self.scheme.deterministic:
+            drafts = concat_levels(levels)
+        return TokenTree(torch.cat(tokens), layout.parents, layout.depth, layout.ancestors, drafts)
+
+    def compute_confidence(self, logits: Tensor) -> Tensor:
+        """Returns the draft probabilities [F, V] of logits [F, V]; at temperature 0 those at temperature 1."""
+        if self.params.greedy:
+            return to_float(logits).softmax(-1)
+        return compute_probs(logits, self.params)
 
     def draw(self, logits: Tensor, counts: Tensor) -> tuple[Tensor, Draws]:
         """Draws children at F nodes; returns q [F, V] and the draws from it [F, K].

@@ -110,6 +110,11 @@ class LookaheadOptions(DrafterOptions):
     guesses: int = option("G, n-grams that are kept of each first token", 15, least=1, most=128)
 
 
+@dataclass(frozen=True)
+class SkipOptions(DrafterOptions):
+    percent: int = option("percent of the layers to skip, without a file", 40, least=0, most=100)
+
+
 CHECKS_MODULE = "treespec.draft.preflight"
 
 
@@ -194,6 +199,16 @@ BUILTIN_DRAFTERS = (
         "the target itself, over the first and the latest keys and values of a long text",
         "MagicDec, Chen et al. 2024",
         options=SparseOptions,
+    ),
+    DrafterKind(
+        "self",
+        ("self", "self:FILE"),
+        "treespec.draft.models.skip:load_skip",
+        "the target without some of its sublayers, which `treespec skip-search` chooses",
+        "Draft & Verify, Zhang et al. 2024",
+        "treespec.draft.models.skip_set:check_skip_set",
+        "may",
+        SkipOptions,
     ),
     DrafterKind(
         "mtp",

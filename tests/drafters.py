@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from commands import complains
 from models import (
+    ARCHITECTURE_TOLERANCE,
     GROUPED,
     MODELS,
     TableConfig,
     TableModel,
+    check_head_fits,
     close,
     follow,
     plain_logits,
@@ -359,7 +361,6 @@ def draft_dflash_plainly(head, model, text):
 
 
 LONG_PREFIX_TOKENS = 25  # tokens, four times the windows and chunks of 6
-ARCHITECTURE_TOLERANCE = 1e-3
 SEVERAL_STREAMS = {"gemma3n_text", "hy_v4", "qwen4_exp", "qwen4_exp_text"}  # of hidden states, from layer to layer
 
 
@@ -386,19 +387,3 @@ def check_tree_logits(model):
     else:
         check_head_fits(random_eagle3(target), target)
     return None
-
-
-def check_head_fits(head, target):
-    """A head takes the target's own features, those of a prefill and those of training alike."""
-    text = random_prefix(length=9)
-    features = target.compute_features(text, head.aux_layers)
-    close(
-        target.prefill(target.build_cache(), text, head.aux_layers),
-        features,
-        ARCHITECTURE_TOLERANCE,
-        ARCHITECTURE_TOLERANCE,
-    )
-    hidden = head.forward_step(text, head.fuse(features), torch.arange(9))
-    logits = head.compute_logits(hidden, target)
-    assert logits.shape == (1, 9, target.vocab_size)
-    assert logits.isfinite().all()

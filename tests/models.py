@@ -369,3 +369,22 @@ def plain_logits(model, tokens) -> torch.Tensor:
 def list_node_paths(tree):
     """(node, nodes from the root to it) for every node."""
     return [(i, tree.ancestors[i].nonzero().flatten().tolist()) for i in range(len(tree.tokens))]
+
+
+ARCHITECTURE_TOLERANCE = 1e-3
+
+
+def check_head_fits(head, target):
+    """A head takes the target's own features, those of a prefill and those of training alike."""
+    text = random_prefix(length=9)
+    features = target.compute_features(text, head.aux_layers)
+    close(
+        target.prefill(target.build_cache(), text, head.aux_layers),
+        features,
+        ARCHITECTURE_TOLERANCE,
+        ARCHITECTURE_TOLERANCE,
+    )
+    hidden = head.forward_step(text, head.fuse(features), torch.arange(9))
+    logits = head.compute_logits(hidden, target)
+    assert logits.shape == (1, 9, target.vocab_size)
+    assert logits.isfinite().all()

@@ -64,7 +64,7 @@ def move_columns(layers: Sequence["TreeLayer"], moves: Sequence[ColumnMove]) -> 
             entries.index_copy_(0, places, entries.index_select(0, sources))
 
 
-def view_bits_on_host(states: Tensor) -> np.ndarray:
+def read_bits_on_host(states: Tensor) -> np.ndarray:
     """Return the memory of a CPU tensor as a numpy array of integers: numpy has no bfloat16."""
     return states.view(BITS_DTYPES[states.element_size()]).numpy()
 

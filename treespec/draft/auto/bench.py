@@ -77,7 +77,7 @@ class Bench:
             self.proposer = observers[0]
             self.proposer.join(observers[1:])
 
-    def lengthen_text(self, tokens: int) -> None:
+    def extend_text(self, tokens: int) -> None:
         """Commits further tokens without a forward: their keys and values are zeros, which take as long."""
         self.cache.reserve(self.cache.end + tokens + BATCH_NODES)
         for _ in range(0, tokens, COMMITTED_AT_ONCE):
@@ -107,14 +107,16 @@ class Bench:
         roots = self.tokens[-1:].expand(self.texts)
         begun = [row for row in proposer.begin(roots, self.cache) if row is not None]
 
-        def grown(ends: Tensor, rows: Sequence[Tensor | None], _: Tensor | None) -> list[TokenTree]:
+        def grow_rows(
+            ends: Tensor, rows: Sequence[Tensor | None], _: Tensor | None
+        ) -> list[TokenTree]:
             growths = []
             for end, row in zip(to_device(ends, root.device).split(1), rows, strict=True):
                 if row is not None:
                     growths.append(grow(end, row))
             return grow_together(proposer.extend, growths)
 
-        proposer.grow_by_graph(grown, roots, begun, None, GrowthKey((shape,)))
+        proposer.grow_by_graph(grow_rows, roots, begun, None, GrowthKey((shape,)))
 
     def end(self, tree: TokenTree, kept: list[int]) -> Step:
         """Returns the step that verifies a tree and commits a path. kept: nodes of the path, with the root."""

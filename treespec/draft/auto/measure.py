@@ -71,7 +71,7 @@ def load_or_measure_cost(
     file = folder / f"times-{hashlib.sha256(about).hexdigest()[:16]}.json"
     stored_cost = read_cost(file)
     if stored_cost:
-        if file in CHECKED_FILES or was_checked_lately(file):
+        if file in CHECKED_FILES or has_been_checked_lately(file):
             return stored_cost
         if is_still_valid(target, stored_cost):
             CHECKED_FILES.add(file)
@@ -88,7 +88,7 @@ def load_or_measure_cost(
     return cost
 
 
-def was_checked_lately(file: Path) -> bool:
+def has_been_checked_lately(file: Path) -> bool:
     """Whether a process found a file's cost valid in the last `TRUSTED_SECONDS`: then it set the file's time."""
     age = time.time() - file.stat().st_mtime
     return 0 <= age < TRUSTED_SECONDS
@@ -244,7 +244,7 @@ def measure_context(target: Target) -> tuple[float, float]:
     steps = []
     for further in (0, LONGER_BY_TOKENS):
         bench = Bench(target, None, CONTEXT_TOKENS)
-        bench.lengthen_text(further)
+        bench.extend_text(further)
         for nodes in (1, CONTEXT_NODES):
             steps.append(Step(None, partial(bench.forward, bench.build_branch(nodes))))
     one_node, more_nodes, longer_one_node, longer_more_nodes = time_steps(steps, device, MIN_ROUNDS)

@@ -16,7 +16,7 @@ from treespec.draft.heads.base import WaitingPairs
 from treespec.heads.eagle import EagleHead
 from treespec.kernels import ops as kernels
 from treespec.model.cache import TreeCache
-from treespec.model.cache_layer import view_bits_on_host
+from treespec.model.cache_layer import read_bits_on_host
 from treespec.model.cpu.head_step import HeadStep
 from treespec.model.cpu.packed_layers import PackedLinear
 from treespec.model.target import Target
@@ -79,7 +79,7 @@ def has_hooks(module: nn.Module) -> bool:
 @lru_cache
 def list_mask_numbers(dtype: torch.dtype) -> np.ndarray:
     """Returns [2] the numbers of an additive mask in `dtype`, hidden and seen, as integers with the same bits."""
-    return view_bits_on_host(torch.tensor([torch.finfo(dtype).min, 0], dtype=dtype))
+    return read_bits_on_host(torch.tensor([torch.finfo(dtype).min, 0], dtype=dtype))
 
 
 @lru_cache(64)

@@ -22,8 +22,7 @@ Row = TypeVar("Row")
 # (name on the command line, path `module:NAME`, the object there) -> the table's row, or InputError
 ReadRow = Callable[[str, str, Any], Row]
 
-WORD = r"[^\W\d]\w*"  # a name in Python
-PATH_PATTERN = re.compile(rf"{WORD}(?:\.{WORD})*:{WORD}(?=[:@]|$)")
+PATH_PATTERN = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*(?=[:@]|$)")  # module:NAME
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ def find_path(text: str) -> str:
     except ImportError:  # a package that it would lie in is missing
         found = None
     except Exception as error:  # the package that it lies in fails: a fault of that package
-        raise InputError(f"{path}: importing it fails: {describe_error(error)}") from error
+        raise InputError(f"{path}: importing it fails: {describe_fault(error)}") from error
     if found is None:
         return ""
     return path
@@ -68,7 +67,7 @@ def load_part(path: str) -> Any:
             module = import_module(module_name)
     except Exception as error:  # a stranger's module may raise anything
         raise InputError(
-            f"{path}: importing {module_name} fails: {describe_error(error)}"
+            f"{path}: importing {module_name} fails: {describe_fault(error)}"
         ) from error
     if not hasattr(module, name):
         hint = ""
@@ -78,7 +77,7 @@ def load_part(path: str) -> Any:
     return getattr(module, name)
 
 
-def describe_error(error: BaseException) -> str:
+def describe_fault(error: BaseException) -> str:
     """Describe an error in one line: its class and its message's first line."""
     return f"{type(error).__name__}: {get_first_line(error)}"
 
@@ -119,7 +118,7 @@ def load_installed_rows(table: str, read: ReadRow[Row]) -> dict[str, Row]:
             rows[point.name] = read(point.name, point.value, point.load())
         except Exception as error:  # a stranger's module may raise anything
             where = f'{point.name} = "{point.value}" of treespec.{table}'
-            logger.warning("the entry point %s is left out: %s", where, describe_error(error))
+            logger.warning("the entry point %s is left out: %s", where, describe_fault(error))
     return rows
 
 

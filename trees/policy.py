@@ -95,7 +95,7 @@ TREE_SYNTAX = f"{', '.join(TREE_EXAMPLES.values())}, or a JSON file of paths"
 @cache
 def list_forms() -> dict[str, TreeSyntax]:
     """Returns all forms by name, including those of installed packages."""
-    return TREE_FORMS_TABLE | load_installed_rows("trees", read_form)
+    return TREE_FORMS_TABLE | load_installed_rows("trees", read_own_form)
 
 
 def list_examples() -> list[str]:
@@ -103,7 +103,7 @@ def list_examples() -> list[str]:
     return [form.example for form in list_forms().values()]
 
 
-def read_form(name: str, path: str, part: Any) -> TreeSyntax:
+def read_own_form(name: str, path: str, part: Any) -> TreeSyntax:
     """Returns the form of a part of another package.
 
     Args:
@@ -119,7 +119,8 @@ def read_form(name: str, path: str, part: Any) -> TreeSyntax:
     if is_policy(part) and not isinstance(part, type):
         return build_sized_form(name, "", lambda: part)
     if is_policy(part) and is_dataclass(part):
-        return TreeSyntax(name, lambda text: part(**parse_tree_options(part, text)))
+        policy_class: Any = part
+        return TreeSyntax(name, lambda text: policy_class(**parse_tree_options(policy_class, text)))
     if inspect.isfunction(part):
         return build_function_form(name, part)
     raise InputError(
@@ -169,7 +170,7 @@ def parse_policy(spec: str) -> Policy:
     if form is None:
         path = find_path(spec)
     if path:
-        form = load_row(path, read_form)
+        form = load_row(path, read_own_form)
         text = spec[len(path) + 1 :]
     if form:
         tree = form.read(text)

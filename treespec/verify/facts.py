@@ -135,8 +135,8 @@ def read_verifier(name: str, path: str, part: Any) -> SchemeInfo | VerifierInfo:
         verifier = part()
     if not callable(verifier) or is_missing(verifier, "scheme"):
         raise InputError(
-            f"{path} is {describe_object(part)}, must be a verifier: the class of a Scheme (treespec.verify.scheme), or "
-            "a Verifier (treespec.verify.walk)"
+            f"{path} is {describe_object(part)}, must be a verifier: the class of a Scheme "
+            "(treespec.verify.scheme), or a Verifier (treespec.verify.walk)"
         )
     missing = [member for member in VERIFIER_MEMBERS if is_missing(verifier, member)]
     if missing:

@@ -5,11 +5,10 @@ from inspect import signature
 import numpy as np
 import pytest
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.utils import _speculative_sampling
 
-from treespec.trees.tree import Drafts, Draws, TokenTree
 from treespec.verify.conformance import PLANTED_FAULTS, build_recursive_rejection, check
+from treespec.verify.conformance_verifiers import build_verifier_judge
 from treespec.verify.registry import load_verifier
 
 CYCLES = {"runs": 700}
@@ -17,19 +16,7 @@ CYCLES = {"runs": 700}
 
 def ours(name):
     """A verifier of treespec, on the kit's trees."""
-    verifier = load_verifier(name)
-    generator = torch.Generator().manual_seed(0)
-
-    def judge(p, q, tokens, parents):
-        nodes = parents[1:].unique()
-        draws = pad_sequence([tokens[parents == node] for node in nodes], True, padding_value=-1)
-        above = torch.eye(len(tokens), dtype=torch.bool)
-        for node, parent in enumerate(parents.tolist()):
-            above[node] |= above[max(parent, 0)]
-        drafts = Drafts(nodes, q[nodes], Draws(draws))
-        return verifier(TokenTree(tokens, parents, above.sum(1) - 1, above, drafts), p, generator).tokens
-
-    return judge
+    return build_verifier_judge(load_verifier(name))
 
 
 OURS = [

@@ -285,25 +285,6 @@ def is_lp(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
     return share_selected(nodes, samples, chance, Selection(selected, tokens, selection_probs))
 
 
-def share_by_samples(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
-    """Compute the shares [n, k] of any scheme by samples of its draws: the plan's mass on y, if a draw is y.
-
-    Independent draws are sampled given that one of them is y.
-    """
-    samples = nodes.repeat_samples()
-    draws = scheme.draw(samples.q, k, nodes.generator)
-    chance = torch.ones_like(samples.p[:, :1])
-    has_only_tokens = draws.sure is None and draws.uniforms is None
-    if has_only_tokens and scheme.drawing == "with replacement":
-        number = torch.full_like(samples.y[:, None], k)
-        tokens, chance = samples.draw_containing_token(samples.q, number, k)
-        draws = Draws(tokens)
-    plan = scheme.plan(samples.p, samples.q, draws)
-    mass = chance * samples.gather_mass(plan)[:, None]
-    columns = samples.mark_first_match(draws.tokens) * mass
-    return nodes.average_samples(pad(columns, (0, k - columns.shape[1])))
-
-
 class Selection(NamedTuple):
     """A node's draws, and the distribution of the selected one.
 

@@ -24,6 +24,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from treespec.eval.acceptance.acceptance_shares import (
     MIN_SELECTION_MASS,
@@ -32,15 +33,35 @@ from treespec.eval.acceptance.acceptance_shares import (
     Nodes,
     accept_in_turn,
     draw_for_optimal,
-    share_by_samples,
     share_greedy,
     share_topk,
 )
 from treespec.trees.static import StaticTree
+from treespec.trees.tree import Draws
 from treespec.verify.distributions import clamp_positive
 from treespec.verify.optimal import Optimal
 from treespec.verify.scheme import Scheme
 from treespec.verify.topk import TopK
+
+
+def share_by_samples(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
+    """Compute the shares [n, k] of any scheme by samples of its draws: the plan's mass on y, if a draw is y.
+
+    Independent draws are sampled given that one of them is y.
+    """
+    samples = nodes.repeat_samples()
+    draws = scheme.draw(samples.q, k, nodes.generator)
+    chance = torch.ones_like(samples.p[:, :1])
+    has_only_tokens = draws.sure is None and draws.uniforms is None
+    if has_only_tokens and scheme.drawing == "with replacement":
+        number = torch.full_like(samples.y[:, None], k)
+        tokens, chance = samples.draw_containing_token(samples.q, number, k)
+        draws = Draws(tokens)
+    plan = scheme.plan(samples.p, samples.q, draws)
+    mass = chance * samples.gather_mass(plan)[:, None]
+    columns = samples.mark_first_match(draws.tokens) * mass
+    return nodes.average_samples(pad(columns, (0, k - columns.shape[1])))
+
 
 LEAF_FIRST_VERIFIERS = {
     "block",

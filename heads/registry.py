@@ -7,7 +7,6 @@ kinds' names as keys: `treespec/draft/heads/registry.py` says how a kind drafts,
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import entry_points
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -19,6 +18,7 @@ from treespec.heads import folder as folders
 from treespec.heads.folder import read_config_and_names
 from treespec.heads.training import Recipe as Recipe
 from treespec.heads.training import Training as Training
+from treespec.trees.extensions import describe_object, load_installed_rows, load_row
 
 FORMATS_PACKAGE = "treespec.heads.formats"
 # model_type of treespec's own directories
@@ -51,6 +51,8 @@ class HeadKind:
         proposer: import path of (head, target) -> proposer, for a package that describes its kind in this one row.
             treespec's kinds have it in the table of drafting.
         training: how the kind is trained, for such a package. treespec's kinds have it in the table of training.
+        name: of the kind, as `Head.kind` of its class, for a row that a user names as `module:NAME`. The rows of
+            this table and of entry points have theirs there.
     """
 
     head: str
@@ -66,6 +68,7 @@ class HeadKind:
     levels: Callable[[Config, Collection[str]], int | None] = lambda config, names: None
     proposer: str = ""
     training: Training | None = None
+    name: str = ""
 
     def build(self) -> Any:
         """Import the class of this kind's heads."""
@@ -89,6 +92,19 @@ class HeadKind:
 def has_match(pattern: str, lines: Sequence[str]) -> bool:
     """Whether the beginning of any line matches the pattern, without case."""
     return any(re.match(pattern, line, re.IGNORECASE) for line in lines)
+
+
+def read_head_kind(name: str, path: str, part: Any) -> HeadKind:
+    """Check a part of another package. Raises InputError if it is no `HeadKind`.
+
+    name: of the kind on the command line. path: `module:NAME` of the part.
+    """
+    if isinstance(part, HeadKind):
+        return part
+    raise InputError(
+        f"{path} is {describe_object(part)}, must be a HeadKind (treespec.heads.registry), which names the head's "
+        "class, the reader of its files, its proposer and its training"
+    )
 
 
 EAGLE3_NAMES = r"(midlayer|layers\.0)\.hidden_norm\."  # norms that EAGLE-1 does not have
@@ -165,8 +181,24 @@ HEAD_KINDS: dict[str, HeadKind] = {
         marks=rf"(model_type|{SPECULATORS_KIND_FIELD})=p-?eagle$|architectures=.*peagle|tensor mask_hidden$",
         levels=folders.count_p_eagle_levels,
     ),
-    **{point.name: point.load() for point in entry_points(group="treespec.heads")},
+    **load_installed_rows("heads", read_head_kind),
 }
+
+
+def register_kind(path: str) -> str:
+    """Add the kind of head `module:NAME` to the table, and return its name.
+
+    Raises InputError if it cannot be loaded, is no `HeadKind`, or has no name of its own.
+    """
+    row = load_row(path, read_head_kind)
+    if not row.name:
+        raise InputError(
+            f"{path} is a HeadKind without a name: give it name=…, the kind of its class"
+        )
+    if HEAD_KINDS.get(row.name, row) != row:
+        raise InputError(f"{path} is named {row.name}, which is another kind: give it another name")
+    HEAD_KINDS[row.name] = row
+    return row.name
 
 
 def detect_kind(config: Config, names: Collection[str]) -> str:

@@ -5,31 +5,22 @@ from inspect import signature
 import numpy as np
 import pytest
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.utils import _speculative_sampling
 
-from treespec.trees.tree import Drafts, Draws, TokenTree
-from treespec.verify.conformance import PLANTED_FAULTS, build_recursive_rejection, check
-from treespec.verify.registry import load_verifier
+from treespec.verify import conformance
+from treespec.verify.conformance import PLANTED_FAULTS, build_recursive_rejection, check, main
+from treespec.verify.conformance_schemes import check_scheme
+from treespec.verify.conformance_verifiers import build_verifier_judge
+from treespec.verify.registry import load_scheme, load_verifier
+from treespec.verify.rrs import RRS
+from treespec.verify.single import Single
 
 CYCLES = {"runs": 700}
 
 
 def ours(name):
     """A verifier of treespec, on the kit's trees."""
-    verifier = load_verifier(name)
-    generator = torch.Generator().manual_seed(0)
-
-    def judge(p, q, tokens, parents):
-        nodes = parents[1:].unique()
-        draws = pad_sequence([tokens[parents == node] for node in nodes], True, padding_value=-1)
-        above = torch.eye(len(tokens), dtype=torch.bool)
-        for node, parent in enumerate(parents.tolist()):
-            above[node] |= above[max(parent, 0)]
-        drafts = Drafts(nodes, q[nodes], Draws(draws))
-        return verifier(TokenTree(tokens, parents, above.sum(1) - 1, above, drafts), p, generator).tokens
-
-    return judge
+    return build_verifier_judge(load_verifier(name))
 
 
 OURS = [
@@ -42,7 +33,7 @@ OURS = [
 
 @pytest.mark.parametrize("draws, name, widths", OURS)
 def test_treespecs_own_verifiers_pass(draws, name, widths):
-    found = check(ours(name), widths, draws, runs=250)
+    found = check(ours(name), widths, draws, runs=190)
     assert found.passed, str(found)
 
 
@@ -99,3 +90,77 @@ def test_speculative_sampling_of_transformers_passes():
     found = check(theirs, (1, 1), **CYCLES)
     assert found.passed, str(found)
     assert found.missed == []
+
+
+class Unscaled(Single):
+    """A residual that is p itself: refused draws are answered by p."""
+
+    def plan(self, p, q, draws):
+        accept = (p / q).gather(1, draws.tokens).clamp(max=1)
+        return ((1 - accept) * p).scatter_add(1, draws.tokens, accept)
+
+
+class Boastful(RRS):
+    """Right texts, wrong words about itself."""
+
+    random_draws = "without replacement"
+
+    def acceptance_rate(self, p, q, k):
+        return torch.ones(len(p))
+
+
+@pytest.mark.parametrize("name", ["single", "rrs", "rrs-wo", "spechub", "greedy", "topk"])
+def test_a_scheme_of_treespec_keeps_the_rule_on_every_small_p_and_q(name):
+    found = check_scheme(load_scheme(name), rows=400)
+    assert (found.passed, found.remarks) == (True, []), str(found)
+
+
+def test_a_wrong_scheme_is_found_by_the_smallest_example():
+    found = check_scheme(Unscaled(), rows=2000)
+    assert str(found.case) == "2 tokens, 1 draw, p = (1/2, 1/2), q = (1, 0)"
+    assert found.fault == "the output is (0.750, 0.250)"
+    typical = check_scheme(load_scheme("typical", allow_lossy=True), rows=2000)
+    assert len(typical.case.p) == 2
+    assert typical.case.draws == 1
+
+
+def test_a_scheme_that_is_right_and_says_what_is_not_so_passes_with_remarks():
+    found = check_scheme(Boastful(), rows=2000)
+    assert found.passed
+    rate, draws = found.remarks
+    assert "acceptance_rate is wrong at 2 tokens, 1 draw, p = (1, 0), q = (0, 1): it says 1.000" in rate
+    assert "random_draws says without replacement" in draws
+
+
+def test_what_is_no_plan_or_fails_is_said():
+    class Failing(Single):
+        def plan(self, p, q, draws):
+            raise RuntimeError("no such row")
+
+    class Short(Single):
+        def plan(self, p, q, draws):
+            return p / 2
+
+    assert check_scheme(Failing(), rows=100).fault == "the scheme fails with RuntimeError: no such row"
+    assert check_scheme(Short(), rows=100).fault == "a plan sums to 0.500"
+
+
+def test_the_command_says_a_verdict_on_each(tmp_path, monkeypatch, capsys):
+    (tmp_path / "trial.py").write_text(
+        "from treespec.verify.single import Single\nfrom treespec.verify.traversal import TRAVERSAL_VERIFIER\n"
+        "class Wrong(Single):\n    def plan(self, p, q, draws):\n        return q\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["single", "trial:Wrong"]) == 1
+    right, wrong = capsys.readouterr().out.splitlines()
+    assert right.startswith("single: lossless on 218 pairs of p and q")
+    assert wrong.startswith("trial:Wrong: not lossless. The smallest example: 2 tokens, 1 draw, p = (1, 0), q = (0, 1)")
+    assert main(["trial:Right"]) == 2
+    assert "trial has no Right" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["traversal", "block"])
+def test_a_verifier_of_whole_trees_is_tested_by_its_texts(name, monkeypatch):
+    monkeypatch.setattr(conformance, "VERIFIER_RUNS", 50)
+    found = conformance.check_verifier(load_verifier(name))
+    assert found.passed, str(found)

@@ -5,17 +5,27 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
+import typer
 from commands import to_command
 from training import save_model
 
+from treespec.cli import app
 from treespec.draft.heads.loading import build_new_head
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
+
+
+def list_click_commands():
+    """(name, command) of all commands."""
+    return typer.main.get_command(app).commands.items()
+
+
 ENTRIES = {  # groups of entry points, and in each the name and module of an entry
     "verifiers": ("careful", "careful"),
     "heads": ("mine", "mine"),
@@ -82,6 +92,10 @@ def run_lines() -> None:
     answers = []
     for line in json.load(sys.stdin):
         sys.argv = ["treespec", *line]
+        if line[0] == "serve":
+            from treespec.serve import run
+
+            run.serve = lambda spec, config, listening: print(spec)
         with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as error:
             try:
                 main()
@@ -92,21 +106,29 @@ def run_lines() -> None:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """Where the tutorial's package is installed, with other entries beside its drafter."""
+    """Where the tutorial's package is installed, and another one with entries of earlier pages."""
     source = tmp_path_factory.mktemp("package")
     site = tmp_path_factory.mktemp("site")
-    for name in ("pyproject.toml", "echo.py", "echo_row.py"):
-        shutil.copy(EXAMPLES / name, source)
-    project = source / "pyproject.toml"
-    group = '[project.entry-points."treespec.{}"]\n{} = "{}:ROW"\n'
-    entries = "".join(group.format(table, name, module) for table, (name, module) in ENTRIES.items())
-    text = project.read_text().replace("[build-system]", f"{entries}[build-system]")
-    project.write_text(text.replace('"echo"', ", ".join(f'"{name}"' for name in ("echo", *MODULES))))
-    for name, content in MODULES.items():
-        (source / f"{name}.py").write_text(content)
+    for file in (EXAMPLES / "pyproject.toml", *EXAMPLES.glob("*.py")):
+        shutil.copy(file, source)
     options = ("--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--target", str(site))
     subprocess.run([sys.executable, "-m", "pip", "install", *options, str(source)], check=True)
+    about = site / "other-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    entries = [f"[treespec.{table}]\n{name} = {module}:ROW\n" for table, (name, module) in ENTRIES.items()]
+    (about / "entry_points.txt").write_text("".join(entries))
+    for name, content in MODULES.items():
+        (site / f"{name}.py").write_text(content)
     return site
+
+
+def run_in(folder, site, lines):
+    """What `run_lines` prints of command lines in a folder, with the packages of `site`."""
+    path = f"import sys; sys.path.insert(0, {str(site)!r})"
+    asked = {"input": json.dumps(lines), "capture_output": True, "text": True, "check": True}
+    done = subprocess.run(to_command(run_lines, path), cwd=folder, **asked)
+    return json.loads(done.stdout)
 
 
 ONE_ROW = """
@@ -134,13 +156,14 @@ def test_a_package_may_say_in_one_row_how_its_head_drafts_and_is_trained():
     assert done.stdout.split() == ["MedusaProposer", "1"]
 
 
-def test_every_command_knows_its_names(site, tmp_path):
-    model = str(save_model(tmp_path / "target"))
+def list_first_lines(folder):
+    """Command lines that name parts by entry points, with a target and a head of the kind `mine` in a folder."""
+    model = str(save_model(folder / "target"))
     head = build_new_head("medusa", Target.load(model))
     head.config |= {"model_type": "mine"}
-    save_head(head, tmp_path / "head")
+    save_head(head, folder / "head")
     options = ["generate", "--target", model, "--dtype", "float32", "--max-new-tokens", "24", "--prompt", "the user"]
-    lines = [
+    return [
         ["generate", "--help"],
         ["train", "--help"],
         [*options, "--drafter", "echo:tokens=0"],
@@ -149,19 +172,15 @@ def test_every_command_knows_its_names(site, tmp_path):
         options,
         [*options, "--drafter", "echo:tokens=3"],
         [*options, "--drafter", "echo", "--verifier", "careful"],
-        [*options, "--head", f"{tmp_path}/head"],
+        [*options, "--head", f"{folder}/head"],
         [*options, "--drafter", f"suffix+model:{model}", "--verifier", "careful", "--tree", "bush"],
     ]
-    path = f"import sys; sys.path.insert(0, {str(site)!r})"
-    done = subprocess.run(
-        to_command(run_lines, path),
-        input=json.dumps(lines),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    help_, train_help, no_tokens, mistyped, unpaired, plain, *drafted = json.loads(done.stdout)
-    assert all(name in help_[1] for name in ("echo", "careful", "bush"))
+
+
+def test_every_command_knows_its_names(outcomes):
+    help_, train_help, no_tokens, mistyped, unpaired, plain, *drafted = outcomes["first lines"]
+    assert not train_help[3]
+    assert all(name in help_[1] for name in ("echo", "careful", "bush", "fan:WIDTHxDEPTH", "mine"))
     assert re.search(r"kind of head: .* mine", " ".join(train_help[1].split()))
     assert "tokens is 0, must be a whole number from 1 to 64" in no_tokens[2]
     assert "did you mean echo?" in mistyped[2]
@@ -170,3 +189,135 @@ def test_every_command_knows_its_names(site, tmp_path):
     assert plain[0] == 0
     for code, text, error, _ in drafted:
         assert (code, text) == (0, plain[1]), error
+
+
+NAMED = {"verifier": "mine", "tree": "fan:1x2", "drafter": "echo:tokens=3", "kind": "gate", "head": "trained"}
+OWN = {  # the same parts in modules of the current folder, which no package names
+    "verifier": "local_verifier:Mine",
+    "tree": "local_tree:fan:1x2",
+    "drafter": "local_drafter:Echo:tokens=3",
+    "kind": "local_head:GATE",
+    "head": "local_head:GATE:trained",
+}
+LOCAL_FILES = {
+    "local_verifier": "verifier",
+    "local_tree": "policy",
+    "local_drafter": "echo",
+    "local_head": "gate_row",
+}
+LINES = {  # a command -> lines that use each part that it has an option for
+    "train": ["--head {kind} --data data.jsonl --out trained --max-steps 1 --batch-size 1 --no-calibrate"],
+    "generate": [
+        "--head {head} --verifier {verifier} --tree {tree} --prompt the --max-new-tokens 6",
+        "--drafter {drafter} --prompt the --max-new-tokens 6",
+    ],
+    "trace": [
+        "--head {head} --verifier {verifier} --tree {tree} --prompt the --max-new-tokens 6",
+        "--drafter {drafter} --prompt the --max-new-tokens 6",
+    ],
+    "chat": ["--head {head} --verifier {verifier} --tree {tree}", "--drafter {drafter}"],
+    "serve": ["--head {head} --verifier {verifier} --tree {tree} --port 0", "--drafter {drafter} --port 0"],
+    "regenerate": [
+        "--head {head} --verifier {verifier} --tree {tree} --data data.jsonl --out answers{n} --max-new-tokens 4",
+        "--drafter {drafter} --data data.jsonl --out found{n} --max-new-tokens 4",
+    ],
+    "eval": [
+        "--head {head} --verifier {verifier} --tree {tree} --out eval{n} --warm-up 0 {questions}",
+        "--drafter {drafter} --out found-eval{n} --warm-up 0 {questions}",
+    ],
+    "certify": [
+        "--head {head} --verifier {verifier} --tree {tree} --tokens 30 --length 6 --out certificate.json {prompts}",
+        "--drafter {drafter} --tokens 30 --length 6 --out certificate.json {prompts}",
+    ],
+    "acceptance": [
+        "--head {head} --verifier rrs,{verifier} --draws 1 --samples 2 --out rates{n} --temperature 1 {questions}"
+    ],
+    "tau": [
+        "--head {head} --verifier single,{verifier} --tree {tree} --bandwidth 1 --flops 1 --out tau{n} "
+        "--temperature 1 {questions}",
+        "--drafter {drafter} --verifier topk --bandwidth 1 --flops 1 --out found-tau{n} --temperature 1 {questions}",
+    ],
+    "calibrate": ["--head {head} --depth 2 --positions 4 {questions} --max-new-tokens 40"],
+    "tree": ["--head {head} --out tree.json --nodes 4 {questions} --max-new-tokens 40"],
+    "doctor": ["--head {head} --out doctor.html {questions} --max-new-tokens 40"],
+    "export": ["--head {head} --to vllm --out exported"],
+}
+REFUSED = {"export": "vllm takes heads of these kinds: eagle, eagle3, medusa; trained is of kind gate"}
+NO_DTYPE = ("export",)
+
+
+WRONG = {  # options -> what is said of them
+    "--verifier nowhere:Mine": r"unknown verifier 'nowhere': .*package\.module:NAME \(there is no module nowhere\)",
+    "--verifier local_verifier:Main": r"local_verifier has no Main \(did you mean Mine\?\)",
+    "--verifier local_tree:fan": "local_tree:fan is a function, must be a verifier",
+    "--verifier local_verifier:Mine:s=3": "unknown option 's'; it has no options",
+    "--tree local_verifier:Mine": "is the class Mine, must be a tree",
+    "--tree local_tree:fan:3": "missing a required argument: 'depth'; write local_tree:fan:WIDTHxDEPTH",
+    "--tree nowhere:fan:3x4": "unknown tree .*there is no module nowhere",
+    "--drafter local_verifier:Mine": "is the class Mine, must be a drafter",
+    "--drafter nowhere:Echo": r"unknown drafter 'nowhere:Echo': .*there is no module nowhere",
+    "--head local_drafter:Echo:trained": "is the class Echo, must be a HeadKind",
+    "--verifier broken:Mine": "broken:Mine: importing broken fails: ZeroDivisionError: division by zero",
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(site, home, tmp_path_factory):
+    """What each command says of parts by entry point, and by `module:NAME` of the current folder."""
+    folder = tmp_path_factory.mktemp("here")
+    for name, example in LOCAL_FILES.items():
+        shutil.copy(EXAMPLES / f"{example}.py", folder / f"{name}.py")
+    turns = [{"from": "human", "value": "the user asks"}, {"from": "gpt", "value": "the assistant answers"}]
+    (folder / "data.jsonl").write_text(json.dumps({"conversations": turns}) + "\n")
+    (folder / "broken.py").write_text("1 / 0\n")
+    lines = list_first_lines(folder)
+    keys = ["first lines"] * len(lines)
+    for option in WRONG:
+        keys.append("wrong")
+        lines.append(["generate", "--target", "demo", "--prompt", "the", *option.split()])
+    for number, parts in enumerate((NAMED, OWN)):
+        for command, options in LINES.items():
+            for option in options:
+                questions = f"--max-new-tokens 6 --questions {home}/questions.jsonl --limit 1"
+                words = option.format(
+                    n=number, questions=questions, prompts=questions.removeprefix("--max-new-tokens 6 "), **parts
+                )
+                line = [command, "--target", f"{home}/target", *words.split()]
+                if command not in NO_DTYPE:
+                    line += ["--dtype", "float32"]
+                keys.append(command)
+                lines.append(line)
+    found = defaultdict(list)
+    for command, outcome in zip(keys, run_in(folder, site, lines), strict=True):
+        found[command].append(outcome)
+    return found
+
+
+def test_every_command_with_such_an_option_is_run():
+    own_options = {"verifier", "tree", "drafter", "head"}
+    having = {name for name, command in list_click_commands() if own_options & {one.name for one in command.params}}
+    assert having == LINES.keys()
+
+
+@pytest.mark.parametrize("command", LINES)
+def test_a_strangers_part_works_in_every_command(command, outcomes):
+    assert len(outcomes[command]) == 2 * len(LINES[command])
+    for code, text, error, _ in outcomes[command]:
+        if command in REFUSED:
+            assert (code, REFUSED[command] in error) == (2, True), error
+        else:
+            assert code == 0, error + text
+
+
+def test_a_strangers_verifier_stands_beside_the_optimum(outcomes):
+    for (_, text, _, _), name in zip(outcomes["acceptance"], (NAMED["verifier"], OWN["verifier"]), strict=True):
+        assert all(re.search(rf"\| {row} +\| +[\d.]+", text) for row in ("rrs", name, r"α\* with replacement"))
+    for (_, text, _, _), name in zip(outcomes["tau"][::2], (NAMED["verifier"], OWN["verifier"]), strict=True):
+        single, own = re.findall(rf"\| (?:single|{name}) +\| +[\d.]+ \| +[^|]+ \| +([\d.]+)", text)
+        assert single == own  # the bound of independent draws
+
+
+def test_what_is_no_part_is_one_line_of_why(outcomes):
+    for (code, _, error, _), pattern in zip(outcomes["wrong"], WRONG.values(), strict=True):
+        assert code == 2, error
+        assert re.search(pattern, error.splitlines()[-1]), error

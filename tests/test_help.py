@@ -13,7 +13,7 @@ from treespec import options
 from treespec.cli import app
 from treespec.cli.make import ENGINE_HELP
 from treespec.draft.registry import DRAFTERS as ROWS
-from treespec.eval.acceptance.config import DRAWN_BY, PAPER_PRESETS
+from treespec.eval.acceptance.config import PAPER_PRESETS
 from treespec.eval.suites import SUITES
 from treespec.heads.registry import HEAD_KINDS
 from treespec.train.config import TRACKER_NAMES, TrainConfig
@@ -53,7 +53,7 @@ LISTS = {  # what the help of an option lists, wherever the option is
 }
 OTHERS = {  # options of one name and another meaning
     ("acceptance", "verifier"): {"all", *LOSSLESS},
-    ("tau", "verifier"): {"all", *LOSSLESS, *DRAWN_BY},
+    ("tau", "verifier"): {"all", *LOSSLESS, *facts.BEYOND_THE_NODE},
     ("tau", "tree"): {"chain:5", "2x4", "levels:3x2x1", "eagle", "medusa", "a JSON file of paths"},
     ("train", "head"): set(TRAINING_BY_KIND),
 }

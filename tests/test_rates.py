@@ -23,9 +23,11 @@ from scipy.optimize import linprog
 from treespec.trees.tree import Draws
 from treespec.verify.optimal import Optimal
 from treespec.verify.rates import (
+    bound_optimum,
     compute_optimal_iid,
     compute_optimal_tops_and_tail,
     compute_optimal_without_replacement,
+    find_optimum,
     measure_rate,
 )
 
@@ -176,3 +178,14 @@ def test_measured_rates_are_the_enumerated_one_to_five_standard_errors(name, k):
         )
         error = error.square().sum().sqrt() / rows
         assert abs(rate.mean() - of_the_plan(name, p, q, k)) <= 5 * error + 1e-9
+
+
+@pytest.mark.parametrize("name, k", [("rrs", 1), ("rrs", 2), ("rrs-wo", 2), ("greedy", 2)])
+def test_the_bound_by_samples_of_draws_is_near_their_optimum_and_not_below(name, k):
+    scheme = scheme_by_name(name)
+    for p, q in every_pair(0)[::2]:
+        found, error = bound_optimum(scheme, p[None], q[None], k, seeded(3), samples=1000)
+        best = find_optimum(scheme, p[None], q[None], k)
+        assert -5 * error - 1e-9 <= found - best <= 5 * error + 0.02
+        few, error = bound_optimum(scheme, p.expand(500, -1), q.expand(500, -1), k, seeded(4), samples=8)
+        assert few.mean() - best >= -5 * error.square().sum().sqrt() / 500 - 1e-9

@@ -15,7 +15,7 @@ from treespec.draft.auto.cost import CycleCost
 from treespec.eval.acceptance.acceptance_shares import SHARES_BY_SCHEME, Nodes
 from treespec.eval.acceptance.config import TauConfig, find_draw_scheme
 from treespec.eval.acceptance.decoded import Decoded
-from treespec.eval.acceptance.path_probability import follow_pairs
+from treespec.eval.acceptance.path_probability import follow_pairs, share_by_samples
 from treespec.eval.acceptance.tau import count_cycle_starts, measure_tau, run_teacher_forced
 from treespec.eval.texts import Text
 from treespec.sampling.probs import SamplingParams, compute_probs
@@ -77,6 +77,19 @@ def test_what_a_draw_carries_is_its_enumeration(name):
             assert (found.sum(1) - wanted.sum(1)).abs().max() < (NOISE if noisy else 1e-12)
         else:
             assert (found - wanted).abs().max() < (NOISE if noisy else 1e-12)
+
+
+@pytest.mark.parametrize("name", ["single", "rrs", "kseq", "rrs-wo", "greedy", "topk"])
+def test_what_a_draw_of_any_scheme_carries_is_found_by_samples(name):
+    """As for a scheme of another package, of which no formula is known."""
+    scheme = scheme_by_name(name)
+    for k, (p, q) in product((1, 2), every_pair(1)[::3]):
+        if (scheme.max_draws and k > scheme.max_draws) or len(q.unique()) < len(q):
+            continue
+        size = len(p)
+        nodes = Nodes(p.expand(size, -1), q.expand(size, -1), torch.arange(size), seeded(0), SAMPLED)
+        found = share_by_samples(nodes, k, scheme)
+        assert (found - enumerated(scheme, p, q, k)).abs().max() < NOISE
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from treespec.options import (
     join_or,
     option,
 )
-from treespec.train.recipes import TRAINING_BY_KIND
+from treespec.train.recipes import TRAINING_BY_KIND, name_kind
 
 TOKEN_LOSS_NAMES = ("published", "cross-entropy", "tv")
 DRAFT_VOCAB = 32_000  # eagle3's default, that of its published heads
@@ -91,9 +91,7 @@ class TrainConfig(TargetOptions, Eagle3Options):
         "conversations: a JSONL, JSON or parquet file, a folder of them, or a data set of the hub"
     )
     out: str = option("directory for the head")
-    head: str = option(
-        f"kind of head: {join_or(TRAINING_BY_KIND)}", "eagle", choices=tuple(TRAINING_BY_KIND)
-    )
+    head: str = option(f"kind of head: {join_or(TRAINING_BY_KIND)}", "eagle")
     draft_heads: int | None = option(
         "medusa, hydra: heads, one per drafted token; default: 5 for medusa, 4 for hydra",
         None,
@@ -212,6 +210,7 @@ class TrainConfig(TargetOptions, Eagle3Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "head", name_kind(self.head))
         check_place(self.device_map)
         for field in fields(self):
             self.check_head_has(field)

@@ -4,10 +4,13 @@ This module loads no torch. treespec cannot train a kind without a row.
 """
 
 from dataclasses import replace
+from typing import Any
 
-from treespec.heads.registry import HEAD_KINDS
+from treespec.errors import InputError
+from treespec.heads.registry import HEAD_KINDS, register_kind
 from treespec.heads.training import Recipe, Training
-from treespec.options import load_installed_entries
+from treespec.options import explain_choice
+from treespec.trees.extensions import describe_object, find_path, load_installed_rows
 
 OBJECTIVES_MODULE = "treespec.train.losses.objectives"
 EAGLE3_PART_OPTIONS = (
@@ -102,8 +105,35 @@ def list_training() -> dict[str, Training]:
     for kind, row in HEAD_KINDS.items():
         if row.training:
             table[kind] = row.training
-    table.update(load_installed_entries("recipes"))
+    table.update(load_installed_rows("recipes", read_training))
     return table
 
 
+def read_training(name: str, path: str, part: Any) -> Training:
+    """Check a part of another package. Raises InputError if it is no `Training`."""
+    if isinstance(part, Training):
+        return part
+    raise InputError(
+        f"{path} is {describe_object(part)}, must be a Training (treespec.heads.training)"
+    )
+
+
 TRAINING_BY_KIND = list_training()
+
+
+def name_kind(text: str) -> str:
+    """Return the name of the kind of head that `train --head` names, and take in a kind `module:NAME`.
+
+    Raises InputError for an unknown kind, and for one without a training.
+    """
+    if text in TRAINING_BY_KIND:
+        return text
+    path = find_path(text)
+    if path != text or not path:
+        raise InputError(explain_choice("--head", text, TRAINING_BY_KIND))
+    kind = register_kind(path)
+    training = HEAD_KINDS[kind].training
+    if training is None:
+        raise InputError(f"--head {text}: the kind {kind} names no training")
+    TRAINING_BY_KIND[kind] = training
+    return kind

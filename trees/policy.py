@@ -1,14 +1,23 @@
 """Parses the tree policies that `--tree` names. This module loads neither torch nor numpy."""
 
 import difflib
+import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
-from importlib.metadata import entry_points
+from typing import Any
 
+from treespec.errors import InputError
 from treespec.trees.confident import ConfidentChain
 from treespec.trees.dynamic import AutoTree, DDTree, DynamicTree
+from treespec.trees.extensions import (
+    describe_object,
+    describe_own,
+    find_path,
+    load_installed_rows,
+    load_row,
+)
 from treespec.trees.shape import Policy, TreeError
 from treespec.trees.static import (
     build_balanced_tree,
@@ -88,29 +97,102 @@ TREE_SYNTAX = f"{', '.join(TREE_EXAMPLES.values())}, or a JSON file of paths"
 @cache
 def list_forms() -> dict[str, TreeSyntax]:
     """Returns all forms by name, including those of installed packages."""
-    installed = entry_points(group="treespec.trees")
-    return TREE_FORMS_TABLE | {point.name: point.load() for point in installed}
+    return TREE_FORMS_TABLE | load_installed_rows("trees", read_own_form)
+
+
+def list_examples() -> list[str]:
+    """Returns a value of each form, including those of installed packages."""
+    return [form.example for form in list_forms().values()]
+
+
+def read_own_form(name: str, path: str, part: Any) -> TreeSyntax:
+    """Returns the form of a part of another package.
+
+    Args:
+        name: on the command line.
+        path: `module:NAME` of the part.
+        part: a `TreeSyntax`, a policy, a class of policies, whose fields are the options, or a function from whole
+            numbers to a policy.
+
+    Raises InputError for anything else.
+    """
+    if isinstance(part, TreeSyntax):
+        return part
+    if is_policy(part) and not isinstance(part, type):
+        return build_sized_form(name, "", lambda: part)
+    if is_policy(part) and is_dataclass(part):
+        policy_class: Any = part
+        return TreeSyntax(name, lambda text: policy_class(**parse_tree_options(policy_class, text)))
+    if inspect.isfunction(part):
+        return build_function_form(name, part)
+    raise InputError(
+        f"{path} is {describe_object(part)}, must be a tree: a Policy (treespec.trees.shape), a dataclass of such, or "
+        "a function from whole numbers to one"
+    )
+
+
+def is_policy(part: object) -> bool:
+    """Whether a part is a tree policy, or a class of such."""
+    return hasattr(part, "grow") and hasattr(part, "max_draws")
+
+
+def build_function_form(name: str, function: Callable[..., Any]) -> TreeSyntax:
+    """Returns the form of a function from whole numbers to a policy: `fan:3x4` calls fan(3, 4)."""
+    numbers = "x".join(name.upper() for name in inspect.signature(function).parameters)
+    example = name
+    if numbers:
+        example = f"{name}:{numbers}"
+
+    def read(text: str) -> Policy | None:
+        if text and not re.fullmatch(r"\d+(x\d+)*", text):
+            return None
+        arguments = list(map(int, filter(None, text.split("x"))))
+        try:
+            inspect.signature(function).bind(*arguments)
+        except TypeError as error:
+            raise TreeError(f"tree '{name}:{text}': {error}; write {example}") from None
+        tree: Policy = function(*arguments)
+        if not is_policy(tree):
+            raise TreeError(f"tree {name} gives {describe_object(tree)}, must give a Policy")
+        return tree
+
+    return TreeSyntax(example, read)
 
 
 def parse_policy(spec: str) -> Policy:
-    """Returns the policy that a `--tree` value names; `TREE_SYNTAX` lists the forms.
+    """Returns the policy that a `--tree` value names: one of `list_forms`, `module:NAME` or a tree file.
 
-    2x4 is short for balanced:2x4. Raises TreeError for an unknown name, a malformed value or a bad tree file.
+    2x4 is short for balanced:2x4. Raises TreeError for an unknown name, a malformed value or a bad tree file, and
+    InputError for a part of another package that cannot be loaded.
     """
+    # 1. A form by its name, or a part of another package.
     name, _, text = spec.partition(":")
     form = list_forms().get(name)
+    path = ""
+    if form is None:
+        path = find_path(spec)
+    if path:
+        form = load_row(path, read_own_form)
+        text = spec[len(path) + 1 :]
     if form:
         tree = form.read(text)
     else:
         tree = TREE_FORMS_TABLE["balanced"].read(spec)
     if tree:
         return tree
+
+    # 2. A file, or an error.
     if spec.endswith(".json"):
         return read_tree_file(spec)
+    if form and name not in TREE_FORMS_TABLE:
+        raise TreeError(f"tree {spec!r} is not understood: write {form.example}")
     hint = ""
     for close in difflib.get_close_matches(name, list_forms(), n=1):
         hint = f" (did you mean {close}?)"
-    raise TreeError(f"unknown tree {spec!r}{hint}: choose {TREE_SYNTAX}")
+    forms = ", ".join(list_examples())
+    raise TreeError(
+        f"unknown tree {spec!r}{hint}: choose {forms}, a JSON file of paths, or {describe_own(spec)}"
+    )
 
 
 def parse_tree_options(kind: type[Policy], text: str) -> dict[str, float]:

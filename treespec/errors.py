@@ -4,8 +4,8 @@
 class InputError(ValueError):
     """An input that cannot be used. The message says what is wrong, in which file or option, and what to do.
 
-    `trees` imports nothing of this package and raises a class of its own, `TreeError`. The command line treats all
-    errors with `exit_code = 2` alike.
+    A tree that cannot be built raises a class of its own, `TreeError` of `trees`. The command line treats all errors
+    with `exit_code = 2` alike.
     """
 
     exit_code = 2

@@ -11,7 +11,6 @@ import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, replace
-from importlib.metadata import entry_points
 from numbers import Integral, Real
 from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
@@ -171,8 +170,13 @@ def check_choice(name: str, value: object, field: Field, flag: str) -> None:
         raise InputError(f"{name} is empty: give a value, or leave the option out")
     choices = field.metadata["choices"]
     if choices and value not in choices:
-        hint = find_nearest_name(str(value), choices)
-        raise InputError(f"{name} is {value!r}, must be {join_or(choices)}{hint}")
+        raise InputError(explain_choice(name, value, choices))
+
+
+def explain_choice(name: str, value: object, choices: Collection[str]) -> str:
+    """Explain that an option's value is none of the choices, with the most similar one."""
+    hint = find_nearest_name(str(value), choices)
+    return f"{name} is {value!r}, must be {join_or(choices)}{hint}"
 
 
 def check_type(name: str, value: Any, field: Field, flag: str) -> Any:
@@ -314,14 +318,3 @@ def find_nearest_name(name: str, names: Iterable[str]) -> str:
     if not similar_names:
         return ""
     return f" (did you mean {similar_names[0]}?)"
-
-
-def load_installed_entries(table: str) -> dict[str, Any]:
-    """Load the entries that installed packages add to a registry, by name.
-
-    table: the registry, such as `drafters` or `verifiers`. A package declares an entry as an entry point:
-
-        [project.entry-points."treespec.drafters"]
-        echo = "my_package:ECHO"
-    """
-    return {point.name: point.load() for point in entry_points(group=f"treespec.{table}")}

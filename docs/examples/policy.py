@@ -2,7 +2,6 @@
 
 import sys
 
-from treespec import load
 from treespec.trees.static import StaticTree
 
 
@@ -13,5 +12,8 @@ def fan(width, depth):
     )
 
 
-spec = load(*sys.argv[1:3]).configured(fan(width=3, depth=4), "rrs-wo")
-print(spec, spec.generate("Once upon a time", temperature=1.0, max_new_tokens=32, seed=0))
+if __name__ == "__main__":
+    from treespec import load
+
+    spec = load(*sys.argv[1:3]).configured(fan(width=3, depth=4), "rrs-wo")
+    print(spec, spec.generate("Once upon a time", temperature=1.0, max_new_tokens=32, seed=0))

@@ -1,7 +1,6 @@
 """The options of `treespec acceptance`, and the cases that follow from them."""
 
 import tomllib
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -19,25 +18,19 @@ from treespec.draft.spec import DrafterSpec
 from treespec.errors import InputError
 from treespec.eval.common import split_list
 from treespec.options import MAX_COUNT, MAX_SEED, MAX_TEXT_TOKENS, join_or, option, reuse_option
-from treespec.verify.facts import SCHEME_INFOS, parse_scheme
+from treespec.verify.facts import BEYOND_THE_NODE, SCHEME_INFOS, VerifierInfo, parse_verifier
 
 LOSSLESS_SCHEMES = tuple(name for name, scheme in SCHEME_INFOS.items() if scheme.lossless)
 
-DRAWN_BY = {  # verifier of whole paths -> the scheme that makes its draws
-    "block": "single",
-    "traversal": "rrs-wo",
-    "gumbel": "topk",
-    "auto": "topk",
-    "block-optimal": "optimal",
-}
+OWN_MODULES = "treespec."  # where treespec's own verifiers lie
 # former name of a bound in `--verifier` -> a verifier whose row has that bound in a column today
 FORMER_BOUNDS = {"bound": "rrs", "bound-wo": "rrs-wo"}
 
 
 def find_draw_scheme(verifier: str) -> str:
     """Return the name of the scheme that makes a verifier's draws, with its options."""
-    kind, colon, options = verifier.partition(":")
-    return DRAWN_BY.get(kind, kind) + colon + options
+    info = parse_verifier(verifier)
+    return info.over or info.scheme.name
 
 
 PAPER_PRESETS: dict[str, list[dict[str, Any]]] = tomllib.loads(
@@ -153,24 +146,38 @@ def list_cases(sweep: AcceptanceConfig) -> list[Case]:
     ]
 
 
-def parse_schemes(verifiers: str, other_verifiers: Iterable[str] = ()) -> list[str]:
-    """Parse `--verifier` into distinct scheme names; "all" stands for all lossless schemes.
+def parse_schemes(verifiers: str) -> list[str]:
+    """Parse `--verifier` into distinct names of schemes; "all" stands for all lossless ones.
 
-    other_verifiers: names that the error for an unknown scheme also suggests.
-    Raises InputError for an unknown or lossy scheme.
+    A verifier of another package may stand for its scheme, which loading it tells.
+
+    Raises InputError for an unknown or lossy verifier, and for one of treespec's that judges whole trees.
     """
     names: list[str] = []
     for name in split_list("verifier", verifiers):
         if name == "all":
             names += LOSSLESS_SCHEMES
             continue
-        scheme, _ = parse_scheme(name, True, other_verifiers)
-        if not scheme.lossless:
-            raise InputError(
-                f"verifier {name} is not lossless: its rate is not comparable; leave it out"
-            )
+        info = parse_lossless(name)
+        if name.partition(":")[0] in BEYOND_THE_NODE and info.loads.startswith(OWN_MODULES):
+            raise InputError(explain_no_rate(name))
         names.append(name)
     return list(dict.fromkeys(names))
+
+
+def parse_lossless(name: str) -> VerifierInfo:
+    """Parse the name of a verifier. Raises InputError for an unknown or lossy one."""
+    info = parse_verifier(name, allow_lossy=True)
+    if not info.scheme.lossless:
+        raise InputError(
+            f"verifier {name} is not lossless: its rate is not comparable; leave it out"
+        )
+    return info
+
+
+def explain_no_rate(verifier: str) -> str:
+    """Explain why a verifier of whole trees has no acceptance rate."""
+    return f"verifier {verifier} judges whole trees, not the draws of a node: treespec tau and eval measure it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +203,8 @@ class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
         None,
     )
     verifier: str = option(
-        f"verifiers, separated by commas: all, {join_or([*LOSSLESS_SCHEMES, *DRAWN_BY])}; with options as in is-lp:s=8",
+        f"verifiers, separated by commas: all, {join_or([*LOSSLESS_SCHEMES, *BEYOND_THE_NODE])}; with options as in "
+        "is-lp:s=8",
         "all",
     )
     tree: str = option(
@@ -265,26 +273,20 @@ class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
     @property
     def verifiers(self) -> list[str]:
         """The names in `--verifier`, schemes first. Raises InputError for an unknown verifier and a lossy scheme."""
-        # 1. Schemes verify a node; path verifiers verify whole paths.
-        schemes = []
-        path_verifiers = []
+        # 1. `all` stands for both kinds.
+        schemes: list[str] = []
+        path_verifiers: list[str] = []
         for name in split_list("verifier", self.verifier):
             if name in FORMER_BOUNDS:
                 raise InputError(
                     f'--verifier {name} is no verifier: leave it out. The column "Bound of its draws" has each '
                     f"verifier's own bound, that of {name} beside {FORMER_BOUNDS[name]}"
                 )
-            if name.partition(":")[0] in DRAWN_BY:
-                path_verifiers.append(name)
-            else:
+            if name == "all":
+                schemes += LOSSLESS_SCHEMES
+                path_verifiers += BEYOND_THE_NODE
+            elif parse_lossless(name).over == name:
                 schemes.append(name)
-
-        # 2. Check the names; `all` stands for both kinds.
-        for name in path_verifiers:
-            parse_scheme(find_draw_scheme(name))
-        names = []
-        if schemes:
-            names += parse_schemes(",".join(schemes), DRAWN_BY)
-        if "all" in schemes:
-            names += DRAWN_BY
-        return list(dict.fromkeys(names + path_verifiers))
+            else:
+                path_verifiers.append(name)
+        return list(dict.fromkeys(schemes + path_verifiers))

@@ -16,9 +16,10 @@ from treespec.eval.texts import Text
 from treespec.sampling.probs import SamplingParams
 from treespec.trees.shape import Policy
 from treespec.trees.tree import TokenTree
+from treespec.verify.registry import load_verifier
 from treespec.verify.topk import TopK
 from treespec.verify.verdict import DeviceStep, Verdict, finish_step
-from treespec.verify.walk import index_links, walk_chosen_path
+from treespec.verify.walk import index_links, walk_chosen_path, walks_most_likely
 
 EMBEDDING_NAMES = (
     "embed",
@@ -91,7 +92,7 @@ class Decoded:
         begin = text.root + 1
         along.begin(text.tokens[begin:].tolist())
         verifier: Along | str = self.verifier
-        if self.verifier == "topk":
+        if walks_most_likely(load_verifier(self.verifier)):
             verifier = along
         decoding_spec = Spec(
             spec.target,

@@ -149,6 +149,12 @@ DRAW_FINDERS: Mapping[str, FindDraws] = {
     "optimal": find_in_tops_and_tail,
     "topk": find_in_tops,
 }
+# how a scheme of another package says that it draws -> the function for its draws
+FINDER_BY_DRAWING: Mapping[str | None, FindDraws] = {
+    "with replacement": find_in_independent_draws,
+    "without replacement": find_in_turn,
+    "greedy": find_in_tops_and_one,
+}
 # functions whose result for k draws begins with that for fewer -> a scheme that stands for all with such draws
 SAME_FOR_MORE: Mapping[FindDraws, Scheme] = {
     find_in_independent_draws: RRS(),
@@ -173,11 +179,14 @@ class DraftedTexts:
     odds: list[Tensor] = field(default_factory=list)
     chances: list[dict[tuple[FindDraws, Scheme, int], Tensor]] = field(default_factory=list)
 
-    def choose_finder(self, pair: Pair) -> tuple[FindDraws, Scheme]:
-        """Choose the function for a pair's draws, and a scheme that draws like the pair's."""
-        find_draws = DRAW_FINDERS.get(pair.verifier, DRAW_FINDERS[pair.scheme.name])
+    def choose_finder(self, pair: Pair) -> tuple[FindDraws, Scheme] | None:
+        """Choose the function for a pair's draws, and a scheme that draws like the pair's; None if none is known."""
+        kind = FINDER_BY_DRAWING.get(pair.name_draws(self.greedy))
+        find_draws = DRAW_FINDERS.get(pair.table_name, kind)
         if self.greedy or pair.sure:
             find_draws = find_in_tops
+        if find_draws is None:
+            return None
         return find_draws, SAME_FOR_MORE.get(find_draws, pair.scheme)
 
     def add_level(self, nodes: Nodes, scored: Nodes) -> None:
@@ -188,7 +197,9 @@ class DraftedTexts:
         # 1. The kinds of draws that pairs need at this level, with the numbers of draws.
         numbers = defaultdict[tuple[FindDraws, Scheme], set[int]](set)
         for pair in self.pairs:
-            numbers[self.choose_finder(pair)] |= pair.count_draws(len(self.chances))
+            finder = self.choose_finder(pair)
+            if finder:
+                numbers[finder] |= pair.count_draws(len(self.chances))
 
         # 2. Pr(draw i is y) of each.
         level = dict[tuple[FindDraws, Scheme, int], Tensor]()
@@ -205,6 +216,12 @@ class DraftedTexts:
                     level[find_draws, scheme, k] = find_draws(source, k, scheme)
         self.chances.append(level)
         self.odds.append(clamp_positive(nodes.gather_mass(nodes.p)).double())
+
+    def count_fewest(self, pair: Pair) -> float:
+        """Count the fewest cycles of any lossless verifier of a pair's draws; NaN if it is not known how it draws."""
+        if self.choose_finder(pair) is None:
+            return math.nan
+        return count_fewest_cycles(self.limit_kept(pair).numpy())
 
     def limit_kept(self, pair: Pair) -> Tensor:
         """Compute C_0 … C_D [n, D + 1], the largest R of any lossless verifier of a pair's draws.
@@ -224,7 +241,9 @@ class DraftedTexts:
 
         Independent draws may repeat a token; then the path may continue below any of them.
         """
-        find_draws, scheme = self.choose_finder(pair)
+        finder = self.choose_finder(pair)
+        assert finder
+        find_draws, scheme = finder
         chance_below = {
             path: torch.ones_like(self.odds[0]) for path in list_paths(pair.tree, depth)
         }

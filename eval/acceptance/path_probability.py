@@ -24,6 +24,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from treespec.eval.acceptance.acceptance_shares import (
     MIN_SELECTION_MASS,
@@ -32,12 +33,41 @@ from treespec.eval.acceptance.acceptance_shares import (
     Nodes,
     accept_in_turn,
     draw_for_optimal,
+    share_greedy,
+    share_topk,
 )
 from treespec.trees.static import StaticTree
+from treespec.trees.tree import Draws
 from treespec.verify.distributions import clamp_positive
 from treespec.verify.optimal import Optimal
 from treespec.verify.scheme import Scheme
 from treespec.verify.topk import TopK
+
+
+def share_by_samples(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
+    """Compute the shares [n, k] of any scheme by samples of its draws: the plan's mass on y, if a draw is y.
+
+    Independent draws are sampled given that one of them is y.
+    """
+    samples = nodes.repeat_samples()
+    draws = scheme.draw(samples.q, k, nodes.generator)
+    chance = torch.ones_like(samples.p[:, :1])
+    has_only_tokens = draws.sure is None and draws.uniforms is None
+    if has_only_tokens and scheme.drawing == "with replacement":
+        number = torch.full_like(samples.y[:, None], k)
+        tokens, chance = samples.draw_containing_token(samples.q, number, k)
+        draws = Draws(tokens)
+    plan = scheme.plan(samples.p, samples.q, draws)
+    mass = chance * samples.gather_mass(plan)[:, None]
+    columns = samples.mark_first_match(draws.tokens) * mass
+    return nodes.average_samples(pad(columns, (0, k - columns.shape[1])))
+
+
+LEAF_FIRST_VERIFIERS = {
+    "block",
+    "traversal",
+    "block-optimal",
+}  # judge a node after the nodes below it
 
 
 @dataclass(frozen=True)
@@ -126,8 +156,27 @@ class Pair:
     draws: Mapping[tuple[int, ...], int]
 
     @property
+    def name(self) -> str:
+        """The verifier's name without its options."""
+        return self.verifier.partition(":")[0]
+
+    @property
+    def table_name(self) -> str:
+        """The name that treespec's tables have for the draws; "" for a verifier of another package."""
+        if self.name in LEAF_FIRST_VERIFIERS:
+            return self.scheme.name
+        if self.name in SHARES_BY_SCHEME:
+            return self.name
+        return ""
+
+    @property
     def sure(self) -> bool:
         """Whether the draws are the most likely tokens."""
+        return self.scheme.takes_most_likely and self.verifier != "gumbel"
+
+    @property
+    def ranks(self) -> bool:
+        """Whether the draws are a function of scores, which need no truncation."""
         return self.scheme.deterministic and self.verifier != "gumbel"
 
     def count_draws(self, depth: int) -> set[int]:
@@ -159,22 +208,23 @@ class Pair:
         """
         # 1. Verifiers of whole paths.
         weight = way.weight[:, None].to(nodes.p.dtype)
-        if not sure and self.verifier in ("block", "traversal"):
+        if not sure and self.name in ("block", "traversal"):
             return list_leaf_first_ways(way, nodes, accept_in_turn(nodes, k, weight))
-        if not sure and self.verifier.startswith("block-optimal"):
+        if not sure and self.name == "block-optimal":
             chances_and_weights = weigh_block_optimal(nodes, k, weight, cast(Optimal, self.scheme))
             return list_leaf_first_ways(way, nodes, chances_and_weights)
 
-        # 2. Verifiers that walk. With one draw, all schemes but gumbel are the same.
+        # 2. Verifiers that walk. With one draw, all of treespec's schemes but gumbel are the same.
         name = self.verifier
+        form = SHARES_BY_SCHEME.get(self.table_name, share_by_samples)
         if sure:
             name = "topk"
-        elif k == 1 and self.verifier != "gumbel":
+            form = share_topk
+        elif k == 1 and self.table_name and name != "gumbel":
             name = "single"
+            form = share_greedy
         if (name, k) not in shares:
-            share = SHARES_BY_SCHEME.get(name, SHARES_BY_SCHEME[self.scheme.name])(
-                nodes, k, self.scheme
-            )
+            share = form(nodes, k, self.scheme)
             shares[name, k] = share_columns(share, nodes)
         return [PathTerm(way.reach * share, way.weight) for share in shares[name, k]]
 
@@ -207,7 +257,7 @@ class FollowedPair:
         # 1. Extend each way of the last level.
         depth = len(self.kept) - 1
         sure = is_greedy or self.pair.sure
-        if sure:
+        if sure or self.pair.ranks:
             nodes = scored
         kept = torch.zeros_like(self.kept[0])
         for path in list(self.ways):

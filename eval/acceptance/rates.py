@@ -1,7 +1,7 @@
 """Run `treespec acceptance`: measure schemes' acceptance rates at collected positions, and the optimal rates α*."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -14,6 +14,7 @@ from treespec.errors import InputError
 from treespec.eval.acceptance.config import (
     AcceptanceConfig,
     Case,
+    explain_no_rate,
     list_cases,
     list_sweeps,
     parse_schemes,
@@ -30,14 +31,14 @@ from treespec.eval.intervals import Figure, Z, compute_t_quantile
 from treespec.eval.report import render_markdown, render_page
 from treespec.files.atomic import locked, write_json, write_text
 from treespec.sampling.probs import SamplingParams, compute_probs
-from treespec.verify.rates import find_optimum, measure_rate
-from treespec.verify.registry import load_scheme
+from treespec.verify.rates import bound_optimum, find_optimum, measure_rate
+from treespec.verify.registry import load_verifier
 from treespec.verify.scheme import Scheme
+from treespec.verify.walk import is_walk
 
 MAX_TENSOR_ELEMENTS = 1 << 24  # largest number of elements of a [rows, V] tensor: 64 MiB in float32
 
-# (name of a scheme, or None for α*; how the draws are made, or None if their α* is not known)
-RateKey = tuple[str | None, str | None]
+RateKey = tuple[str | None, str]  # (name of a scheme, or None for α*; how the draws are made)
 # [2, n] rates and their Monte-Carlo errors; the errors are 0 if the rates have a closed form
 Rates = dict[RateKey, Tensor]
 
@@ -56,7 +57,8 @@ def accept(config: AcceptanceConfig, report: Report = ignore_report) -> dict[str
     cases = []
     for sweep in list_sweeps(config):
         for case in list_cases(sweep):
-            cases.append((sweep, case, parse_schemes(sweep.verifier)))
+            names = parse_schemes(sweep.verifier)
+            cases.append((sweep, case, {name: load_rated_scheme(name) for name in names}))
     with locked(config.out):
         if config.given:
             logits, environment = load_published_distributions()
@@ -69,10 +71,9 @@ def accept(config: AcceptanceConfig, report: Report = ignore_report) -> dict[str
         generator.manual_seed(config.seed)
         left_out: dict[str, str] = {}
         tables: dict[AcceptanceConfig, list[Row]] = defaultdict(list)
-        for done, (sweep, case, names) in enumerate(cases):
+        for done, (sweep, case, schemes) in enumerate(cases):
             text = f"rates at temperature {case.temperature:g} of {case.draws} draws"
             report(ProgressStep(done, len(cases), text))
-            schemes = {name: load_scheme(name) for name in names}
             case_rates, refusals = compute_scheme_rates(logits, sweep, case, schemes, generator)
             left_out = refusals | left_out
             if not case_rates:
@@ -95,6 +96,14 @@ def accept(config: AcceptanceConfig, report: Report = ignore_report) -> dict[str
     return result
 
 
+def load_rated_scheme(name: str) -> Scheme:
+    """Load the scheme that a verifier walks over. Raises InputError for a verifier of whole trees."""
+    verifier = load_verifier(name)
+    if not is_walk(verifier) or verifier.coupled:
+        raise InputError(explain_no_rate(name))
+    return verifier.scheme
+
+
 def compute_scheme_rates(
     logits: Logits,
     sweep: AcceptanceConfig,
@@ -112,8 +121,8 @@ def compute_scheme_rates(
         generator: draws tokens and coins; the rates are computed on its device.
 
     Returns:
-        The rates, grouped by how the schemes draw: in each group the schemes, then their α*; the last group has the
-        schemes whose α* is not known. And the reason for each scheme that was left out, by its name.
+        The rates, grouped by how the schemes draw: in each group the schemes, then their α*, or a bound of it for a
+        scheme that does not say how it draws. And the reason for each scheme that was left out, by its name.
     """
     # 1. Positions in chunks, so that a [rows, V] tensor fits in memory.
     chunks: dict[Any, list[Tensor]] = defaultdict(list)  # [2, rows] each
@@ -130,17 +139,19 @@ def compute_scheme_rates(
         q = compute_probs(q_logits.to(generator.device), draft_params)  # [B, V]
 
         # 2. The schemes, and α* of their draws.
-        rated_schemes = list[Scheme]()
+        rated_schemes = dict[str, Scheme]()
         for name, scheme in schemes.items():
             try:
                 rates_and_errors = measure_rate(scheme, p, q, case.draws, generator, sweep.samples)
             except InputError as error:
                 refusals[name] = str(error).partition(";")[0]
             else:
-                rated_schemes.append(scheme)
-                chunks[name, scheme.drawing].append(rates_and_errors.cpu())
-        for kind, values in find_optima(rated_schemes, p, q, case.draws).items():
-            chunks[None, kind].append(torch.stack([values, torch.zeros_like(values)]).cpu())
+                kind = name_draws(name, scheme)
+                rated_schemes.setdefault(kind, scheme)
+                chunks[name, kind].append(rates_and_errors.cpu())
+        for kind, scheme in rated_schemes.items():
+            optimum = measure_optimum(scheme, p, q, case.draws, generator, sweep.samples)
+            chunks[None, kind].append(optimum.cpu())
 
     # 3. All positions; a scheme refused in one chunk is left out everywhere.
     rates: Rates = {}
@@ -153,11 +164,10 @@ def compute_scheme_rates(
 
 def order_by_draws(rates: Rates) -> list[RateKey]:
     """Order the keys of rates as `compute_scheme_rates` returns them."""
-    kinds: list[str | None] = []
+    kinds: list[str] = []
     for _, kind in rates:
-        if kind is not None and kind not in kinds:
+        if kind not in kinds:
             kinds.append(kind)
-    kinds.append(None)  # schemes whose α* is not known
 
     def rank(key: RateKey) -> tuple[int, bool]:
         scheme_name, kind = key
@@ -166,17 +176,21 @@ def order_by_draws(rates: Rates) -> list[RateKey]:
     return sorted(rates, key=rank)
 
 
-def find_optima(schemes: Iterable[Scheme], p: Tensor, q: Tensor, k: int) -> dict[str, Tensor]:
-    """Compute α* [B] of each kind of draws whose α* is known. p, q: [B, V] probabilities. k: number of draws."""
-    optima = dict[str, Tensor]()
-    for scheme in schemes:
-        kind = scheme.drawing
-        if kind is None or kind in optima:
-            continue
-        optimum = find_optimum(scheme, p, q, k)
-        if optimum is not None:
-            optima[kind] = optimum
-    return optima
+def name_draws(name: str, scheme: Scheme) -> str:
+    """Name how a scheme draws; a scheme that does not say so has a kind of its own, whose α* is bounded."""
+    if scheme.drawing is None:
+        return f"of the draws of {name}, at most"
+    return scheme.drawing
+
+
+def measure_optimum(
+    scheme: Scheme, p: Tensor, q: Tensor, k: int, generator: torch.Generator, samples: int
+) -> Tensor:
+    """Compute α* of a scheme's draws and its Monte-Carlo error [2, B], or a bound of α* if no formula states it."""
+    optimum = find_optimum(scheme, p, q, k)
+    if optimum is None:
+        return bound_optimum(scheme, p, q, k, generator, samples)
+    return torch.stack([optimum, torch.zeros_like(optimum)])
 
 
 def build_rate_rows(rates: Rates, case: Case, logits: Logits) -> Iterator[Row]:
@@ -189,7 +203,7 @@ def build_rate_rows(rates: Rates, case: Case, logits: Logits) -> Iterator[Row]:
         positions, groups    their numbers; a group is a question or text
         rate                 α or α*. Its interval is over groups, and at least as wide as `noise` makes it
         noise                Monte-Carlo error of the rate; None if it has a closed form
-        gap                  α* - α of the same draws; None if α* is not known
+        gap                  α* - α of the same draws
     """
     # 1. The coordinates of the rows, with the positions [m] of each.
     coordinates: Coordinates = {
@@ -211,10 +225,9 @@ def build_rate_rows(rates: Rates, case: Case, logits: Logits) -> Iterator[Row]:
             noise: float | None = float(errors[positions].square().sum().sqrt()) / len(positions)
             if noise == 0:  # the rate has a closed form
                 noise = None
-            optimum = rates.get((None, drawing))
             gap = None
-            if method and optimum is not None:
-                optimum_rates, _ = optimum
+            if method:
+                optimum_rates, _ = rates[None, drawing]
                 gap = average((optimum_rates - values)[positions], group, noise)
             yield {
                 "at": at,

@@ -33,7 +33,7 @@ from treespec.errors import InputError
 from treespec.eval.acceptance.acceptance_shares import Nodes
 from treespec.eval.acceptance.config import TauConfig
 from treespec.eval.acceptance.decoded import Decoded, build_roofline_cost, predict_cycle_seconds
-from treespec.eval.acceptance.drafted import DraftedTexts, count_fewest_cycles
+from treespec.eval.acceptance.drafted import DraftedTexts
 from treespec.eval.acceptance.path_probability import Pair, follow_pairs
 from treespec.eval.acceptance.table import report_of_tau
 from treespec.eval.acceptance.tau_pairs import Costs, Measured, MeasuredPair, list_pairs
@@ -217,7 +217,7 @@ def compute_fixed_totals(
         pair_totals = TextTotals(
             tokens=text.count,
             nodes=pair.tree.size * cycles,
-            fewest_cycles=count_fewest_cycles(drafted_texts.limit_kept(pair).numpy()),
+            fewest_cycles=drafted_texts.count_fewest(pair),
             cycles=np.full(len(seconds), cycles),
             seconds=np.array(seconds),
             cycles_by_length=u[:starts_before_end] @ w[:starts_before_end],

@@ -6,16 +6,21 @@ from typing import TypeAlias, TypeGuard
 from treespec.draft.auto.cost import CycleCost
 from treespec.draft.spec import DrafterSpec
 from treespec.errors import InputError
-from treespec.eval.acceptance.config import TauConfig, find_draw_scheme
+from treespec.eval.acceptance.config import TauConfig
 from treespec.eval.acceptance.decoded import Decoded
-from treespec.eval.acceptance.path_probability import Pair
+from treespec.eval.acceptance.path_probability import LEAF_FIRST_VERIFIERS, Pair
 from treespec.trees.policy import parse_policy
 from treespec.trees.shape import Policy
 from treespec.trees.static import StaticTree
-from treespec.verify.registry import load_scheme
+from treespec.verify.registry import load_verifier
+from treespec.verify.walk import is_walk, walks_most_likely
 
 Measured: TypeAlias = Pair | Decoded
 Costs: TypeAlias = dict[int, CycleCost]  # batch size -> cost model
+TREE_VERIFIERS = LEAF_FIRST_VERIFIERS | {
+    "gumbel",
+    "auto",
+}  # treespec's, besides walks over a scheme
 OWN_TREE_LABEL = "its own"  # names the tree of a drafter without draft distributions
 
 
@@ -81,7 +86,7 @@ def make_pair(verifier: str, shape: str, tree: Policy | None) -> Measured:
     if not has_fixed_shape(tree):
         return Decoded(verifier, shape, tree)
     draws = {path: tree.count_draws(path) for path in find_inner_nodes(tree)}
-    return Pair(verifier, shape, load_scheme(find_draw_scheme(verifier)), tree, draws)
+    return Pair(verifier, shape, load_verifier(verifier).scheme, tree, draws)
 
 
 def find_inner_nodes(tree: StaticTree) -> set[tuple[int, ...]]:
@@ -100,7 +105,8 @@ def explain_misfit(
         drafter: drafts the tree.
         are_texts_given: whether the texts come from `--text`; otherwise they are the target's answers.
     """
-    max_draws = load_scheme(find_draw_scheme(verifier)).max_draws
+    loaded = load_verifier(verifier)
+    max_draws = loaded.scheme.max_draws
     if not has_fixed_shape(tree):
         return explain_redrafted_misfit(verifier, are_texts_given)
     if drafter.cache or not drafter.kind.is_head:
@@ -111,6 +117,9 @@ def explain_misfit(
         return "a draw has no node: treespec eval measures it"
     if verifier == "auto":
         return "auto chooses its trees: take --tree auto"
+    is_plain_walk = is_walk(loaded) and not loaded.coupled
+    if not is_plain_walk and verifier.partition(":")[0] not in TREE_VERIFIERS:
+        return "it judges whole trees: treespec eval measures it"
     if max_draws and tree.max_draws > max_draws:
         return f"{verifier} makes {max_draws} draws at most"
     return ""
@@ -120,6 +129,6 @@ def explain_redrafted_misfit(verifier: str, are_texts_given: bool) -> str:
     """Explain why a verifier is not measured on a tree whose shape changes each cycle; "" if it is."""
     if are_texts_given and verifier in ("gumbel", "auto"):
         return f"{verifier} writes texts of its own on such trees: leave out --text"
-    if verifier not in ("topk", "gumbel", "auto"):
+    if verifier not in ("gumbel", "auto") and not walks_most_likely(load_verifier(verifier)):
         return "topk, gumbel and auto are measured here, the others by treespec eval"
     return ""

@@ -140,8 +140,9 @@ def make_tau_row(
     bound = None
     draws = None
     if isinstance(pair, Pair):
-        bound = compute_interval(totals["tokens"] / totals["fewest_cycles"])
         draws = pair.name_draws(not temperature)
+        if draws is not None:
+            bound = compute_interval(totals["tokens"] / totals["fewest_cycles"])
 
     # 2. The cycles by length, up to the tree's depth.
     counts = totals["cycles_by_length"]

@@ -6,7 +6,7 @@ A configuration declares a shared option again only if its default or its meanin
 from dataclasses import dataclass, fields
 
 from treespec.demo.known import DEMO_NAME, choose_default_drafter, find_head_for
-from treespec.draft.registry import DRAFTER_FORMS
+from treespec.draft.registry import DRAFTER_FORMS, find_head_place
 from treespec.engine.options import RequestOptions
 from treespec.errors import InputError
 from treespec.model.placement import Placement
@@ -16,14 +16,13 @@ from treespec.options import (
     MAX_COUNT,
     QUESTION_SUITES,
     TREE_FILE,
-    TREE_FORMS,
     CommandOptions,
     check_place,
     join_or,
-    load_installed_entries,
     option,
     reuse_option,
 )
+from treespec.trees.policy import list_examples
 from treespec.verify.facts import LOSSY_SCHEMES, VERIFIER_NAMES
 
 DRAFTER_HELP = (
@@ -33,10 +32,7 @@ DRAFTER_HELP = (
 
 def list_tree_forms() -> list[str]:
     """List the values of `--tree`: built-in shapes, those of installed packages, and a file."""
-    forms = list(TREE_FORMS.values())
-    for form in load_installed_entries("trees").values():
-        forms.append(form.example)
-    return forms + [TREE_FILE]
+    return list_examples() + [TREE_FILE]
 
 
 def mark_lossy() -> list[str]:
@@ -172,12 +168,10 @@ class HeadOptions(CommandOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        name = self.head
-        if name is None:
-            name = getattr(self, "target", None)
-        demo_head = find_head_for(name)
-        if demo_head:
-            object.__setattr__(self, "head", demo_head)
+        head = find_head_for(getattr(self, "target", None))
+        if self.head is not None:
+            head = find_head_place(self.head)
+        object.__setattr__(self, "head", head)
 
     def check_head(self) -> None:
         """Raise InputError if there is no head."""

@@ -17,8 +17,9 @@ from treespec.cli.early import (
 )
 from treespec.cli.options import build_command
 from treespec.cli.terminal import end_notice, print_remark, resumes, run_with_progress
-from treespec.demo.known import find_head_for, name_elsewhere
+from treespec.demo.known import name_elsewhere
 from treespec.draft.preflight import check_feature_width
+from treespec.draft.registry import find_head_place
 from treespec.files.atomic import check_folder
 from treespec.files.printable import to_one_line
 from treespec.heads.folder import check_new, find_head_folder
@@ -56,7 +57,7 @@ def train(config: TrainConfig) -> None:
     check_data(config.data)
     check_inputs_early(config)
     if config.from_head is not None:
-        from_head = find_head_for(config.from_head) or config.from_head
+        from_head = find_head_place(config.from_head)
         config = replace(config, from_head=from_head)
         check_feature_width(from_head, find_folder(config.target))
     from treespec.train.run import train
@@ -123,7 +124,7 @@ def export(config: ExportConfig) -> None:
 
     # 1. Check the options and paths.
     folder = Path(config.out)
-    head = find_head_for(config.head) or config.head
+    head = find_head_place(config.head)
     check_folder(config.out)
     check_new(folder)
     check_inputs_early(config, [f"head:{head}"], words=False)

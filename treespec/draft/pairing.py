@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from treespec.draft.registry import DRAFTERS
 from treespec.draft.spec import DrafterSpec
 from treespec.errors import InputError
-from treespec.heads.registry import count_folder_levels, detect_folder_kind
+from treespec.heads.registry import HEAD_KINDS, count_folder_levels, detect_folder_kind
 from treespec.trees.dynamic import AutoTree
 from treespec.trees.shape import Policy
 from treespec.trees.static import build_chain
@@ -145,7 +145,7 @@ def check_named(
 def describe_draft_model(spec: DrafterSpec) -> ProposerInfo:
     """Describes the draft model that a drafter names, as far as names and small files tell."""
     if not spec.kind.is_head:
-        return ProposerInfo()
+        return ProposerInfo(at_once=spec.kind.at_once)
     folder = Path(spec.place).expanduser()
     kind: str | None = spec.kind.name
     if kind == "head":
@@ -153,7 +153,7 @@ def describe_draft_model(spec: DrafterSpec) -> ProposerInfo:
     deepest = None
     if folder.is_dir():  # else a hub id, which may hold anything
         deepest = count_folder_levels(folder)
-    at_once = kind is None or DRAFTERS[kind].at_once
+    at_once = kind is None or HEAD_KINDS[kind].at_once
     return ProposerInfo(True, deepest, at_once)
 
 

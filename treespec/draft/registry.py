@@ -4,13 +4,22 @@ A drafter's row holds all that differs between drafters. `--help`, the checks be
 read the table.
 """
 
-from dataclasses import dataclass
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, make_dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from treespec.heads.registry import HEAD_KINDS
-from treespec.options import MAX_TEXT_TOKENS, Options, join_or, load_installed_entries, option
+from treespec.demo.known import find_head_for
+from treespec.errors import InputError
+from treespec.heads.registry import HEAD_KINDS, HeadKind, register_kind
+from treespec.options import MAX_COUNT, MAX_TEXT_TOKENS, Options, join_or, option
+from treespec.trees.extensions import describe_object, find_path, load_installed_rows, load_part
 
 HEAD_LOADER = "treespec.draft.heads.loading:load_trained"
+HEAD_BEHIND_KIND = re.compile(r"[\w.]+:\w+:.")  # module:NAME:DIRECTORY
+CLASS_LOADER = "treespec.draft.source:load_class"
 
 
 @dataclass(frozen=True)
@@ -30,6 +39,7 @@ class DrafterKind:
         one_hot: whether its tokens have no draft distribution, because they are found, not drawn.
         at_once: whether a head drafts all levels at once, because a level depends only on the sequence.
         joins: whether the place may be several, as in `model:A+B`.
+        made_by: path of the class of the drafter, for a row that `read_drafter` makes of a class.
     """
 
     name: str
@@ -43,6 +53,7 @@ class DrafterKind:
     one_hot: bool = False
     at_once: bool = False
     joins: bool = False
+    made_by: str = ""
 
     @property
     def is_head(self) -> bool:
@@ -219,7 +230,97 @@ BUILTIN_DRAFTERS = (
         f"{CHECKS_MODULE}:check_mtp",
     ),
 )
+
+
+def read_drafter(name: str, path: str, part: Any) -> DrafterKind:
+    """Make the row of a part of another package.
+
+    Args:
+        name: on the command line.
+        path: `module:NAME` of the part.
+        part: a `DrafterKind`, or a class: a `TextDrafter`, `Drafter` or `Proposer`.
+
+    Raises InputError for anything else, and for a class whose options have no defaults.
+    """
+    if isinstance(part, DrafterKind):
+        return replace(part, name=name)
+    methods = {method for method in ("draft", "draft_trees", "extend") if hasattr(part, method)}
+    if not isinstance(part, type) or not methods:
+        raise InputError(
+            f"{path} is {describe_object(part)}, must be a drafter: a TextDrafter, Drafter or Proposer, a DrafterKind "
+            "(treespec.draft.registry), or a HeadKind before a directory"
+        )
+    return DrafterKind(
+        name,
+        (name,),
+        CLASS_LOADER,
+        (inspect.getdoc(part) or name).partition("\n")[0].rstrip("."),
+        options=build_class_options(path, part),
+        one_hot="draft" in methods or bool(getattr(part, "one_hot", False)),
+        at_once=getattr(part, "at_once", False) is True,
+        made_by=path,
+    )
+
+
+def build_class_options(path: str, part: Callable[..., Any]) -> type[Any] | None:
+    """Build the options of a drafter's class: its parameters, whole numbers, without `target`; None without any.
+
+    Raises InputError for a parameter without a default.
+    """
+    options = []
+    for parameter in inspect.signature(part).parameters.values():
+        if parameter.name == "target" or parameter.kind is parameter.VAR_KEYWORD:
+            continue
+        if not isinstance(parameter.default, int):
+            raise InputError(
+                f"{path}: its option {parameter.name} needs a whole number as its default"
+            )
+        declared = option(parameter.name, parameter.default, least=0, most=MAX_COUNT)
+        options.append((parameter.name, int, declared))
+    if not options:
+        return None
+    return make_dataclass("ClassOptions", options, bases=(DrafterOptions,), frozen=True)
+
+
 DRAFTERS: dict[str, DrafterKind] = {
     row.name: row for row in BUILTIN_DRAFTERS
-} | load_installed_entries("drafters")
+} | load_installed_rows("drafters", read_drafter)
 DRAFTER_FORMS = join_or(kind.forms[0] for kind in DRAFTERS.values())  # for `--help` and errors
+
+
+def find_drafter(name: str) -> DrafterKind | None:
+    """Find the row of a name, or of `module:NAME`; None if it is neither.
+
+    Raises InputError for a part of another package that is no drafter, or cannot be loaded.
+    """
+    if name in DRAFTERS or not find_path(name):
+        return DRAFTERS.get(name)
+    part = load_part(name)
+    if isinstance(part, HeadKind):
+        return add_head_kind(name)
+    return read_drafter(name, name, part)
+
+
+def add_head_kind(path: str) -> DrafterKind:
+    """Add the kind of head `module:NAME` to the tables of heads and of drafters, under the kind's own name.
+
+    Raises InputError as `register_kind`.
+    """
+    name = register_kind(path)
+    kind = HEAD_KINDS[name]
+    DRAFTERS[name] = build_head_row(name, kind.summary, kind.source, at_once=kind.at_once)
+    return DRAFTERS[name]
+
+
+def find_head_place(text: str) -> str:
+    """Find the place of the head that a `--head` value names: a directory or hub id, `demo`, or one behind its kind.
+
+    Raises InputError for `module:NAME:DIRECTORY` whose module names no kind of head.
+    """
+    if not HEAD_BEHIND_KIND.match(text) or Path(text).exists():
+        return find_head_for(text) or text
+    path = find_path(text)
+    if not path:
+        return text
+    add_head_kind(path)
+    return text[len(path) + 1 :]

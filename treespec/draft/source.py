@@ -1,9 +1,10 @@
 """`DraftSource`: a loaded draft model or drafter, from which `Spec` builds a drafter for each sequence."""
 
+import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pkgutil import resolve_name
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 from torch import nn
 
@@ -113,6 +114,20 @@ def as_source(drafting: Drafting, target: Target) -> DraftSource:
     if isinstance(drafting, Proposer | Drafter):
         return DraftSource(drafting)
     return DraftSource(build_proposer(drafting, target))
+
+
+def load_class(spec: DrafterSpec, target: Target) -> Any:
+    """Builds a drafter of the class that `--drafter module:NAME` names, with its options.
+
+    The class gets `target` too if it has a parameter of that name.
+    """
+    drafter_class = resolve_name(spec.kind.made_by)
+    arguments: dict[str, Any] = {}
+    if spec.options is not None:
+        arguments = asdict(spec.options)
+    if "target" in inspect.signature(drafter_class).parameters:
+        arguments["target"] = target
+    return drafter_class(**arguments)
 
 
 def load_source(spec: DrafterSpec, target: Target) -> DraftSource:

@@ -10,15 +10,16 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from treespec.demo.known import find_head_for
-from treespec.draft.registry import DRAFTER_FORMS, DRAFTERS, DrafterKind
+from treespec.draft.registry import (
+    DRAFTER_FORMS,
+    DRAFTERS,
+    DrafterKind,
+    find_drafter,
+    find_head_place,
+)
 from treespec.errors import InputError
 from treespec.options import find_nearest_name
-
-DRAFTER_NAMES_PATTERN = "|".join(map(re.escape, DRAFTERS))
-JOINED_PATTERN = re.compile(
-    rf"(suffix(?::.*?)?)\+((?:{DRAFTER_NAMES_PATTERN})(?:[:@].*)?)"
-)  # the first + before a name
+from treespec.trees.extensions import describe_own, find_path
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,10 @@ class DrafterSpec:
 
         Raises: InputError for an unknown drafter, a bad option, and drafters that cannot be joined.
         """
-        joined = JOINED_PATTERN.fullmatch(text)
-        if not joined:
+        members = split_joined(text)
+        if not members:
             return cls._parse_member(text)
-        cache, spec = map(cls._parse_member, joined.groups())
+        cache, spec = map(cls._parse_member, members)
         if spec.kind.one_hot:
             raise InputError(
                 f"--drafter {text}: {spec.kind.name} has no draft model to join: take suffix alone, "
@@ -74,11 +75,15 @@ class DrafterSpec:
     def _parse_member(cls, text: str) -> "DrafterSpec":
         """Parse a drafter that is not joined with a suffix cache."""
         # 1. The name, the value and the tree.
-        name = re.split("[:@]", text)[0]
-        kind = DRAFTERS.get(name)
+        name = name_drafter(text)
+        kind = find_drafter(name)
         if kind is None:
             hint = find_nearest_name(name.removeprefix("suffix+"), DRAFTERS)
-            raise InputError(f"unknown drafter {text!r}{hint}: choose {DRAFTER_FORMS}")
+            raise InputError(
+                f"unknown drafter {text!r}{hint}: choose {DRAFTER_FORMS}, or {describe_own(text)}"
+            )
+        text = kind.name + text[len(name) :]  # a kind of head has a name of its own
+        name = kind.name
         without_tree, tree = split_tree(text, kind)
         value = without_tree[len(name) + 1 :]
         if name == "suffix":
@@ -98,7 +103,7 @@ class DrafterSpec:
         if kind.options:
             options = parse_drafter_options(kind.options, option_text, without_tree)
         if kind.is_head:
-            place = find_head_for(place) or place
+            place = find_head_place(place)
         return cls(kind, without_tree, place, options, tree)
 
     @property
@@ -139,11 +144,12 @@ class DrafterSpec:
         """The drafters' names with the last part of each path, for tables: suffix+eagle:HEAD."""
         names = []
         for member in self.members:
-            kind, colon, value = member.own.partition(":")
-            values = [value]
+            kind = member.kind.name
+            value = member.own.removeprefix(kind)
+            values = [value[1:]]
             if len(member.places) > 1:
                 values = member.places
-            names.append(kind + colon + "+".join(Path(place).name for place in values))
+            names.append(kind + value[:1] + "+".join(Path(place).name for place in values))
         return "+".join(names)
 
     def check(self, target: str) -> None:
@@ -156,6 +162,26 @@ class DrafterSpec:
         for member in self.members:
             if member.kind.checks:
                 resolve_name(member.kind.checks)(member, target)
+
+
+def name_drafter(text: str) -> str:
+    """The drafter's name at the beginning of a text: `eagle` of `eagle:HEAD@2x4`, or `module:NAME`."""
+    name = re.split("[:@]", text)[0]
+    if name in DRAFTERS:
+        return name
+    return find_path(text) or name
+
+
+def split_joined(text: str) -> tuple[str, str] | None:
+    """Split a text such as `suffix:DIR+eagle:HEAD` at the first + before a drafter's name; None without one."""
+    if not re.match(r"suffix[:+]", text):
+        return None
+    for plus in re.finditer(re.escape("+"), text):
+        behind = text[plus.end() :]
+        name = name_drafter(behind)
+        if name in DRAFTERS or find_path(name):
+            return text[: plus.start()], behind
+    return None
 
 
 def split_tree(text: str, kind: DrafterKind) -> tuple[str, str | None]:

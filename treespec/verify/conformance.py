@@ -4,8 +4,13 @@ Target and draft are tables over two or three tokens: a distribution after each 
 tokens. A cycle drafts a tree from the draft's table and calls the verifier. If the verifier returns fewer than
 D + 1 tokens, the remaining tokens are drawn from the target's table. The D + 1 tokens must then have the target's
 distribution, and the table gives the probability of each text exactly.
+
+A verifier by its name, or of your own, in a minute, from the folder of mine.py:
+
+    python -m treespec.verify.conformance mine:Mine
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -17,23 +22,28 @@ import torch
 from scipy.optimize import brentq
 from scipy.stats import chi2, ncx2
 
+from treespec.errors import is_input_error
+from treespec.verify.conformance_schemes import SchemeConformance, check_scheme
 from treespec.verify.conformance_trees import (
     ConformanceTrial,
     Drawn,
+    Judge,
     Table,
     Text,
     draft_trial_tree,
     sample_index,
 )
+from treespec.verify.conformance_verifiers import build_draw_tokens, build_verifier_judge
+from treespec.verify.registry import load_verifier
+from treespec.verify.walk import Verifier, is_walk
 
-# p [N, V], q [N, V], tokens [N], parents [N] -> the accepted tokens and one more
-Judge = Callable[[Any, Any, Any, Any], Sequence[int]]
 TABLE_SHARPNESS = (
     (1.0, 1.0),
     (0.3, 1.0),
     (1.0, 0.3),
 )  # Dirichlet's of random p and q; below 1 nearly one-hot
-NUM_TABLES = len(TABLE_SHARPNESS) + 3
+NUM_TABLES = 2 + len(TABLE_SHARPNESS) + 3
+VERIFIER_RUNS = 1000  # cycles on each pair of tables in `check_verifier`
 DETECTION_POWER = 0.99
 MIN_EXPECTED_RUNS = 5  # expected count of a text in a χ² test; rarer texts are counted together
 # Faults that published verifiers have had.
@@ -199,10 +209,14 @@ def list_text_probabilities(p: Table, vocab: int, length: int) -> dict[Text, flo
 def build_table_pairs(
     vocab: int, depth: int, generator: np.random.Generator
 ) -> Iterator[tuple[Table, Table]]:
-    """Yield pairs (p, q): random pairs, an equal pair, a sharper q, and a p without the most likely token of q."""
+    """Yield pairs (p, q): simple ones, random ones, an equal pair, a sharper q, a p without q's most likely token."""
     texts: list[Text] = []
     for length in range(depth + 1):
         texts += product(range(vocab), repeat=length)
+    even = dict.fromkeys(texts, np.full(vocab, 1 / vocab))
+    uneven = dict.fromkeys(texts, np.array([2, *[1] * (vocab - 1)]) / (vocab + 1))
+    yield even, uneven
+    yield uneven, even
     for sharpness_p, sharpness_q in TABLE_SHARPNESS:
         p = {text: generator.dirichlet([sharpness_p] * vocab) for text in texts}
         q = {text: generator.dirichlet([sharpness_q] * vocab) for text in texts}
@@ -343,3 +357,34 @@ def build_recursive_rejection(generator: np.random.Generator, fault: str = "") -
         return output
 
     return judge
+
+
+def check_verifier(verifier: Verifier) -> SchemeConformance | Conformance:
+    """Test a verifier: a walk by the one rule of its scheme, any other by its texts on trees of its scheme's draws."""
+    if is_walk(verifier):
+        return check_scheme(verifier.scheme)
+    width = min(2, verifier.scheme.max_draws or 2)
+    draws = build_draw_tokens(verifier)
+    return check(build_verifier_judge(verifier), (width, 1), draws, runs=VERIFIER_RUNS)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Test the verifiers that are named, and print a verdict on each. Returns 0 if all passed, 1 if not, else 2."""
+    torch.set_num_threads(1)  # for tensors as small as these, threads cost more than they save
+    code = 0
+    for name in arguments:
+        try:
+            result = check_verifier(load_verifier(name, allow_lossy=True))
+        except ValueError as error:
+            if not is_input_error(error):
+                raise
+            print(f"treespec: {error}", file=sys.stderr)
+            return 2
+        print(f"{name}: {result}")
+        if not result.passed:
+            code = 1
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,17 +1,16 @@
 """The trees that a test of a verifier drafts from its tables."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-Drawn = Literal["independent", "without replacement", "greedy"]
-
-
+DrawTokens: TypeAlias = Callable[[np.ndarray, int], list[int]]  # (q [V], width) -> drawn tokens
+Drawn: TypeAlias = Literal["independent", "without replacement", "greedy"] | DrawTokens
+# p [N, V], q [N, V], tokens [N], parents [N] -> the accepted tokens and one more
+Judge: TypeAlias = Callable[[Any, Any, Any, Any], Sequence[int]]
 Text = tuple[int, ...]
-
-
 Table = Mapping[Text, np.ndarray]  # a distribution [V] after each text
 
 
@@ -24,7 +23,7 @@ class ConformanceTrial:
 
     Attributes:
         widths: children of each node, by level.
-        draws: how siblings are drawn.
+        draws: how siblings are drawn, or a function that draws them.
         runs: cycles on each pair of tables.
         error: probability that an exact verifier fails one pair of tables.
         generator: of tables, drafts and tokens after the verdict.
@@ -43,7 +42,8 @@ class ConformanceTrial:
         for vocab, depth in TRIAL_SIZES:
             if depth > len(self.widths):
                 continue
-            if self.draws == "independent" or vocab >= max(self.widths[:depth]):
+            may_repeat = callable(self.draws) or self.draws == "independent"
+            if may_repeat or vocab >= max(self.widths[:depth]):
                 fitting.append((vocab, depth))
         return fitting
 
@@ -99,6 +99,8 @@ def draw_children(
         draws: how siblings are drawn.
         generator: numpy's.
     """
+    if callable(draws):
+        return draws(q, width)
     if draws == "independent":
         return [sample_index(q, generator) for _ in range(width)]
     if draws == "greedy":

@@ -4,11 +4,18 @@ This module loads no torch, so that a bad name is refused at once. A test compar
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from typing import Any, NamedTuple
 
 from treespec.errors import InputError
-from treespec.options import find_nearest_name, load_installed_entries
+from treespec.options import find_nearest_name
+from treespec.trees.extensions import (
+    describe_object,
+    describe_own,
+    find_path,
+    load_installed_rows,
+    load_row,
+)
 from treespec.trees.ranges import Range
 
 BINARY_RANGE = Range(least=0, most=1, whole=True)
@@ -89,6 +96,69 @@ class VerifierInfo:
     over: str = ""
 
 
+def describe_scheme(scheme: Any, loads: str) -> SchemeInfo:
+    """Describe a scheme of another package, or its class, by what it says of itself.
+
+    Raises InputError for an option without a default. loads: path of its class.
+    """
+    options = {}
+    if is_dataclass(scheme):
+        for option in fields(scheme):
+            if option.default is MISSING:
+                raise InputError(f"{loads}: its option {option.name} needs a default")
+            options[option.name] = Range(whole=option.type in (int, "int"))
+    return SchemeInfo(
+        scheme.name, loads, scheme.lossless, scheme.deterministic, scheme.max_draws, options
+    )
+
+
+def read_verifier(name: str, path: str, part: Any) -> SchemeInfo | VerifierInfo:
+    """Make the row of a part of another package.
+
+    Args:
+        name: on the command line.
+        path: `module:NAME` of the part.
+        part: a row, the class of a scheme, or a verifier of whole trees or its class.
+
+    Raises InputError for anything else, and for a scheme that lacks a member.
+    """
+    if isinstance(part, SchemeInfo | VerifierInfo):
+        return part
+    if isinstance(part, type) and hasattr(part, "plan"):
+        missing = [member for member in SCHEME_MEMBERS if is_missing(part, member)]
+        if is_missing(part, "draw") and is_missing(part, "make"):
+            missing.append("draw")
+        if missing:
+            raise InputError(f"{path}: the scheme {part.__name__} lacks {', '.join(missing)}")
+        return describe_scheme(part, path)
+    verifier = part
+    if isinstance(part, type) and hasattr(part, "verify_on_device"):
+        verifier = part()
+    if not callable(verifier) or is_missing(verifier, "scheme"):
+        raise InputError(
+            f"{path} is {describe_object(part)}, must be a verifier: the class of a Scheme "
+            "(treespec.verify.scheme), or a Verifier (treespec.verify.walk)"
+        )
+    missing = [member for member in VERIFIER_MEMBERS if is_missing(verifier, member)]
+    if missing:
+        raise InputError(f"{path}: the verifier lacks {', '.join(missing)}")
+    return VerifierInfo(name, describe_scheme(verifier.scheme, ""), path, verifier.coupled)
+
+
+SCHEME_MEMBERS = ("name", "lossless", "deterministic", "max_draws", "plan")
+VERIFIER_MEMBERS = ("name", "coupled", "verify_on_device")
+
+
+def is_missing(part: Any, member: str) -> bool:
+    """Whether a scheme or verifier lacks a member, or has only the empty one of its protocol."""
+    if not hasattr(part, member):
+        return True
+    defined_in = getattr(getattr(part, member), "__module__", "")
+    return member in ("plan", "draw", "make") and defined_in == "treespec.verify.scheme"
+
+
+INSTALLED_ROWS = load_installed_rows("verifiers", read_verifier)
+SCHEME_INFOS |= {name: row for name, row in INSTALLED_ROWS.items() if isinstance(row, SchemeInfo)}
 BEYOND_THE_NODE: dict[str, VerifierInfo] = {
     info.name: info
     for info in (
@@ -109,7 +179,7 @@ BEYOND_THE_NODE: dict[str, VerifierInfo] = {
             over="optimal",
         ),
     )
-} | load_installed_entries("verifiers")
+} | {name: row for name, row in INSTALLED_ROWS.items() if isinstance(row, VerifierInfo)}
 LOSSY_SCHEMES = tuple(name for name, scheme in SCHEME_INFOS.items() if not scheme.lossless)
 VERIFIER_NAMES = (*SCHEME_INFOS, *BEYOND_THE_NODE)
 
@@ -130,8 +200,8 @@ def parse_verifier(spec: str, allow_lossy: bool = False) -> VerifierInfo:
     Raises:
         InputError: an unknown name, option or value, or a lossy scheme without `allow_lossy`.
     """
-    kind, _, over = spec.partition(":")
-    verifier = BEYOND_THE_NODE.get(kind)
+    kind, over = split_options(spec)
+    verifier = find_verifier(kind)
     if verifier:
         if not over:
             return verifier
@@ -142,6 +212,40 @@ def parse_verifier(spec: str, allow_lossy: bool = False) -> VerifierInfo:
         return replace(verifier, over=over)
     choice = parse_scheme(spec, allow_lossy, BEYOND_THE_NODE)
     return VerifierInfo(spec, choice.scheme, "treespec.verify.walk:Walk", over=spec)
+
+
+def split_options(spec: str) -> tuple[str, str]:
+    """Split a `--verifier` value into a name, or `module:NAME`, and its options."""
+    name, _, options = spec.partition(":")
+    if name in VERIFIER_NAMES:
+        return name, options
+    path = find_path(spec)
+    if path:
+        return path, spec[len(path) + 1 :]
+    return name, options
+
+
+def find_verifier(name: str) -> VerifierInfo | None:
+    """Find a verifier of whole trees by its name or `module:NAME`; None for a scheme and for an unknown name."""
+    if name in VERIFIER_NAMES or ":" not in name:
+        return BEYOND_THE_NODE.get(name)
+    row = load_row(name, read_verifier)
+    if isinstance(row, VerifierInfo):
+        return row
+    return None
+
+
+def find_scheme(name: str) -> SchemeInfo | None:
+    """Find a scheme by its name or `module:NAME`; None for an unknown name.
+
+    Raises InputError for a verifier of whole trees that is named as `module:NAME`.
+    """
+    if name in VERIFIER_NAMES or ":" not in name:
+        return SCHEME_INFOS.get(name)
+    row = load_row(name, read_verifier)
+    if isinstance(row, SchemeInfo):
+        return row
+    raise InputError(f"verifier {name} judges whole trees, a scheme was wanted")
 
 
 def parse_scheme(spec: str, allow_lossy: bool = False, others: Iterable[str] = ()) -> SchemeChoice:
@@ -156,13 +260,14 @@ def parse_scheme(spec: str, allow_lossy: bool = False, others: Iterable[str] = (
         InputError: an unknown name, option or value, or a lossy scheme without `allow_lossy`.
     """
     # 1. The scheme.
-    name, _, option_text = spec.partition(":")
-    if name not in SCHEME_INFOS:
+    name, option_text = split_options(spec)
+    scheme = find_scheme(name)
+    if scheme is None:
         names = [*SCHEME_INFOS, *others]
         raise InputError(
-            f"unknown verifier {name!r}{find_nearest_name(name, names)}: choose one of {', '.join(names)}"
+            f"unknown verifier {name!r}{find_nearest_name(name, names)}: choose one of {', '.join(names)}, or "
+            f"{describe_own(spec)}"
         )
-    scheme = SCHEME_INFOS[name]
     if not (scheme.lossless or allow_lossy):
         raise InputError(
             f"verifier {name} is lossy, its text has another distribution than the target's: allow that "

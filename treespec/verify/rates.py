@@ -26,6 +26,7 @@ from treespec.verify.single import Greedy
 from treespec.verify.topk import TopK
 
 CHUNK_ELEMENTS = 10_000_000  # elements of a tensor [rows, V] at a time
+BOUND_PARTS = 16  # parts of the samples in `bound_optimum`
 QUADRATURE_TAIL = 1e-12  # probability beyond each end of the quadrature
 
 
@@ -167,6 +168,47 @@ def find_optimum(scheme: Scheme, p: Tensor, q: Tensor, k: int) -> Tensor | None:
     if kind not in OPTIMA_BY_DRAWING:
         return None
     return OPTIMA_BY_DRAWING[kind](p, q, k)
+
+
+def bound_optimum(
+    scheme: Scheme, p: Tensor, q: Tensor, k: int, generator: torch.Generator, samples: int = 64
+) -> Tensor:
+    """Return [2, B] an estimate of a bound of α* for draws of any kind, and its standard error.
+
+    For every set H of tokens no plan accepts more than p(H) + 1 - Q(H). H is a prefix of the tokens in descending
+    q/p, chosen by all samples but a few, which then estimate Q(H). So no choice makes the estimate too low, and for
+    the draws with a known α* it comes near to that.
+
+    Args:
+        scheme: makes the draws.
+        p, q: [B, V].
+        k: draws at each row.
+        generator: of the samples.
+        samples: samples of draws at each row, at least 2.
+    """
+    # 1. How many tokens a prefix needs to hold all draws, for each sample [B, S]; and p of the prefixes [B, V + 1].
+    order = (q / clamp_positive(p)).argsort(-1, descending=True)
+    places = order.argsort(-1) + 1
+    needed_sizes = []
+    for _ in range(samples):
+        tokens = scheme.draw(q, k, generator).tokens
+        drawn_places = places.gather(1, tokens.clamp(min=0)) * (tokens >= 0)
+        needed_sizes.append(drawn_places.amax(-1))
+    needed = torch.stack(needed_sizes, 1)
+    prefix_mass = pad(p.double().gather(1, order).cumsum(-1), (1, 0))
+
+    # 2. Each part of the samples estimates Q of the prefix that the others choose; the empty prefix costs 1.
+    values = torch.ones_like(needed, dtype=torch.float64)
+    for columns in torch.arange(samples, device=p.device).split(math.ceil(samples / BOUND_PARTS)):
+        others = torch.ones(samples, dtype=torch.bool, device=p.device)
+        others[columns] = False
+        sizes = needed[:, others].sort(-1).values
+        held = torch.arange(1, sizes.shape[1] + 1, device=p.device) / sizes.shape[1]
+        costs = pad(prefix_mass.gather(1, sizes) + 1 - held, (1, 0), value=1.0)
+        chosen = pad(sizes, (1, 0)).gather(1, costs.argmin(-1, keepdim=True))
+        values[:, columns] = prefix_mass.gather(1, chosen) + (needed[:, columns] > chosen).double()
+    errors = values.std(-1) / math.sqrt(samples)
+    return torch.stack([values.mean(-1), errors]).to(p.dtype)
 
 
 def measure_rate(

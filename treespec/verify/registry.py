@@ -17,10 +17,12 @@ def load_scheme(spec: str, allow_lossy: bool = False) -> Scheme:
 def load_verifier(spec: str, allow_lossy: bool = False) -> Verifier:
     """Load the verifier that a `--verifier` value names. Raises InputError as `parse_verifier`."""
     info = parse_verifier(spec, allow_lossy)
-    loaded = resolve_name(info.loads)  # a verifier, or a factory that takes the scheme
-    if not info.over:
-        return loaded
-    return loaded(load_scheme(info.over, allow_lossy))
+    loaded = resolve_name(info.loads)  # a verifier, its class, or a factory that takes the scheme
+    if info.over:
+        return loaded(load_scheme(info.over, allow_lossy))
+    if isinstance(loaded, type):
+        return loaded()
+    return loaded
 
 
 SCHEMES = {name: load_scheme(name, allow_lossy=True) for name in facts.SCHEME_INFOS}

@@ -15,6 +15,11 @@ from treespec.trees.tree import Draws, to_device
 from treespec.verify.facts import check_scheme_options
 
 RandomDraws = Literal["independent", "without replacement", "the last", "the first"]
+DRAWING_BY_RANDOM_DRAWS: dict[str | None, str] = {
+    "independent": "with replacement",
+    "without replacement": "without replacement",
+    "the last": "greedy",
+}
 
 
 class Scheme(Protocol):
@@ -56,9 +61,12 @@ class Scheme(Protocol):
     def drawing(self) -> str | None:
         """How the draws are made, which decides their α* (`treespec.verify.rates.find_optimum`).
 
-        A kind, such as "with replacement", then a comma and its options. None: α* is not known.
+        A kind, such as "with replacement", then a comma and its options. None: α* is not known. By default it follows
+        from `random_draws` and `takes_most_likely`.
         """
-        return None
+        if self.takes_most_likely:
+            return "most likely"
+        return DRAWING_BY_RANDOM_DRAWS.get(self.random_draws)
 
     random_draws: ClassVar[RandomDraws | None] = None
     """Which of a node's draws are random, for `treespec certify`; the other draws are certain.

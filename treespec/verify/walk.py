@@ -125,6 +125,19 @@ class Walk:
         return self.scheme.plan(target, target, Draws(build_child_table(tree)[nodes]))
 
 
+def is_walk(verifier: Verifier) -> bool:
+    """Whether a verifier is a `Walk`: it goes from node to node by its scheme's plans."""
+    return isinstance(verifier, Walk)
+
+
+def walks_most_likely(verifier: Verifier) -> bool:
+    """Whether a verifier walks down trees of the most likely tokens by samples of p, as `topk` does."""
+    scheme = verifier.scheme
+    if verifier.coupled or not scheme.lossless:
+        return False
+    return is_walk(verifier) and scheme.takes_most_likely
+
+
 def select_row_draws(row: int, draws: Draws) -> Draws:
     """Select the draws of one row, without the columns that only other rows fill."""
     tokens = draws.tokens[row : row + 1]

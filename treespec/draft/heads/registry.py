@@ -11,9 +11,20 @@ from treespec.draft.heads.hydra import HydraProposer
 from treespec.draft.heads.medusa import MedusaProposer
 from treespec.errors import InputError
 from treespec.heads.registry import HEAD_KINDS
-from treespec.options import load_installed_entries
+from treespec.trees.extensions import describe_object, load_installed_rows
 
 ProposerFactory = Callable[[Any, Any], PairProposer]  # (head, target) -> the head's proposer
+
+
+def read_proposer(name: str, path: str, part: Any) -> ProposerFactory:
+    """Check a part of another package. Raises InputError if it cannot be called with a head and a target."""
+    if not callable(part):
+        raise InputError(
+            f"{path} is {describe_object(part)}, must be a Proposer: a class that takes a head and a target"
+        )
+    factory: ProposerFactory = part
+    return factory
+
 
 PROPOSER_BY_KIND: dict[str, ProposerFactory] = {
     "eagle": EagleProposer,
@@ -23,7 +34,7 @@ PROPOSER_BY_KIND: dict[str, ProposerFactory] = {
     "hydra++": HydraProposer,
     "dflash": BlockProposer,
     "p-eagle": BlockProposer,
-    **load_installed_entries("proposers"),
+    **load_installed_rows("proposers", read_proposer),
 }
 
 

@@ -8,7 +8,7 @@ import torch
 from transformers.generation.utils import _speculative_sampling
 
 from treespec.verify import conformance
-from treespec.verify.conformance import PLANTED_FAULTS, build_recursive_rejection, check, main
+from treespec.verify.conformance import PLANTED_FAULTS, build_recursive_rejection, check, run_checks
 from treespec.verify.conformance_schemes import check_scheme
 from treespec.verify.conformance_verifiers import build_verifier_judge
 from treespec.verify.registry import load_scheme, load_verifier
@@ -151,11 +151,11 @@ def test_the_command_says_a_verdict_on_each(tmp_path, monkeypatch, capsys):
         "class Wrong(Single):\n    def plan(self, p, q, draws):\n        return q\n"
     )
     monkeypatch.chdir(tmp_path)
-    assert main(["single", "trial:Wrong"]) == 1
+    assert run_checks(["single", "trial:Wrong"]) == 1
     right, wrong = capsys.readouterr().out.splitlines()
     assert right.startswith("single: lossless on 218 pairs of p and q")
     assert wrong.startswith("trial:Wrong: not lossless. The smallest example: 2 tokens, 1 draw, p = (1, 0), q = (0, 1)")
-    assert main(["trial:Right"]) == 2
+    assert run_checks(["trial:Right"]) == 2
     assert "trial has no Right" in capsys.readouterr().err
 
 

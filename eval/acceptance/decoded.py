@@ -19,7 +19,7 @@ from treespec.trees.tree import TokenTree
 from treespec.verify.registry import load_verifier
 from treespec.verify.topk import TopK
 from treespec.verify.verdict import DeviceStep, Verdict, finish_step
-from treespec.verify.walk import index_links, walk_chosen_path, walks_most_likely
+from treespec.verify.walk import index_links, is_walk_of_most_likely, walk_chosen_path
 
 EMBEDDING_NAMES = (
     "embed",
@@ -92,7 +92,7 @@ class Decoded:
         begin = text.root + 1
         along.begin(text.tokens[begin:].tolist())
         verifier: Along | str = self.verifier
-        if walks_most_likely(load_verifier(self.verifier)):
+        if is_walk_of_most_likely(load_verifier(self.verifier)):
             verifier = along
         decoding_spec = Spec(
             spec.target,

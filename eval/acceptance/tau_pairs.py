@@ -13,7 +13,7 @@ from treespec.trees.policy import parse_policy
 from treespec.trees.shape import Policy
 from treespec.trees.static import StaticTree
 from treespec.verify.registry import load_verifier
-from treespec.verify.walk import is_walk, walks_most_likely
+from treespec.verify.walk import is_walk, is_walk_of_most_likely
 
 Measured: TypeAlias = Pair | Decoded
 Costs: TypeAlias = dict[int, CycleCost]  # batch size -> cost model
@@ -129,6 +129,6 @@ def explain_redrafted_misfit(verifier: str, are_texts_given: bool) -> str:
     """Explain why a verifier is not measured on a tree whose shape changes each cycle; "" if it is."""
     if are_texts_given and verifier in ("gumbel", "auto"):
         return f"{verifier} writes texts of its own on such trees: leave out --text"
-    if verifier not in ("gumbel", "auto") and not walks_most_likely(load_verifier(verifier)):
+    if verifier not in ("gumbel", "auto") and not is_walk_of_most_likely(load_verifier(verifier)):
         return "topk, gumbel and auto are measured here, the others by treespec eval"
     return ""

@@ -24,7 +24,7 @@ from treespec.verify.scheme import Scheme
 
 CASE_SIZES = ((2, 1), (2, 2), (3, 1), (3, 2), (3, 3))  # tokens and draws, the smallest first
 MAX_DENOMINATORS = {2: 4, 3: 3}  # tokens -> the largest denominator of the probabilities in p and q
-ROUNDING = 1e-4  # of a plan in float32
+ROUNDING_ERROR = 1e-4  # of a plan in float32
 
 Fractions: TypeAlias = tuple[Fraction, ...]
 
@@ -98,7 +98,7 @@ def check_scheme(
         seconds: after this time a slow scheme is not tried on larger p and q.
     """
     end = time.monotonic() + seconds
-    cases = list(list_cases(scheme.max_draws))
+    cases = list(list_scheme_cases(scheme.max_draws))
     generator = torch.Generator().manual_seed(0)
     risk = error / sum(2 * len(case.p) + 1 for case in cases)
     precision = 0.0
@@ -127,7 +127,7 @@ def check_scheme(
     return SchemeConformance("", None, number, precision, error, remarks)
 
 
-def list_cases(max_draws: int | None) -> Iterator[SchemeCase]:
+def list_scheme_cases(max_draws: int | None) -> Iterator[SchemeCase]:
     """List the pairs of p and q for each size: those of the smallest denominators first."""
     for vocab, draws in CASE_SIZES:
         if max_draws is not None and draws > max_draws:
@@ -196,12 +196,12 @@ def find_plan_fault(plans: Tensor, alone: Tensor, draws: Draws, vocab: int) -> s
         return f"a draw is token {int(draws.tokens.max())} of {vocab}"
     if not plans.isfinite().all():
         return "a plan holds a number that is not finite"
-    if plans.min() < -ROUNDING:
+    if plans.min() < -ROUNDING_ERROR:
         return f"a plan holds {float(plans.min()):.3f}"
     totals = plans.sum(-1)
-    if (totals - 1).abs().max() > 10 * ROUNDING:
+    if (totals - 1).abs().max() > 10 * ROUNDING_ERROR:
         return f"a plan sums to {float(totals[(totals - 1).abs().argmax()]):.3f}"
-    if (alone - plans[:1]).abs().max() > ROUNDING:
+    if (alone - plans[:1]).abs().max() > ROUNDING_ERROR:
         return "the plan of a node depends on the other nodes"
     return ""
 
@@ -225,7 +225,7 @@ def estimate_mean(values: Tensor, risk: float) -> tuple[Tensor, Tensor]:
     rows = len(values)
     log_risk = math.log(2 / risk)
     spread = (2 * values.var(0, keepdim=True) * log_risk / rows).sqrt()
-    return values.mean(0, keepdim=True), spread + 7 * log_risk / (3 * (rows - 1)) + ROUNDING
+    return values.mean(0, keepdim=True), spread + 7 * log_risk / (3 * (rows - 1)) + ROUNDING_ERROR
 
 
 def check_declared_draws(
@@ -235,8 +235,9 @@ def check_declared_draws(
     if scheme.random_draws not in ("independent", "without replacement") or scheme.max_draws == 1:
         return []
     q = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
-    tokens = scheme.draw(q.float().expand(rows, -1).contiguous(), 2, generator).tokens[:, :2]
-    if tokens.min() < 0:
+    draws = scheme.draw(q.float().expand(rows, -1).contiguous(), 2, generator)
+    tokens = draws.tokens[:, :2]
+    if draws.sure is not None or tokens.min() < 0:
         return []
     expected = torch.outer(q, q)
     if scheme.random_draws == "without replacement":

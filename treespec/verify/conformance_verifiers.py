@@ -7,17 +7,26 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from treespec.errors import InputError
 from treespec.trees.tree import Drafts, Draws, TokenTree
 from treespec.verify.conformance_trees import DrawTokens, Judge
 from treespec.verify.walk import Verifier
 
 
 def build_draw_tokens(verifier: Verifier) -> DrawTokens:
-    """Build the function that draws a node's children by the verifier's own scheme."""
+    """Build the function that draws a node's children by the verifier's own scheme.
+
+    The function raises InputError for draws that are more than tokens, which a table of texts does not hold.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def draw_tokens(q: np.ndarray, width: int) -> list[int]:
-        tokens = verifier.scheme.draw(torch.from_numpy(q)[None], width, generator).tokens[0]
+        draws = verifier.scheme.draw(torch.from_numpy(q)[None], width, generator)
+        if draws.sure is not None or draws.uniforms is not None:
+            raise InputError(
+                f"the draws of {verifier.name} are more than tokens: treespec certify tests it"
+            )
+        tokens = draws.tokens[0]
         return tokens[tokens >= 0].tolist()
 
     return draw_tokens

@@ -124,25 +124,34 @@ def read_verifier(name: str, path: str, part: Any) -> SchemeInfo | VerifierInfo:
     """
     if isinstance(part, SchemeInfo | VerifierInfo):
         return part
-    if isinstance(part, type) and hasattr(part, "plan"):
-        missing = [member for member in SCHEME_MEMBERS if is_missing(part, member)]
-        if is_missing(part, "draw") and is_missing(part, "make"):
-            missing.append("draw")
-        if missing:
-            raise InputError(f"{path}: the scheme {part.__name__} lacks {', '.join(missing)}")
-        return describe_scheme(part, path)
+    is_class = isinstance(part, type)
+    if is_class and hasattr(part, "plan"):
+        return read_scheme_class(path, part)
     verifier = part
-    if isinstance(part, type) and hasattr(part, "verify_on_device"):
+    if is_class and hasattr(part, "verify_on_device"):
         verifier = part()
-    if not callable(verifier) or is_missing(verifier, "scheme"):
+    if not callable(verifier) or not hasattr(verifier, "scheme"):
         raise InputError(
             f"{path} is {describe_object(part)}, must be a verifier: the class of a Scheme "
             "(treespec.verify.scheme), or a Verifier (treespec.verify.walk)"
         )
-    missing = [member for member in VERIFIER_MEMBERS if is_missing(verifier, member)]
-    if missing:
-        raise InputError(f"{path}: the verifier lacks {', '.join(missing)}")
+    check_members(path, verifier, VERIFIER_MEMBERS)
     return VerifierInfo(name, describe_scheme(verifier.scheme, ""), path, verifier.coupled)
+
+
+def read_scheme_class(path: str, part: Any) -> SchemeInfo:
+    """Make the row of the class of a scheme. Raises InputError for a class that lacks a member."""
+    check_members(path, part, SCHEME_MEMBERS)
+    if is_missing(part, "draw") and is_missing(part, "make"):
+        raise InputError(f"{path}: the scheme lacks draw")
+    return describe_scheme(part, path)
+
+
+def check_members(path: str, part: Any, members: Iterable[str]) -> None:
+    """Raise InputError for a scheme or verifier that lacks a member."""
+    missing = [member for member in members if is_missing(part, member)]
+    if missing:
+        raise InputError(f"{path} lacks {', '.join(missing)}")
 
 
 SCHEME_MEMBERS = ("name", "lossless", "deterministic", "max_draws", "plan")

@@ -130,7 +130,7 @@ def is_walk(verifier: Verifier) -> bool:
     return isinstance(verifier, Walk)
 
 
-def walks_most_likely(verifier: Verifier) -> bool:
+def is_walk_of_most_likely(verifier: Verifier) -> bool:
     """Whether a verifier walks down trees of the most likely tokens by samples of p, as `topk` does."""
     scheme = verifier.scheme
     if verifier.coupled or not scheme.lossless:

@@ -34,10 +34,10 @@ def llama_head():
 
 def test_the_line_goes_through_the_measured_sizes_never_falls_and_goes_on():
     cost = CycleCost((1, 4, 8), (0.010, 0.016, 0.012))
-    assert cost.predict_forward_seconds(8).tolist() == pytest.approx(
+    assert cost.interpolate_forward(range(1, 9)).tolist() == pytest.approx(
         [0.010, 0.012, 0.014, 0.016, 0.016, 0.016, 0.016, 0.016]
     )
-    assert CycleCost((1, 2), (1.0, 1.5)).predict_forward_seconds(6)[-1] == pytest.approx(3.5)
+    assert CycleCost((1, 2), (1.0, 1.5)).interpolate_forward(6) == pytest.approx(3.5)
 
 
 def test_a_cycle_costs_its_forward_its_levels_and_an_overhead():
@@ -143,6 +143,7 @@ def test_a_node_costs_its_seconds_once_for_each_sequence_that_it_delays():
     assert cost.spread_nodes(5, others=3) == 3.5
     assert cost.interpolate_forward(3.5) == 14
     assert cost.compute_forward_price(5, others=3) == 12 + 4 * 2  # two nodes more than the others, four sequences wait
+    assert cost.forward_prices[4] == cost.compute_forward_price(5)
     alone = CycleCost((1, 64), (1.0, 64.0))
     assert alone.compute_forward_price(5) == alone.interpolate_forward(5)
 

@@ -29,7 +29,7 @@ from treespec.model.target import Target
 from treespec.trees.dynamic import DynamicTree
 from treespec.trees.layout import get_layout
 from treespec.trees.policy import parse_policy
-from treespec.trees.static import StaticTree
+from treespec.trees.static import StaticTree, build_chain
 from treespec.trees.tree import TokenTree
 from treespec.verify.facts import VERIFIER_NAMES
 from treespec.verify.registry import SCHEMES, load_scheme
@@ -126,6 +126,13 @@ def test_the_pairing_rule_refuses_biased_pairs():
         check_fit(parse_policy("2x2"), load_scheme("single"))
     for scheme in SCHEMES.values():
         check_fit(choose_default_tree(scheme, None), scheme)
+
+
+def test_a_scheme_of_one_draw_without_a_tree_of_its_own_drafts_a_chain():
+    scheme = type("OneDraw", (type(load_scheme("rrs")),), {"max_draws": 1})()
+    tree = choose_default_tree(scheme, None)
+    check_fit(tree, scheme)
+    assert tree == build_chain(tree.max_depth)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window-6", "gpt2", "opt"])

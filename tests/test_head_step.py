@@ -70,7 +70,7 @@ def test_one_call_drafts_the_logits_of_the_modules(dtype, drafted):
 
 
 def draft_batch_levels(proposer):
-    """The draft logits of three sequences' levels, of which some have fewer nodes or none."""
+    """The draft logits of three sequences. Their levels have different numbers of nodes, some none."""
     generator = seeded(4)
     batch = []
     for length in (40, 7, 1):

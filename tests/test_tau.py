@@ -81,7 +81,7 @@ def test_what_a_draw_carries_is_its_enumeration(name):
 
 @pytest.mark.parametrize("name", ["single", "rrs", "kseq", "rrs-wo", "greedy", "topk"])
 def test_what_a_draw_of_any_scheme_carries_is_found_by_samples(name):
-    """As for a scheme of another package, of which no formula is known."""
+    """Rates by samples serve schemes of other packages, which give no formula."""
     scheme = scheme_by_name(name)
     for k, (p, q) in product((1, 2), every_pair(1)[::3]):
         if (scheme.max_draws and k > scheme.max_draws) or len(q.unique()) < len(q):

@@ -113,15 +113,20 @@ def refuse_suffix_beside_several(spec: DrafterSpec) -> None:
 def choose_default_tree(scheme: "Scheme", deepest: int | None) -> Policy:
     """Returns the tree without `--tree`: `auto` for a deterministic scheme, else the scheme's default.
 
+    The default has at most as many draws at a node as the scheme verifies.
+
     deepest: the number of levels that can be drafted; None: any number.
     """
     if scheme.deterministic:
         if deepest:
             return AutoTree(depth=min(AutoTree.depth, deepest))
         return AutoTree()
+    tree = scheme.default_tree
+    if scheme.max_draws:
+        tree = tree.limit_draws(scheme.max_draws)
     if deepest:
-        return scheme.default_tree.cut(deepest)
-    return scheme.default_tree
+        tree = tree.cut(deepest)
+    return tree
 
 
 def check_named(

@@ -27,7 +27,7 @@ from treespec.trees.tree import TokenTree, to_device
 from treespec.verify.batch import verify_trees
 from treespec.verify.gumbel import AUTO_VERIFIER
 
-COMMITTED_AT_ONCE = 256
+COMMITTED_AT_ONCE = 256  # tokens of a longer text
 BATCH_NODES = 256  # nodes of a batch; measured if the context has room for them
 WAITING_TOKENS = 3  # that the last cycle committed
 # Rounds stop after MEASURING_SECONDS, but not before MIN_ROUNDS.

@@ -145,8 +145,10 @@ class CostAwareRanking(HostRanking):
         self.model = model
         self.params = params
         self.calibration = calibration
-        sizes = np.arange(1, min(tree.nodes, model.cost.nodes[-1]) + 1)
-        self.forward = model.cost.compute_forward_price(sizes, model.mean_nodes)
+        self.forward = model.cost.forward_prices[: tree.nodes]
+        if model.cost.batch > 1:
+            sizes = np.arange(1, len(self.forward) + 1)
+            self.forward = model.cost.compute_forward_price(sizes, model.mean_nodes)
         self.predicted = list[np.ndarray]()
         self.top_sum = model.rates[0]
 

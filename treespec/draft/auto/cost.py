@@ -88,16 +88,11 @@ class CycleCost:
         sizes, seconds = self._line
         return np.interp(nodes, sizes, seconds)
 
-    def predict_forward_seconds(self, most: int) -> np.ndarray:
-        """Returns [most] T(n) for n = 1, 2, …, most."""
-        seconds: np.ndarray = self.interpolate_forward(np.arange(1, most + 1))
-        return seconds
-
     def spread_nodes(self, nodes: Any, others: float) -> Any:
-        """Returns the nodes of each tree of a batch whose trees are equal, and have as many nodes as these together.
+        """Returns the mean number of nodes of a batch's trees.
 
         nodes: of one sequence's tree: a number or an array. others: of the tree of each other sequence. Of 4
-        sequences one has 5 nodes, each other one 3: 14 nodes, 3.5 each.
+        sequences one has 5 nodes, each other one 3: 14 nodes, 3.5 on average.
         """
         return others + (nodes - others) / self.batch
 
@@ -113,17 +108,17 @@ class CycleCost:
         return seconds_of_others + self.batch * (seconds - seconds_of_others)
 
     @cached_property
-    def measured_forward_seconds(self) -> np.ndarray:
-        """[M] T(n) for n = 1, 2, … up to the largest measured size."""
-        return self.predict_forward_seconds(self.nodes[-1])
+    def forward_prices(self) -> np.ndarray:
+        """[M] `compute_forward_price` of 1, 2, … nodes up to the largest measured size, beside roots alone."""
+        prices: np.ndarray = self.compute_forward_price(np.arange(1, self.nodes[-1] + 1))
+        return prices
 
     @cached_property
     def least_probability(self) -> float:
-        """Pr(a draft token is accepted), for a token of which even the cheapest number pays for its time."""
-        sizes = np.arange(1, self.nodes[-1] + 1)
-        price = self.compute_forward_price(sizes)
-        of_each = (price[1:] - price[0]) / (sizes[1:] - 1)
-        return float(of_each.min() * self.baseline_speed)
+        """The acceptance probability below which no number of draft tokens pays for its time."""
+        extra_seconds = self.forward_prices[1:] - self.forward_prices[0]
+        seconds_per_token = extra_seconds / np.arange(1, len(self.forward_prices))
+        return float(seconds_per_token.min() * self.baseline_speed)
 
     @cached_property
     def seconds_per_extra_row(self) -> float:

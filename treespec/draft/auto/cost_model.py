@@ -142,7 +142,7 @@ class CostModel:
         corrects: the correction that the cycle's outcome updates.
         plain: tokens per second of one-token decoding.
         worthwhile_speed: tokens per second that drafts must seem to exceed.
-        mean_nodes: of the sequence's trees, decayed; the others' trees are expected to have as many.
+        mean_nodes: the decayed mean size of the sequence's trees. The model assumes it for the other sequences.
         tokens, seconds: decayed sums over the cycles whose tree was chosen level by level.
         idle: cycles without drafts since the last trial.
         trials: trials that brought no accepted token, one after another.

@@ -89,8 +89,8 @@ class PairProposer(Proposer):
         head: the head; each subclass names its class.
         states: the waiting pairs of each sequence.
         cache: keys and values of the pairs that the layers have read, then those of drafted levels.
-        most_waiting: pairs of a sequence that may wait. On a CPU a text whose drafts do not pay seldom has as many,
-            so the layers never read them.
+        most_waiting: pairs of a sequence that may wait. It is large on a CPU: if drafts do not pay, a text often ends
+            before the layers read its pairs.
     """
 
     head: Any

@@ -223,6 +223,5 @@ def keep_profitable_nodes(guess: Guess, cost: CycleCost) -> Guess:
         return guess
     reach = guess.compute_reach(guess.probabilities)
     order = np.argsort(-reach, kind="stable")  # the root is first, and a parent before its children
-    sizes = np.arange(1, cost.nodes[-1] + 1)
-    size = find_best_size(reach[order[1:]], cost.compute_forward_price(sizes), cost.baseline_speed)
+    size = find_best_size(reach[order[1:]], cost.forward_prices, cost.baseline_speed)
     return guess.keep_nodes(np.sort(order[:size]))

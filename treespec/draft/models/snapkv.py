@@ -2,7 +2,7 @@
 
 SnapKV (Li et al. 2024, 2404.14469). The last tokens run once more, as an observation window. A column's score is the
 attention that all of them and all query heads of its KV head pay to it, averaged over neighbouring columns. Eight
-tokens, of which two are selected; the window is the last two:
+tokens; the last two are the window, and two others are selected:
 
     column                     0    1    2    3    4    5  |  6    7
     attention of 6 and 7      .5   .1   .0   .3   .0   .1     .6   .4

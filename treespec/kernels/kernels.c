@@ -176,16 +176,32 @@ void noise(const int64_t *starts, float *y, long rows, long size, int threads) {
 
 enum { PAIRED, HALF, SINGLE };  // the form of a weight: bfloat16, float16, float32
 
+// Where input i of output o lies in a packed weight of padded width.
+INLINE long place_of(long o, long i, long width, int form) {
+  long inside = form == PAIRED ? i / 2 * 2 * L + o % L * 2 + i % 2 : i * L + o % L;
+  return o / L * L * width + inside;
+}
+
 void pack(const void *weight, void *packed, long in, long out, int form) {
   long width = (in + 31) / 32 * 32;
 #pragma omp parallel for
   for (long o = 0; o < (out + L - 1) / L * L; o++)
     for (long i = 0; i < width; i++) {
-      long inside = form == PAIRED ? i / 2 * 2 * L + o % L * 2 + i % 2 : i * L + o % L;
-      long to = o / L * L * width + inside, from = o * in + i;
+      long to = place_of(o, i, width, form), from = o * in + i;
       int real = o < out && i < in;
       if (form == SINGLE) ((uint32_t *)packed)[to] = real ? ((const uint32_t *)weight)[from] : 0;
       else ((uint16_t *)packed)[to] = real ? ((const uint16_t *)weight)[from] : 0;
+    }
+}
+
+void unpack(const void *packed, void *weight, long in, long out, int form) {
+  long width = (in + 31) / 32 * 32;
+#pragma omp parallel for
+  for (long o = 0; o < out; o++)
+    for (long i = 0; i < in; i++) {
+      long from = place_of(o, i, width, form), to = o * in + i;
+      if (form == SINGLE) ((uint32_t *)weight)[to] = ((const uint32_t *)packed)[from];
+      else ((uint16_t *)weight)[to] = ((const uint16_t *)packed)[from];
     }
 }
 

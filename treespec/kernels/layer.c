@@ -249,3 +249,12 @@ void head_step(const HeadStep *head, const HeadNodes *nodes) {
   linear(&output, nodes->last, nodes->logits, nodes->rows);
   free(room);
 }
+
+enum { ABI = 1 };  // counted up when a structure or a parameter changes, here and in structs.py
+
+// Writes the sizes [5] of the structures in bytes; returns the ABI.
+int describe_abi(int64_t *sizes) {
+  sizes[0] = sizeof(Linear), sizes[1] = sizeof(Attention), sizes[2] = sizeof(Layer);
+  sizes[3] = sizeof(HeadStep), sizes[4] = sizeof(HeadNodes);
+  return ABI;
+}

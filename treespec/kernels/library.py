@@ -20,6 +20,7 @@ from treespec.errors import InputError
 from treespec.files.atomic import writing
 from treespec.files.downloads import cache_folder
 from treespec.kernels.processor import describe_processor
+from treespec.kernels.structs import check_abi, declare_parameters
 
 log = logging.getLogger(__name__)
 
@@ -29,42 +30,6 @@ SOURCE_FILES = [
     Path(__file__).with_name("kernels.c"),
 ]
 COMPILER_OPTIONS = ["-O3", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC"]
-
-C_POINTER = ctypes.c_void_p
-C_STRUCT = ctypes.c_char_p  # the bytes of a packed `struct.Struct`
-C_LONG = ctypes.c_long
-C_INT = ctypes.c_int
-C_FLOAT = ctypes.c_float
-
-# The types of each kernel's parameters.
-KERNEL_PARAMETERS: dict[str, list[Any]] = {
-    # weight, packed weight; inputs, outputs; form
-    "pack": [C_POINTER, C_POINTER, C_LONG, C_LONG, C_INT],
-    # `Linear`; x, y; rows
-    "linear": [C_STRUCT, C_POINTER, C_POINTER, C_LONG],
-    # `Attention`
-    "attention": [C_STRUCT],
-    # several `Layer`, one after the other; their number
-    "layers": [C_STRUCT, C_LONG],
-    # `HeadStep`, `HeadNodes`
-    "head_step": [C_STRUCT, C_STRUCT],
-    # x, weight, y; rows, width; epsilon, half, threads
-    "rms_norm": [C_POINTER, C_POINTER, C_POINTER, C_LONG, C_LONG, C_FLOAT, C_INT, C_INT],
-    # states, y; rows, width; threads
-    "noise": [C_POINTER, C_POINTER, C_LONG, C_LONG, C_INT],
-    # logits, probabilities, tokens; rows, vocabulary, k; 1 / temperature, half, threads
-    "rank": [C_POINTER, C_POINTER, C_POINTER, C_LONG, C_LONG, C_LONG, C_FLOAT, C_INT, C_INT],
-    # logits, noise; vocabulary; temperature, half
-    "choose": [C_POINTER, C_POINTER, C_LONG, C_FLOAT, C_INT],
-    # logits, noise, tokens, scores; rows, size; factor, temperature, half
-    "score": [
-        *(C_POINTER, C_POINTER, C_POINTER, C_POINTER),
-        *(C_LONG, C_LONG, C_FLOAT, C_FLOAT, C_INT),
-    ],
-    # addresses of blocks, moves; their numbers; heads, capacity, bytes, threads
-    "copy_columns": [C_STRUCT, C_STRUCT, C_LONG, C_LONG, C_LONG, C_LONG, C_LONG, C_INT],
-}
-
 
 @cache
 def load_kernels() -> Any:
@@ -81,12 +46,12 @@ def load_kernels() -> Any:
         if not file.exists():
             compile_library(command, file)
         library = ctypes.CDLL(str(file))
+        check_abi(library)
     except (OSError, InputError, subprocess.CalledProcessError) as error:
         message = describe_compile_error(error)
         log.warning("%s cannot compile the kernels, torch's own run: %s", compiler, message)
         return None
-    for kernel, parameters in KERNEL_PARAMETERS.items():
-        getattr(library, kernel).argtypes = parameters
+    declare_parameters(library)
     return library
 
 

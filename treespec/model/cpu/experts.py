@@ -67,9 +67,10 @@ class PackedProduct(TorchFunctionMode):
     def __init__(self, linear: nn.Module) -> None:
         super().__init__()
         self.linear = linear
+        self.shape = (linear.out_features, linear.in_features)
 
     def __torch_function__(self, code: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if code is F.linear and args[1].shape == self.linear.weight.shape:
+        if code is F.linear and args[1].shape == self.shape:
             return self.linear(args[0])
         if code in (torch.sigmoid, Tensor.sigmoid):
             return pad_to_blocks(code, args[0])
@@ -93,7 +94,7 @@ def pack_router(router: Any, linear: nn.Module) -> None:
             return plain_forward(*args)
 
     experts, width = router.weight.shape
-    x = torch.linspace(-1, 1, 4 * width).view(4, -1).to(router.weight.dtype)
+    x = torch.linspace(-1, 1, 4 * width, dtype=torch.float32, device="cpu").view(4, -1).to(router.weight.dtype)
     others = list(inspect.signature(plain_forward).parameters.values())[1:]
     needed = [other for other in others if other.default is other.empty]
     zeros = [x.new_zeros(experts)] * len(needed)

@@ -22,10 +22,12 @@ from treespec.kernels import ops as kernels
 from treespec.kernels.checks import KernelInputError
 from treespec.model.cpu.experts import (
     PACKED,
+    load_experts,
     matches_outputs,
     pack_router,
     pad_to_blocks,
     run_experts,
+    save_experts,
 )
 from treespec.model.quantization.layers import is_plain_weight
 
@@ -251,7 +253,8 @@ def pack_experts(experts: Any) -> None:
     if experts.has_gate:
         first = "gate_up_proj"
     experts.products = nn.ModuleList()
-    for name in (first, "down_proj"):
+    experts.packed_names = (first, "down_proj")
+    for name in experts.packed_names:
         weights = getattr(experts, name)  # [E, out, in]
         if experts.is_transposed:
             weights = weights.mT
@@ -259,6 +262,8 @@ def pack_experts(experts: Any) -> None:
         experts.products.append(pack_matrices(weights, biases))
         delattr(experts, name)
     experts.forward = partial(run_experts, experts)
+    experts.register_state_dict_post_hook(save_experts)
+    experts.register_load_state_dict_pre_hook(load_experts)
     setattr(experts, PACKED, True)
 
 

@@ -1,4 +1,4 @@
-"""A packed and fused model is the model that it says: its weights, copies, casts and changes are those of plain layers."""
+"""A packed and fused model is what it says: its weights, copies, casts and changes are those of plain layers."""
 
 import copy
 import threading
@@ -45,7 +45,7 @@ def compute_logits(model):
 
 @torch.no_grad()
 def compute_states(model):
-    """[1, 9, H] the hidden states of the prompt, by the decoder and treespec's cache; `Target` has prepared the model."""
+    """[1, 9, H] the prompt's hidden states, by the decoder and treespec's cache; `Target` has prepared the model."""
     mask = to_additive_mask(torch.ones(9, 9, dtype=torch.bool).tril(), model.dtype)[None, None]
     return model.model(PROMPT, attention_mask=mask, past_key_values=TreeCache(3, 16)).last_hidden_state
 
@@ -325,10 +325,9 @@ def test_what_does_not_fit_a_kernel_is_refused():
         "blocks of two dtypes": lambda: kernels.copy_columns([block, block.double()], [(0, 1, 0)]),
         "a norm of another width": lambda: kernels.apply_rms_norm(torch.randn(2, 7), torch.ones(8), 1e-6),
     }
-    for name, fault in faults.items():
+    for fault in faults.values():
         with pytest.raises(KernelInputError):
             fault()
-            raise AssertionError(name)
 
 
 def test_layers_refuse_storage_masks_and_angles_that_do_not_fit():
@@ -354,7 +353,6 @@ def test_layers_refuse_storage_masks_and_angles_that_do_not_fit():
         "angles wider than a head": {"angles": torch.randn(2, 1, 5, layer.head_width + 2)},
         "starts": {"starts": torch.tensor([0, 4])},
     }
-    for name, fault in faults.items():
+    for fault in faults.values():
         with pytest.raises(KernelInputError):
             run_layers([layer], **(good | fault))
-            raise AssertionError(name)

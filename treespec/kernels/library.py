@@ -31,6 +31,7 @@ SOURCE_FILES = [
 ]
 COMPILER_OPTIONS = ["-O3", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC"]
 
+
 @cache
 def load_kernels() -> Any:
     """Load the kernels; compile them at the first use. None if there is no compiler or it fails."""

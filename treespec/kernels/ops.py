@@ -19,7 +19,7 @@ from torch import Tensor
 from treespec.kernels.checks import KernelInputError, check_dense
 from treespec.kernels.huge_pages import allocate_huge_pages
 from treespec.kernels.library import load_kernels
-from treespec.kernels.structs import Attention, Linear
+from treespec.kernels.structs import AttentionStruct, LinearStruct
 
 # dtypes of rows -> the kernels' `half` argument
 BFLOAT16_FLAGS = {torch.bfloat16: 1, torch.float32: 0}
@@ -29,7 +29,7 @@ WEIGHT_FORMS = (torch.bfloat16, torch.float16, torch.float32)
 BLOCK_OUTPUTS = 16
 BLOCK_INPUTS = 32
 
-CPU = torch.device("cpu")
+CPU_DEVICE = torch.device("cpu")
 
 
 class PackedWeight(NamedTuple):
@@ -68,7 +68,7 @@ def choose_form(weight: Tensor) -> int | None:
 def pack_weight(weight: Tensor, form: int) -> PackedWeight:
     """Copy a weight [out, in] into the order of the kernels. form: from `choose_form`."""
     outputs, inputs = weight.shape
-    plain = weight.detach().to(CPU, WEIGHT_FORMS[form]).contiguous()
+    plain = weight.detach().to(CPU_DEVICE, WEIGHT_FORMS[form]).contiguous()
     rows = round_up(outputs, BLOCK_OUTPUTS)
     columns = round_up(inputs, BLOCK_INPUTS)
     numbers = allocate_huge_pages(rows * columns * plain.itemsize).view(plain.dtype)
@@ -80,7 +80,7 @@ def unpack_weight(weight: PackedWeight) -> Tensor:
     """Return a copy [out, in] of a packed weight in the usual order, in the dtype of its form."""
     weight.check()
     numbers = weight.numbers
-    plain = torch.empty(weight.outputs, weight.inputs, dtype=numbers.dtype, device=CPU)
+    plain = torch.empty(weight.outputs, weight.inputs, dtype=numbers.dtype, device=CPU_DEVICE)
     sizes = (weight.inputs, weight.outputs, weight.form)
     load_kernels().unpack(numbers.data_ptr(), plain.data_ptr(), *sizes)
     return plain
@@ -113,7 +113,7 @@ def multiply_packed(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Ten
         check_dense(bias, "the bias", BFLOAT16_FLAGS, (weight.outputs,))
         bias_pointer = bias.data_ptr()
     out = x.new_empty(*shape, weight.outputs)
-    product = Linear(
+    product = LinearStruct(
         weight.numbers.data_ptr(),
         bias_pointer,
         weight.inputs,
@@ -132,8 +132,8 @@ def fill_noise(starts: Sequence[int], size: int) -> Tensor:
 
     starts: P int64 states. size: numbers of each stream.
     """
-    states = torch.tensor(starts, dtype=torch.int64, device=CPU)
-    noise = torch.empty(len(starts), size, dtype=torch.float32, device=CPU)
+    states = torch.tensor(starts, dtype=torch.int64, device=CPU_DEVICE)
+    noise = torch.empty(len(starts), size, dtype=torch.float32, device=CPU_DEVICE)
     threads = torch.get_num_threads()
     load_kernels().noise(states.data_ptr(), noise.data_ptr(), len(starts), size, threads)
     return noise
@@ -150,8 +150,8 @@ def rank_tokens(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Ten
     check_dense(logits, "logits", BFLOAT16_FLAGS, (count, size))
     if not 0 < k <= size:
         raise KernelInputError(f"k is {k}, must be from 1 to the {size} tokens of a row")
-    probs = torch.empty(count, k, dtype=torch.float32, device=CPU)
-    tokens = torch.empty(count, k, dtype=torch.int64, device=CPU)
+    probs = torch.empty(count, k, dtype=torch.float32, device=CPU_DEVICE)
+    tokens = torch.empty(count, k, dtype=torch.int64, device=CPU_DEVICE)
     pointers = (logits.data_ptr(), probs.data_ptr(), tokens.data_ptr())
     half = BFLOAT16_FLAGS[logits.dtype]
     threads = torch.get_num_threads()
@@ -191,7 +191,7 @@ def score_tokens(
     if tokens is not None:
         noise_size = len(noise)  # the caller's vocabulary holds tokens below it
     check_dense(noise, "noise", (torch.float32,), (noise_size,))
-    scores = torch.empty(rows, size, dtype=torch.float32, device=CPU)
+    scores = torch.empty(rows, size, dtype=torch.float32, device=CPU_DEVICE)
     tokens_pointer = None
     if tokens is not None:
         check_dense(tokens, "tokens", (torch.int64,), (size,))
@@ -282,7 +282,7 @@ def attend_packed(
     batch, heads, nodes, width = query.shape
     _, kv_heads, columns, value_width = value.shape
     out = query.new_empty(batch, nodes, heads, value_width)
-    fields = Attention(
+    fields = AttentionStruct(
         query=query.data_ptr(),
         key=key.data_ptr(),
         value=value.data_ptr(),

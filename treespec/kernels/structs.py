@@ -7,12 +7,14 @@ import ctypes
 from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
 from typing import Any
 
-ABI = 1  # of kernels.c and layer.c; both sides count it up when a structure or a parameter changes
+ABI_VERSION = (
+    1  # of kernels.c and layer.c; both sides count it up when a structure or a parameter changes
+)
 LAYER_PRODUCTS = 7  # queries, keys, values, output, gate, up, down
 LAYER_NORMS = 4  # before attention, before the MLP, of queries, of keys
 
 
-class Linear(ctypes.Structure):
+class LinearStruct(ctypes.Structure):
     """A product by a packed weight: `Linear` of kernels.c."""
 
     _fields_ = [
@@ -26,7 +28,7 @@ class Linear(ctypes.Structure):
     ]
 
 
-class Attention(ctypes.Structure):
+class AttentionStruct(ctypes.Structure):
     """Attention of all nodes of a forward: `Attention` of kernels.c. Strides are in numbers, not bytes."""
 
     _fields_ = [
@@ -44,7 +46,7 @@ class Attention(ctypes.Structure):
     ]
 
 
-class Layer(ctypes.Structure):
+class LayerStruct(ctypes.Structure):
     """A decoder layer and what it computes in one forward: `Layer` of layer.c."""
 
     _fields_ = [
@@ -66,18 +68,18 @@ class Layer(ctypes.Structure):
     ]
 
 
-class HeadStep(ctypes.Structure):
+class HeadStepStruct(ctypes.Structure):
     """The weights of a draft head's step: `HeadStep` of layer.c."""
 
     _fields_ = [
-        ("layer", Layer),
-        ("fc", Linear),
-        ("output", Linear),
+        ("layer", LayerStruct),
+        ("fc", LinearStruct),
+        ("output", LinearStruct),
         ("embedding", c_void_p),
     ]
 
 
-class HeadNodes(ctypes.Structure):
+class HeadNodesStruct(ctypes.Structure):
     """The nodes of a draft head's step: `HeadNodes` of layer.c."""
 
     _fields_ = [
@@ -89,7 +91,13 @@ class HeadNodes(ctypes.Structure):
     ]
 
 
-STRUCTURES = (Linear, Attention, Layer, HeadStep, HeadNodes)  # as `describe_abi` of layer.c lists them
+KERNEL_STRUCTURES = (
+    LinearStruct,
+    AttentionStruct,
+    LayerStruct,
+    HeadStepStruct,
+    HeadNodesStruct,
+)  # as `describe_abi` of layer.c lists them
 
 # The types of each kernel's parameters.
 KERNEL_PARAMETERS: dict[str, list[Any]] = {
@@ -98,11 +106,11 @@ KERNEL_PARAMETERS: dict[str, list[Any]] = {
     # packed weight, weight; inputs, outputs; form
     "unpack": [c_void_p, c_void_p, c_int64, c_int64, c_int],
     # the product; x, y; rows
-    "linear": [ctypes.POINTER(Linear), c_void_p, c_void_p, c_int64],
-    "attention": [ctypes.POINTER(Attention)],
+    "linear": [ctypes.POINTER(LinearStruct), c_void_p, c_void_p, c_int64],
+    "attention": [ctypes.POINTER(AttentionStruct)],
     # several layers, one after the other; their number
-    "layers": [ctypes.POINTER(Layer), c_int64],
-    "head_step": [ctypes.POINTER(HeadStep), ctypes.POINTER(HeadNodes)],
+    "layers": [ctypes.POINTER(LayerStruct), c_int64],
+    "head_step": [ctypes.POINTER(HeadStepStruct), ctypes.POINTER(HeadNodesStruct)],
     # x, weight, y; rows, width; epsilon, half, threads
     "rms_norm": [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_int, c_int],
     # states, y; rows, width; threads
@@ -133,11 +141,11 @@ def check_abi(library: Any) -> None:
     describe = getattr(library, "describe_abi", None)
     if describe is None:
         raise OSError("the library of the kernels is older than this treespec")
-    sizes = (c_int64 * len(STRUCTURES))()
+    sizes = (c_int64 * len(KERNEL_STRUCTURES))()
     version = describe(sizes)
-    expected = [ctypes.sizeof(structure) for structure in STRUCTURES]
-    if version != ABI or list(sizes) != expected:
+    expected = [ctypes.sizeof(structure) for structure in KERNEL_STRUCTURES]
+    if version != ABI_VERSION or list(sizes) != expected:
         raise OSError(
             f"the library of the kernels has ABI {version} and structures of {list(sizes)} bytes, "
-            f"this treespec ABI {ABI} and {expected}"
+            f"this treespec ABI {ABI_VERSION} and {expected}"
         )

@@ -43,34 +43,23 @@ def read_layer(layer: Any, norm_names: Sequence[str], sign: float) -> LayerWeigh
     """
     # 1. The modules.
     modules = dict(layer.named_modules())
-    products = []
-    for name in PROJECTION_NAMES:
-        product = modules.get(name)
-        if type(product) is not PackedLinear:
-            raise UnfusableError(f"{name} is {type(product).__name__}, no packed linear layer")
-        products.append(product)
+    products = [get_product(modules, name) for name in PROJECTION_NAMES]
     attention = modules["self_attn"]
     head_width = getattr(attention, "head_dim", None)
     eps = getattr(modules.get(NORM_NAMES[1]), "eps", None)
     if type(head_width) is not int or type(eps) is not float:
         raise UnfusableError("it has no width of heads, or no packed norm before its MLP")
 
-    # 2. Biases and norms, of one dtype.
-    biases = [product.bias for product in products]
-    norms = []
-    for name in norm_names:
-        norms.append(getattr(modules.get(name), "weight", None))
-    vectors = [vector for vector in (*biases, *norms) if vector is not None]
-    dtypes = {vector.dtype for vector in vectors}
-    if len(dtypes) != 1 or not dtypes <= BFLOAT16_FLAGS.keys():
-        raise UnfusableError(f"its biases and norms have dtypes {sorted(map(str, dtypes))}")
-    (dtype,) = dtypes
+    # 2. Biases and norms.
+    biases = [detach(product.bias) for product in products]
+    norms = [detach(getattr(modules.get(name), "weight", None)) for name in norm_names]
+    dtype = find_dtype([*biases, *norms])
 
     # 3. The sizes.
     weights = LayerWeights(
         products=[product.read_weight() for product in products],
-        biases=[None if bias is None else bias.detach() for bias in biases],
-        norms=[None if norm is None else norm.detach() for norm in norms],
+        biases=biases,
+        norms=norms,
         head_width=head_width,
         scale=getattr(attention, "scaling", head_width**-0.5),
         eps=eps,
@@ -82,6 +71,30 @@ def read_layer(layer: Any, norm_names: Sequence[str], sign: float) -> LayerWeigh
     except KernelInputError as error:
         raise UnfusableError(str(error)) from error
     return weights
+
+
+def get_product(modules: dict[str, Any], name: str) -> PackedLinear:
+    """Returns a layer's product by name. Raises UnfusableError if it is not packed."""
+    product = modules.get(name)
+    if type(product) is not PackedLinear:
+        raise UnfusableError(f"{name} is {type(product).__name__}, no packed linear layer")
+    return product
+
+
+def detach(tensor: Tensor | None) -> Tensor | None:
+    """Returns a tensor without its gradient; None for None."""
+    if tensor is not None:
+        tensor = tensor.detach()
+    return tensor
+
+
+def find_dtype(vectors: Sequence[Tensor | None]) -> torch.dtype:
+    """Returns the dtype of biases and norms. Raises UnfusableError if they differ, or the kernels do not take it."""
+    dtypes = {vector.dtype for vector in vectors if vector is not None}
+    if len(dtypes) != 1 or not dtypes <= BFLOAT16_FLAGS.keys():
+        raise UnfusableError(f"its biases and norms have dtypes {sorted(map(str, dtypes))}")
+    (dtype,) = dtypes
+    return dtype
 
 
 def run_blocks(

@@ -121,7 +121,8 @@ def pack_router(router: Any, linear: nn.Module) -> None:
     packed = RouterForward(router, linear)
     plain_forward = router.forward
     experts, width = router.weight.shape
-    x = torch.linspace(-1, 1, 4 * width, dtype=torch.float32, device="cpu").view(4, -1).to(router.weight.dtype)
+    numbers = torch.linspace(-1, 1, 4 * width, dtype=torch.float32, device="cpu")
+    x = numbers.view(4, -1).to(router.weight.dtype)
     others = list(inspect.signature(plain_forward).parameters.values())[1:]
     needed = [other for other in others if other.default is other.empty]
     zeros = [x.new_zeros(experts)] * len(needed)

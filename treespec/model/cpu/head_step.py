@@ -10,7 +10,7 @@ from typing import Any, final
 import numpy as np
 from torch import Tensor
 
-from treespec.kernels.layers import HeadWeights, NodeArrays, StepOutput, run_head_step
+from treespec.kernels.head_step import HeadWeights, NodeArrays, StepOutput, run_head_step
 from treespec.model.cache_layer import TreeLayer
 from treespec.model.cpu.decoder_block import (
     HEAD_NORM_NAMES,

@@ -116,7 +116,9 @@ class PackedLinear(nn.Module):
         error_msgs: list[str],
     ) -> None:
         """Reads `weight` and `bias`, as `nn.Linear` does, in the layer's dtype."""
-        wanted = {f"{prefix}weight": (self.out_features, self.in_features)}
+        wanted: dict[str, tuple[int, ...]] = {
+            f"{prefix}weight": (self.out_features, self.in_features)
+        }
         if self.bias is not None:
             wanted[f"{prefix}bias"] = (self.out_features,)
         for name, shape in wanted.items():

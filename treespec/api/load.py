@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from treespec.api.options import ModelOptions
 from treespec.api.spec import Spec
-from treespec.demo.known import choose_default_drafter
+from treespec.demo.known import NO_DRAFTER, choose_default_drafter, choose_head
 from treespec.draft.calibration import Calibration, load_calibration
 from treespec.draft.source import DraftSource, load_source
 from treespec.draft.spec import DrafterSpec
@@ -54,15 +54,15 @@ def load(
         target: Directory, hub id, `demo`, or a loaded transformers model. A loaded model stays usable,
             but changes for good: evaluation mode, no gradients, attention that takes trees. Its
             weights do not change; those of a model loaded here are packed on a CPU if that is faster.
-        head: Directory or hub id of a trained head of any kind, or `demo` for the one that comes with
-            treespec. Default: see `drafter`.
+        head: Directory or hub id of a trained head of any kind, `auto` for the published head of the
+            target (`treespec heads`), or `demo` for the one that comes with treespec. Default: see `drafter`.
         tree: A form of `treespec.trees.policy.TREE_SYNTAX`. Default: chosen for the verifier.
         verifier: A name of `treespec.verify.facts.VERIFIER_NAMES`. Default: `auto`.
         tokenizer: Default: the one in the target's directory. With a model object and no tokenizer,
             prompts and answers are token ids.
         drafter: `kind:value` instead of a head, with a kind of `treespec.draft.registry.DRAFTERS`.
-            Default: for `demo` its head and a suffix cache of the sequence; other targets decode one
-            token at a time.
+            `none` decodes one token at a time. Default: `suffix:tokens=0`, which drafts from the
+            sequence at hand; for `demo` its head as well.
         allow_lossy: Whether the verifier may change the distribution of the text.
         template: Chat template of fschat by name. Default: the tokenizer's own.
         device_map: As in transformers.
@@ -100,13 +100,13 @@ def parse_drafter(
     """Parse the drafter that `load`'s arguments name; None means one token at a time. Raises InputError."""
     if head and drafter:
         raise InputError(f"both --head {head} and --drafter {drafter} are given: leave out one")
-    if head is None and drafter is None:
-        drafter = choose_default_drafter(target)
-    if drafter:
-        return DrafterSpec.parse(drafter)
     if head:
-        return DrafterSpec.parse(f"head:{fspath(head)}")
-    return None
+        return DrafterSpec.parse(f"head:{choose_head(target, fspath(head))}")
+    if not drafter:
+        drafter = choose_default_drafter(target)
+    if drafter == NO_DRAFTER:
+        return None
+    return DrafterSpec.parse(drafter)
 
 
 def load_options(options: ModelOptions) -> Spec:

@@ -82,12 +82,17 @@ def load(
     if spec is not None:
         tree = spec.choose_tree(tree)
 
-    # 2. The target, and what drafts for it.
+    # 2. The target, and what drafts for it. The default drafter gives way if the target cannot score trees.
     placement = Placement(load_in, revision, trust_remote_code, dtype, device_map, max_memory)
-    if spec is None:
-        model, _ = load_parsed(target, [], placement, tokenizer)
+    specs = []
+    if spec is not None:
+        specs.append(spec)
+    is_default = head is None and drafter in (None, choose_default_drafter(target))
+    needs_trees = spec is not None and not is_default
+    model, sources = load_parsed(target, specs, placement, tokenizer, needs_trees)
+    if spec is None or not sources:
         return Spec(model, None, tree, verifier, template, allow_lossy)
-    model, (source,) = load_parsed(target, [spec], placement, tokenizer)
+    (source,) = sources
     calibration = read_calibration(source, spec)
     return Spec(model, source, tree, verifier, template, allow_lossy, calibration)
 
@@ -133,16 +138,20 @@ def load_parsed(
     drafters: Sequence[DrafterSpec],
     placement: Placement,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    needs_trees: bool = True,
 ) -> tuple[Target, list[DraftSource]]:
-    """Load a target, and the source of drafts for each parsed drafter. target, tokenizer: as for `load`."""
+    """Load a target, and the source of drafts for each parsed drafter. target, tokenizer: as for `load`.
+
+    needs_trees: whether to refuse a target whose trees fail their check. With False it gets no source then.
+    """
     # 1. The target.
     target = unwrap_adapter(target)
     if isinstance(target, PreTrainedModel):
         refuse_placement(placement)
         with alone_with([target]):
-            model = Target(target, tokenizer)
+            model = Target(target, tokenizer, needs_trees=needs_trees)
     elif isinstance(target, str | PathLike):
-        model = read_target(fspath(target), placement)
+        model = read_target(fspath(target), placement, needs_trees)
         if tokenizer is not None:
             model.tokenizer = tokenizer
     else:
@@ -151,7 +160,9 @@ def load_parsed(
         )
 
     # 2. Sources are loaded first: they copy weights of the target, which packing would change.
-    sources = [load_source(spec, model) for spec in drafters]
+    sources = []
+    if not model.tree_obstacle:
+        sources = [load_source(spec, model) for spec in drafters]
     if model.model is not target:  # the weights of the caller's model do not change
         pack(model.model)
         fuse(model.model)
@@ -164,8 +175,8 @@ def load_parsed(
     return model, sources
 
 
-def read_target(path: str, placement: Placement) -> Target:
-    """Load a target from its directory or hub id.
+def read_target(path: str, placement: Placement, needs_trees: bool = True) -> Target:
+    """Load a target from its directory or hub id. needs_trees: as for `Target`.
 
     On a CPU without bfloat16 instructions, quantised weights are read with dtype float32, because
     products in float32 are faster there.
@@ -173,7 +184,7 @@ def read_target(path: str, placement: Placement) -> Target:
     is_slow = is_only_cpu(placement.device_map) and not has_bfloat16_instructions()
     if is_slow and placement.load_in and placement.dtype == "auto":
         placement = replace(placement, dtype="float32")
-    return Target.load(path, placement)
+    return Target.load(path, placement, needs_trees)
 
 
 def is_only_cpu(device_map: Any) -> bool:

@@ -84,6 +84,8 @@ class Spec:
             self.times: CostBy = measure_costs(target, None, times)
             self.decoder = Decoder(target, None, verifier)
             return
+        if target.tree_obstacle:
+            raise InputError(target.tree_obstacle)
         self.source = as_source(source, target)
         self.times = measure_costs(target, self.proposer, times)
         drafter = self.source.build_drafter(tree, verifier, calibration, self.times)

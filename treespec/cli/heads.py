@@ -22,7 +22,7 @@ TARGET_HELP = (
 UNSEEN_LICENCE = "licence: see its card"
 
 
-def heads(
+def list_heads(
     target: Annotated[str | None, typer.Argument(help=TARGET_HELP, metavar="TARGET")] = None,
 ) -> None:
     """List the draft heads that others have published, by target. --head auto takes a target's first one."""

@@ -75,8 +75,8 @@ def find_hub_name(target: str) -> str:
     return str(config.get("_name_or_path") or target)
 
 
-def suggest_target(target: str) -> str:
-    """Suggest the target of the table with the most similar name, as in ` (did you mean …?)`; "" without one."""
+def find_similar_target(target: str) -> str:
+    """Find the target of the table with the most similar name, as in ` (did you mean …?)`; "" without one."""
     targets: dict[str, str] = {}
     for row in read_published_heads():
         full_name = row.target.lower()
@@ -100,7 +100,7 @@ def choose_published_head(target: str) -> PublishedHead:
         if hub_name != target:
             name = f"{hub_name}, which is in {target}"
         raise InputError(
-            f"--head auto: no published head is known for {name}{suggest_target(target)}: "
+            f"--head auto: no published head is known for {name}{find_similar_target(target)}: "
             f"{NO_HEAD_ADVICE}"
         )
     row = rows[0]

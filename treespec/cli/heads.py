@@ -10,9 +10,9 @@ from treespec.demo.known import AUTO_HEAD, TEXT_DRAFTER, is_demo
 from treespec.errors import InputError
 from treespec.heads.published import (
     PublishedHead,
+    find_similar_target,
     list_heads_for,
     read_published_heads,
-    suggest_target,
 )
 
 TARGET_HELP = (
@@ -33,7 +33,7 @@ def list_heads(
     if target is not None:
         rows = find_rows(target)
     print(format_rows(rows))
-    print_remark(suggest_next(rows))
+    print_remark(format_next_command(rows))
 
 
 def find_rows(target: str) -> list[PublishedHead]:
@@ -45,7 +45,7 @@ def find_rows(target: str) -> list[PublishedHead]:
     if rows:
         return rows
     raise InputError(
-        f"no published head is known for {target}{suggest_target(target)}: without --head the text itself drafts "
+        f"no published head is known for {target}{find_similar_target(target)}: without --head the text itself drafts "
         f"(--drafter {TEXT_DRAFTER}); treespec train makes a head"
     )
 
@@ -65,7 +65,7 @@ def format_rows(rows: list[PublishedHead]) -> str:
     return "\n".join(lines)
 
 
-def suggest_next(rows: list[PublishedHead]) -> str:
+def format_next_command(rows: list[PublishedHead]) -> str:
     """The command that tries a head."""
     targets = list(dict.fromkeys(row.target for row in rows))
     if len(targets) > 1:

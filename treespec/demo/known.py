@@ -98,8 +98,8 @@ def choose_head(target: object, head: str) -> str:
         return head
     if is_demo(target):
         return DEMO_NAME
-    name = getattr(target, "name_or_path", target)
-    return choose_published_head(fspath(name)).head
+    name = str(getattr(target, "name_or_path", target))
+    return choose_published_head(name).head
 
 
 def find_head_for(target: object) -> str | None:

@@ -22,6 +22,7 @@ from treespec.api.options import (
     TargetOptions,
     TextOptions,
 )
+from treespec.demo.known import NO_DRAFTER
 from treespec.draft.spec import DrafterSpec
 from treespec.errors import InputError
 from treespec.eval.common import split_list
@@ -34,7 +35,7 @@ PEER_PATTERN = re.compile(rf"({TRANSFORMERS_PEER}|https?://[^\s,]+)(,[^,]+)?")
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig(TargetOptions, PlacementOptions, DrafterOptions, SamplingOptions, QuestionOptions):
-    """The options of `treespec eval`. Raises InputError for a number out of its range and for a missing drafter."""
+    """The options of `treespec eval`. Raises InputError for a number out of its range."""
 
     out: str = option("folder for ledger, report and completions; the same command resumes there")
     drafter: str | None = option(
@@ -90,7 +91,6 @@ class EvalConfig(TargetOptions, PlacementOptions, DrafterOptions, SamplingOption
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_one_source()
         if self.assistant and not any(
             peer.startswith(TRANSFORMERS_PEER) for peer in parse_peers(self)
         ):
@@ -117,15 +117,22 @@ def parse_whole_numbers(name: str, values: str | None) -> list[int]:
 
 
 def parse_drafters(config: EvalConfig) -> list[DrafterSpec]:
-    """Parse `--head`, or the list in `--drafter`. Raises InputError for an empty part."""
-    if config.drafter is None:
+    """Parse `--head`, or the list in `--drafter`; [] for `none`. Raises InputError for an empty part."""
+    if config.head is not None:
         return [DrafterSpec.parse(f"head:{config.head}")]
-    return DrafterSpec.parse_all(config.drafter)
+    if config.source is None:
+        return []
+    if NO_DRAFTER in split_list("drafter", config.source):
+        raise InputError(
+            f"--drafter {config.source}: {NO_DRAFTER} is the baseline, which eval measures unless "
+            f"--no-baseline is given: leave {NO_DRAFTER} out of the list"
+        )
+    return DrafterSpec.parse_all(config.source)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CertifyConfig(ModelOptions, QuestionOptions, LogitOptions):
-    """The options of `treespec certify`. Raises InputError for a number out of its range and for a missing drafter."""
+    """The options of `treespec certify`. Raises InputError for a number out of its range and for `--drafter none`."""
 
     out: str = option("JSON file for the report", "certificate.json")
     endpoint: str | None = option(

@@ -102,7 +102,7 @@ def plain(text):
 def test_a_conversation_in_a_terminal(tmp_path, chats, conversation):
     terminal = Terminal(STARTED + arguments(chats), environment(tmp_path))
     first_screen = plain(terminal.until(re.escape(PROMPT)))
-    assert str(conversation.spec) in first_screen
+    assert conversation.spec.drafting_sentence in first_screen
     assert all(hint in first_screen for hint in ("/help", "Alt-Enter", "Ctrl-C", "Ctrl-D"))
 
     def say(line):

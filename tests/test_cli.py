@@ -104,8 +104,8 @@ def test_a_pipe_gets_plain_trees(home, capsys):
 
 
 def test_what_cannot_be_traced_is_one_line(home, capsys):
-    assert treespec(f"trace --target {home}/target --prompt a") == 2
-    assert "nothing drafts: give --head or --drafter" in capsys.readouterr().err
+    assert treespec(f"trace --target {home}/target --prompt a --drafter none") == 2
+    assert "--drafter none drafts nothing" in capsys.readouterr().err
 
 
 def test_it_fits_one_screen_on_a_pipe(home, capsys):

@@ -16,6 +16,7 @@ import typer
 
 from treespec.cli import answer, datastore, make, measure
 from treespec.cli.chat import chat
+from treespec.cli.heads import list_heads
 from treespec.cli.terminal import end_notice
 from treespec.errors import get_first_line, is_input_error
 from treespec.files.printable import to_one_line
@@ -39,6 +40,7 @@ app.command("eval")(measure.evaluate)
 app.command()(measure.acceptance)
 app.command()(answer.generate)
 app.command()(answer.trace)
+app.command("heads")(list_heads)
 app.command()(measure.calibrate)
 app.command()(measure.tree)
 app.command("skip-search")(measure.skip_search)

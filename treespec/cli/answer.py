@@ -13,7 +13,12 @@ from treespec.api.options import DemoOptions, ModelOptions, TargetOptions
 from treespec.cli.early import begin_answers, check_inputs_early
 from treespec.cli.libraries import import_libraries
 from treespec.cli.options import build_command
-from treespec.cli.terminal import end_notice, print_remark, read_standard_input
+from treespec.cli.terminal import (
+    end_notice,
+    print_remark,
+    read_standard_input,
+    show_notice,
+)
 from treespec.demo.known import DEMO_NAME, choose_default_drafter
 from treespec.engine.options import RequestOptions
 from treespec.errors import InputError, describe_os_error
@@ -61,6 +66,8 @@ def load_spec(config: ModelOptions) -> "Spec":
     from treespec.api.load import load_options
 
     spec = load_options(config)
+    show_notice("measuring what drafts cost here, once for each model and machine …")
+    spec.measure()
     end_notice()
     return spec
 
@@ -161,10 +168,7 @@ def trace(config: TraceConfig) -> None:
     """
     # 1. Refuse bad input before anything is loaded.
     prompt = read_prompt(config.prompt, config.raw)
-    if config.source is None:
-        raise InputError(
-            "a trace shows drafted trees, and nothing drafts: give --head or --drafter"
-        )
+    config.check_one_source()
     begin_answers(config, chats=not config.raw)
 
     # 2. Answer, and show each cycle as it arrives.
@@ -232,7 +236,7 @@ class QuickstartConfig(CommandOptions):
 def quickstart(config: QuickstartConfig) -> None:
     """See a chat model answer faster, side by side, and verifiers measured, in about a minute."""
     # 1. Load the target. Without a head, drafts are looked up in the text itself.
-    drafter = choose_default_drafter(config.target) or "suffix:tokens=0"
+    drafter = choose_default_drafter(config.target)
     check_inputs_early(TargetOptions(target=config.target), [drafter], chats=True)
     import_libraries(config.target)
     from rich.console import Console

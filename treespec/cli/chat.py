@@ -63,7 +63,7 @@ def chat(config: ChatConfig) -> None:
     read_line: Callable[[], str] = input
     if is_terminal:
         read_line = build_prompt_reader()
-        note(f"{conversation.spec}\n{CHAT_HINTS}")
+        note(f"{describe_start(conversation.spec)}\n{CHAT_HINTS}")
     while True:
         try:
             run_line(conversation, read_line())
@@ -76,6 +76,12 @@ def chat(config: ChatConfig) -> None:
             if not is_input_error(error):
                 raise
             note(f"treespec: {error}")
+
+
+def describe_start(spec: "Spec") -> str:
+    """The first line of a chat: who answers, and what drafts."""
+    dtype = str(spec.target.dtype).removeprefix("torch.")
+    return f"{spec.name} in {dtype} on {spec.target.device}: {spec.drafting_sentence}"
 
 
 def run_line(conversation: "ChatSession", line: str) -> None:

@@ -73,14 +73,14 @@ def begin_answers(config: ModelOptions, words: bool = True, chats: bool = True) 
 
 
 def refuse_unused(tree: str | None, verifier: str) -> None:
-    """Raises InputError for `--tree` or `--verifier` without a drafter: they would change nothing."""
+    """Raises InputError for `--tree` or `--verifier` with `--drafter none`: they would change nothing."""
     unused = []
     if tree is not None:
         unused.append(f"--tree {tree}")
     if verifier != ModelOptions.verifier:
         unused.append(f"--verifier {verifier}")
     if unused:
-        raise InputError(f"{' and '.join(unused)}: nothing drafts; give --head or --drafter too")
+        raise InputError(f"{' and '.join(unused)}: --drafter none drafts nothing; leave out one")
 
 
 def find_folder(target: str) -> str:

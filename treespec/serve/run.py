@@ -155,7 +155,7 @@ def serve(spec: Spec, config: ServeConfig, listening: socket.socket) -> None:
         if ":" in host:  # IPv6
             host = f"[{host}]"
         url = f"http://{host}:{port}"
-        print(f"{state.name} at {url}/v1, a page at {url}/", flush=True)
+        print(f"{state.name} at {url}/v1, a page at {url}/ ({spec.drafting_sentence})", flush=True)
         HttpServer(state).run([listening])
     finally:
         state.engine.close(finish=False)

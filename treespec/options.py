@@ -194,7 +194,7 @@ def check_type(name: str, value: Any, field: Field, flag: str) -> Any:
         check_number(name, value, allowed)
         if field.type is float:
             value = float(value)
-    elif field.type is bool:
+    elif field.type in (bool, bool | None):
         check_boolean(name, value)
     # Values of the command line are strings already.
     elif not flag and set(types) <= {str, NoneType} and not isinstance(value, str):

@@ -28,6 +28,7 @@ from treespec.eval.report import Table
 from treespec.eval.texts import ANSWER_BATCH, Passage, iterate_counted_runs, read_text_file
 from treespec.sampling.probs import SamplingParams, compute_probs
 from treespec.text.conversations import SAMPLE_CONVERSATIONS, SAMPLE_FILE
+from treespec.text.templates import get_template_source
 
 MIN_ANSWER_TOKENS = 8  # shorter answers are left out
 MIN_EXCESS_NATS = 0.1  # nats a token by which off-policy text costs more, at least
@@ -168,9 +169,13 @@ def find_template_ending(spec: Spec) -> str:
 
         <s>user: Why a</s>assistant:
         <s>user: Why b</s>assistant:        </s>assistant:
+
+    It is "" without a chat template.
     """
     tokenizer = spec.target.tokenizer
     assert tokenizer is not None
+    if spec.template is None and not get_template_source(tokenizer):
+        return ""
     prompts = []
     for question in PROBE_QUESTIONS:
         ids = spec.encode([{"role": "user", "content": question}])

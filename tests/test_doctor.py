@@ -90,13 +90,16 @@ def test_training_on_other_texts_than_the_targets_answers_is_diagnosed(tmp_path,
 
 def test_questions_that_end_alike_are_not_taken_for_the_template():
     """All questions end in one sentence, as those of GSM8K do; the training's end in others, and one has a thought."""
-    spec = Spec(Target(random_model(CONFIGS["llama"]()), tokenizer()), None)
+    words = tokenizer()
+    config = CONFIGS["llama"]()
+    config.vocab_size = len(words)
+    spec = Spec(Target(random_model(config), words), None)
     assert find_template_ending(spec) == "\n<s>assistant: "
     rendered = [f"<s>user: {text}\n<s>assistant: " for text in ("why ?", "because the user asks.")]
     rendered[1] += "<think></think>"
-    assert diagnose_template(spec, [tokenizer()(text)["input_ids"] for text in rendered]) == []
+    assert diagnose_template(spec, [words(text)["input_ids"] for text in rendered]) == []
     other = [f"USER: {text} ASSISTANT:" for text in ("why ?", "who ?")]
-    (line,) = diagnose_template(spec, [tokenizer()(text)["input_ids"] for text in other])
+    (line,) = diagnose_template(spec, [words(text)["input_ids"] for text in other])
     assert line.startswith(r"Chat template: 2 of 2 training prompts lack '\n<s>assistant: '")
     assert line.endswith("end in ' ? ASSISTANT:'.")
 

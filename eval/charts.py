@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from treespec.eval.intervals import Figure
 from treespec.eval.report import Plot, Table, escape_cell, fill_template, round_figure
 
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#666666")
-MARKS = (  # the marks of a line's points, as SVG paths around (0, 0)
+LINE_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#666666")
+LINE_MARKS = (  # the marks of a line's points, as SVG paths around (0, 0)
     "M-4 0A4 4 0 1 0 4 0A4 4 0 1 0 -4 0Z",
     "M-4 -4H4V4H-4Z",
     "M0 -5L5 4H-5Z",
@@ -22,9 +22,9 @@ MARKS = (  # the marks of a line's points, as SVG paths around (0, 0)
     "M0 -5V5M-5 0H5",
     "M-5 -2H5V2H-5Z",
 )
-DASHES = ("", "6 3", "2 3")
+LINE_DASHES = ("", "6 3", "2 3")
 CHARACTER_WIDTH = 6.6  # of the charts' text, in pixels of their view box
-TICKS = 5  # about so many on an axis
+TICK_COUNT = 5  # about so many on an axis
 
 
 class Scale(NamedTuple):
@@ -39,9 +39,9 @@ class Scale(NamedTuple):
 
     def list_ticks(self) -> list[float]:
         """List round values on the axis."""
-        step = 10 ** math.floor(math.log10((self.high - self.low) / TICKS))
+        step = 10 ** math.floor(math.log10((self.high - self.low) / TICK_COUNT))
         for factor in (1, 2, 5, 10):
-            if (self.high - self.low) / (step * factor) <= TICKS:
+            if (self.high - self.low) / (step * factor) <= TICK_COUNT:
                 step *= factor
                 break
         first = math.ceil(self.low / step - 1e-9)
@@ -97,7 +97,7 @@ def fit_scale(table: Table, column: str) -> Scale | None:
     return Scale(min(values), max(values))
 
 
-def lay_out_bars(table: Table, column: str) -> list[Bar | None]:
+def build_bars(table: Table, column: str) -> list[Bar | None]:
     """Lay out the bar of each row in a column; None without a figure, or if nothing can be drawn."""
     scale = fit_scale(table, column)
     figures = list_figures(table, column)
@@ -108,28 +108,33 @@ def lay_out_bars(table: Table, column: str) -> list[Bar | None]:
         if figure is None:
             bars.append(None)
         else:
-            bars.append(lay_out_bar(figure, scale, table.reference))
+            bars.append(build_bar(figure, scale, table.reference))
     return bars
 
 
-def lay_out_bar(figure: Figure, scale: Scale, reference: float | None) -> Bar:
+def build_bar(figure: Figure, scale: Scale, reference: float | None) -> Bar:
     """Lay out the bar of one figure from 0 to its value."""
-    ends = {}
-    for name, value in {**figure, "zero": 0.0, "reference": reference}.items():
-        ends[name] = None
-        if value is not None:
-            ends[name] = round(100 * scale.place(value), 2)  # type: ignore[arg-type]
-    start, end = sorted([ends["zero"] or 0.0, ends["value"] or 0.0])
-    low = ends["low"]
-    high = ends["high"]
-    return Bar(start, round(end - start, 2), low, high, ends["reference"])
+
+    def place(value: float | None) -> float | None:
+        if value is None:
+            return None
+        return round(100 * scale.place(value), 2)
+
+    start, end = sorted([place(0.0) or 0.0, place(figure["value"]) or 0.0])
+    return Bar(
+        start=start,
+        width=round(end - start, 2),
+        low=place(figure["low"]),
+        high=place(figure["high"]),
+        reference=place(reference),
+    )
 
 
 def list_legend(table: Table) -> list[tuple[str, str]]:
     """List the kinds of marks that a table's cells have, each with what it means; [] if nothing is drawn."""
     bars = []
     for column in list_figure_columns(table):
-        bars += [bar for bar in lay_out_bars(table, column) if bar is not None]
+        bars += [bar for bar in build_bars(table, column) if bar is not None]
     legend = []
     if any(bar.width for bar in bars):
         legend.append(("bar", "the number above it; each column has its own scale, from 0"))
@@ -146,7 +151,7 @@ def draw_table(table: Table) -> str:
     panels = []
     for column in list_figure_columns(table):
         texts = table.columns[column][1:]
-        bars = lay_out_bars(table, column)
+        bars = build_bars(table, column)
         panels.append({"name": column, "cells": list(zip(bars, texts, strict=True))})
     if not panels:
         return ""
@@ -187,7 +192,7 @@ def draw_plot(plot: Plot) -> str:
     lines = []
     for number, (name, points) in enumerate(plot.lines.items()):
         shift = number - (len(plot.lines) - 1) / 2
-        lines.append(lay_out_line(name, number, points, x_scale, y_scale) | {"shift": shift})
+        lines.append({**build_line(name, number, points, x_scale, y_scale), "shift": shift})
     columns = max(1, int(600 // (44 + CHARACTER_WIDTH * max(map(len, plot.lines)))))
     return fill_template(
         "plot.svg",
@@ -208,7 +213,7 @@ def pad_scale(values: Sequence[float]) -> Scale:
     return Scale(min(values) - margin, max(values) + margin)
 
 
-def lay_out_line(
+def build_line(
     name: str, number: int, points: Sequence[tuple[float, Figure]], x_scale: Scale, y_scale: Scale
 ) -> Mapping[str, Any]:
     """Lay out a line of a plot: its look, which no other line shares, and its points from 0 to 1 on both axes."""
@@ -217,7 +222,7 @@ def lay_out_line(
         figure = round_figure(raw_figure)
         if figure["value"] is None:
             continue
-        ends = [figure[end] for end in ("low", "high")]  # type: ignore[literal-required]
+        ends = [figure[end] for end in ("low", "high")]
         interval = [y_scale.place(end) for end in ends if end is not None]
         dot = {
             "x": x_scale.place(position),
@@ -228,8 +233,8 @@ def lay_out_line(
         dots.append(dot)
     return {
         "name": name,
-        "color": COLORS[number % len(COLORS)],
-        "mark": MARKS[number % len(MARKS)],
-        "dash": DASHES[number // len(COLORS) % len(DASHES)],
+        "color": LINE_COLORS[number % len(LINE_COLORS)],
+        "mark": LINE_MARKS[number % len(LINE_MARKS)],
+        "dash": LINE_DASHES[number // len(LINE_COLORS) % len(LINE_DASHES)],
         "dots": dots,
     }

@@ -11,9 +11,9 @@ from pathlib import Path
 from urllib.parse import quote
 
 from treespec.eval.charts import (
+    build_bars,
     draw_plot,
     draw_table,
-    lay_out_bars,
     list_figure_columns,
     list_legend,
 )
@@ -70,7 +70,7 @@ def render_page(page: EvalPage) -> str:
         page=page,
         exhibits=list(iterate_exhibits(page.report)),
         is_table=lambda part: isinstance(part, Table),
-        lay_out_bars=lay_out_bars,
+        build_bars=build_bars,
         list_figure_columns=list_figure_columns,
         list_legend=list_legend,
     )
@@ -79,8 +79,9 @@ def render_page(page: EvalPage) -> str:
 def iterate_exhibits(report: EvalReport) -> Iterator[Exhibit]:
     """Yield each table with rows, then each plot. A second one of the same title gets a number."""
     names = set[str]()
-    tables = [table for table in report.tables if table.rows]
-    for part in [*tables, *report.plots]:
+    parts: list[Table | Plot] = [table for table in report.tables if table.rows]
+    parts += report.plots
+    for part in parts:
         name = name_file(part.title)
         number = 1
         while name in names:

@@ -15,7 +15,7 @@ from treespec.eval.report import EvalPage, render_markdown
 from treespec.eval.tables import build_eval_page, write_report
 from treespec.files.atomic import read_json
 
-FORMATS: dict[str, Callable[[EvalPage], str]] = {
+PAGE_FORMATS: dict[str, Callable[[EvalPage], str]] = {
     "markdown": lambda page: render_markdown(page.report, header=page.header),
     "latex": format_page_latex,
     "csv": format_page_csv,

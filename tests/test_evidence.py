@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 from commands import complains, treespec
 
-from treespec.eval.charts import draw_plot, draw_table, lay_out_bars, list_legend
+from treespec.eval.charts import build_bars, draw_plot, draw_table, list_legend
 from treespec.eval.exports import format_table_csv, format_table_latex
 from treespec.eval.header import RunHeader, format_days
 from treespec.eval.page import iterate_exhibits, write_page
@@ -64,12 +64,12 @@ def test_fewer_than_ten_questions_are_called_a_small_sample():
 def test_a_bar_has_the_length_of_the_printed_figure():
     table = table_of(figure(2.0), figure(1.001), figure(-1e-9), figure(0.004), None)
     assert [escape_cell(row["x"]) for row in table.rows] == ["2.00", "1.00", "0.00", "0.00", ""]
-    assert [bar and bar.width for bar in lay_out_bars(table, "x")] == [100, 50, 0, 0, None]
-    assert lay_out_bars(table_of(figure(0.0), figure(1e-4)), "x") == [None, None]
+    assert [bar and bar.width for bar in build_bars(table, "x")] == [100, 50, 0, 0, None]
+    assert build_bars(table_of(figure(0.0), figure(1e-4)), "x") == [None, None]
 
 
 def test_a_negative_figure_has_a_bar_to_the_left_of_zero():
-    left, right = lay_out_bars(table_of(figure(-1.0, -2.0, 0.0), figure(2.0)), "x")
+    left, right = build_bars(table_of(figure(-1.0, -2.0, 0.0), figure(2.0)), "x")
     assert (left.start, left.width, left.low, left.high) == (25, 25, 0, 50)
     assert (right.start, right.width, right.low) == (50, 50, None)
 

@@ -7,7 +7,7 @@ from treespec.eval.config import CertifyConfig
 from treespec.eval.header import NOT_RECORDED, build_header
 from treespec.eval.report import Cell, EvalPage, EvalReport, Table
 
-NOTES = (
+CERTIFICATE_NOTES = (
     "Greedy: every difference from one token at a time must be explained by rounding.",
     "Sampled: a p-value below the error fails the test. All tests together fail a correct decoder with the "
     "probability --error at most.",
@@ -31,7 +31,9 @@ def build_certificate_page(certificate: Mapping[str, Any]) -> EvalPage:
         None,
         certificate.get("date", NOT_RECORDED),
     )
-    report = EvalReport([Table("Tests of losslessness", ["Test"], rows)], NOTES, [verdict])
+    report = EvalReport(
+        [Table("Tests of losslessness", ["Test"], rows)], CERTIFICATE_NOTES, [verdict]
+    )
     return EvalPage("Losslessness certificate", header, report)
 
 

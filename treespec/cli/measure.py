@@ -262,7 +262,7 @@ def doctor(config: DoctorConfig) -> None:
     print_remark(f"The report is in {Path(config.out).resolve()}")
 
 
-def report(
+def rebuild_report(
     run: Annotated[
         Path,
         typer.Argument(
@@ -274,10 +274,10 @@ def report(
     ] = "markdown",
 ) -> None:
     """Make the pages of a run again from its results, with a CSV and an SVG for each table and plot."""
-    from treespec.eval.rebuild import FORMATS, rebuild_pages
+    from treespec.eval.rebuild import PAGE_FORMATS, rebuild_pages
 
-    if format not in FORMATS:
-        raise InputError(f"--format is {format!r}: give {join_or(FORMATS)}")
+    if format not in PAGE_FORMATS:
+        raise InputError(f"--format is {format!r}: give {join_or(PAGE_FORMATS)}")
     for file, page in rebuild_pages(run):
-        print(FORMATS[format](page), end="")
+        print(PAGE_FORMATS[format](page), end="")
         print_remark(f"The page is {file.resolve()}; its tables and plots are beside it")

@@ -146,7 +146,7 @@ def test_the_baseline_is_asked_twice_for_the_noise_of_the_clock(home, tmp_path):
     assert again["speedup"]["low"] <= again["speedup"]["value"] <= again["speedup"]["high"]
     page = page_of(tmp_path / "report.md")
     assert "| A/A control |" in page
-    assert "Baseline again: it answered 10 of the questions twice" in page
+    assert "A/A control: the baseline answered 10 of the questions twice" in page
     assert "too few" not in page
 
 

@@ -163,8 +163,11 @@ def name_system(system: System, config: EvalConfig) -> System:
     if len(parse_whole_numbers("batch", config.batch)) > 1:
         batch = str(system.batch)
     tree = PurePath(system.tree or "").name
-    repeat_suffix = " again" if system.again else ""
-    method = system.method + repeat_suffix
+    method = system.method
+    repeat_suffix = ""
+    if system.again:
+        method = "A/A control"
+        repeat_suffix = " again"
     if not system.lossless:
         method += " (lossy)"
     if system.peer:

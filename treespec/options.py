@@ -301,7 +301,8 @@ def format_command_line(
     for field in fields(options):
         value = config.get(field.name)
         flag = format_flag(field.name, "--")
-        if value is None or value == field.default:
+        is_on_the_line = field.metadata.get("line", ()) is not None
+        if value in (None, [], field.default) or not is_on_the_line:
             continue
         if value is True:
             words.append(flag)

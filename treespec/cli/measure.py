@@ -1,7 +1,7 @@
-"""The commands that measure: eval, certify, acceptance, tau, calibrate, tree, skip-search, doctor."""
+"""The commands that measure: eval, certify, acceptance, tau, calibrate, tree, skip-search, doctor, report."""
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -35,6 +35,7 @@ from treespec.eval.config import (
 from treespec.files.atomic import check_folder, check_writable
 from treespec.files.printable import to_one_line
 from treespec.heads.registry import count_folder_levels
+from treespec.options import join_or
 
 
 @build_command(EvalConfig)
@@ -58,14 +59,15 @@ def evaluate(config: EvalConfig) -> None:
 
     # 2. Measure, and show the report; with several processes only the first one has it.
     from treespec.eval.benchmark import evaluate as run
-    from treespec.eval.tables import build_eval_report
+    from treespec.eval.tables import build_eval_page
 
     with resumes(config.out):
         summary = run_with_progress(run, config)
     if summary is not None:
         for problem in summary["left_out"]:
             print_remark(f"left out: {problem}")
-        show_result(build_eval_report(summary))
+        page = build_eval_page(summary)
+        show_result(page.report, page.header)
         print_remark(
             f"Ledger and report are in {Path(config.out).resolve()}; look at report.html there"
         )
@@ -162,9 +164,10 @@ def acceptance(config: AcceptanceConfig) -> None:
                 f"--step is {config.step}, the head {config.head} drafts {deepest} tokens ahead"
             )
     from treespec.eval.acceptance.rates import accept
-    from treespec.eval.acceptance.table import build_acceptance_report
+    from treespec.eval.acceptance.table import build_acceptance_page
 
-    show_result(build_acceptance_report(run_with_progress(accept, config)))
+    page = build_acceptance_page(run_with_progress(accept, config))
+    show_result(page.report, page.header)
     print_remark(f"Rates are in {Path(config.out).resolve()}; look at acceptance.html there")
 
 
@@ -176,12 +179,13 @@ def tau(config: TauConfig) -> None:
     check_questions(config.questions)
     _ = config.verifiers
     check_inputs_early(config, [drafter.written for drafter in config.drafters])
-    from treespec.eval.acceptance.table import report_of_tau
+    from treespec.eval.acceptance.table import build_tau_page
     from treespec.eval.acceptance.tau import measure_tau
 
     with resumes(config.out):
         result = run_with_progress(measure_tau, config)
-    show_result(report_of_tau(result))
+    page = build_tau_page(result)
+    show_result(page.report, page.header)
     print_remark(f"The figures are in {Path(config.out).resolve()}; look at tau.html there")
 
 
@@ -253,5 +257,27 @@ def doctor(config: DoctorConfig) -> None:
     check_inputs_early(config, [f"head:{config.head}"])
     from treespec.eval.doctor import examine
 
-    show_result(run_with_progress(examine, config))
+    page = run_with_progress(examine, config)
+    show_result(page.report, page.header)
     print_remark(f"The report is in {Path(config.out).resolve()}")
+
+
+def rebuild_report(
+    run: Annotated[
+        Path,
+        typer.Argument(
+            help="the --out of eval, tau or acceptance, or the JSON file of certify or doctor"
+        ),
+    ],
+    format: Annotated[
+        str, typer.Option(help="what is printed: markdown, latex (booktabs) or csv")
+    ] = "markdown",
+) -> None:
+    """Make the pages of a run again from its results, with a CSV and an SVG for each table and plot."""
+    from treespec.eval.rebuild import PAGE_FORMATS, rebuild_pages
+
+    if format not in PAGE_FORMATS:
+        raise InputError(f"--format is {format!r}: give {join_or(PAGE_FORMATS)}")
+    for file, page in rebuild_pages(run):
+        print(PAGE_FORMATS[format](page), end="")
+        print_remark(f"The page is {file.resolve()}; its tables and plots are beside it")

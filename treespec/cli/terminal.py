@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from treespec.eval.common import ProgressStep
+    from treespec.eval.header import RunHeader
     from treespec.eval.report import EvalReport
 
 Config = TypeVar("Config")
@@ -113,8 +114,8 @@ def run_with_progress(
         return work(config, report)
 
 
-def show_result(report: "EvalReport") -> None:
-    """Print a report as Markdown; on a terminal its tables fit the width."""
+def show_result(report: "EvalReport", header: "RunHeader | None" = None) -> None:
+    """Print a report, with what was measured, as Markdown; on a terminal its tables fit the width."""
     from shutil import get_terminal_size
 
     from treespec.eval.report import render_markdown
@@ -122,7 +123,7 @@ def show_result(report: "EvalReport") -> None:
     width = None
     if sys.stdout.isatty():
         width = get_terminal_size().columns
-    print(render_markdown(report, width), end="")
+    print(render_markdown(report, width, header), end="")
 
 
 def print_remark(*lines: str) -> None:

@@ -22,6 +22,7 @@ from treespec.api.options import (
     TargetOptions,
     TextOptions,
 )
+from treespec.distribution import check_extra
 from treespec.draft.spec import DrafterSpec
 from treespec.errors import InputError
 from treespec.eval.common import split_list
@@ -168,6 +169,7 @@ class CertifyConfig(ModelOptions, QuestionOptions, LogitOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.json_schema is not None:
+            check_extra("grammar", "--json-schema")
             try:
                 json.loads(self.json_schema)
             except ValueError as error:

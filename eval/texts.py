@@ -11,6 +11,7 @@ from torch import Tensor
 
 from treespec.api.load import load_calibration_for, load_sources
 from treespec.api.spec import Spec
+from treespec.distribution import find_version
 from treespec.errors import InputError
 from treespec.eval.common import ProgressStep, Report
 from treespec.eval.questions import load_questions
@@ -256,5 +257,5 @@ def describe(target: Target) -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
-        "treespec": version("treespec"),
+        "treespec": find_version(),
     }

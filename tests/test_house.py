@@ -18,6 +18,7 @@ from treespec.verify import facts
 
 FLOORS = (  # from the ground up: a room imports those of floors below its own; train and eval are one floor
     "errors",
+    "distribution",
     "old_paths",
     "trees",
     "files",

@@ -1,7 +1,6 @@
 """treespec from Python: what the package shows, models that are loaded already, and drafters of one's own."""
 
 import copy
-from importlib.metadata import version
 from inspect import signature
 
 import pytest
@@ -14,6 +13,7 @@ from models import CONFIGS, as_undrafted, random_head, random_model, same_weight
 import treespec
 from treespec import load
 from treespec.api.spec import Spec
+from treespec.distribution import find_version
 from treespec.draft.drafter import Drafter, PerText
 from treespec.draft.heads.eagle import EagleProposer
 from treespec.draft.lookup.guess import Guess
@@ -31,7 +31,7 @@ TEXT = "the user asks"
 
 def test_the_package_knows_its_names():
     assert {"load", "Spec", "InputError", "__version__"} <= set(dir(treespec))
-    assert treespec.__version__ == version("treespec")
+    assert treespec.__version__ == find_version()
     assert treespec.Spec is Spec
     assert treespec.InputError is InputError
     assert all(hasattr(treespec, name) for name in dir(treespec))

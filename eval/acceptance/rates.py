@@ -3,13 +3,13 @@
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from treespec.distribution import find_version
 from treespec.errors import InputError
 from treespec.eval.acceptance.config import (
     AcceptanceConfig,
@@ -81,7 +81,7 @@ def accept(config: AcceptanceConfig, report: Report = ignore_report) -> dict[str
             tables[sweep] += build_rate_rows(case_rates, case, logits)
 
         # 3. The files.
-        environment |= {"treespec": version("treespec"), "rates on": str(generator.device)}
+        environment |= {"treespec": find_version(), "rates on": str(generator.device)}
         result = {
             "config": asdict(config),
             "environment": environment,

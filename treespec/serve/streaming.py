@@ -5,11 +5,11 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any, final
 
 from fastapi.responses import StreamingResponse
 
+from treespec.distribution import find_version
 from treespec.engine.request import Piece
 from treespec.engine.stats import Stats
 from treespec.serve.answers import Answers
@@ -148,7 +148,7 @@ class Reply:
             "object": object_name,
             "created": int(time.time()),
             "model": self.answers.state.name,
-            "system_fingerprint": f"treespec-{version('treespec')}",
+            "system_fingerprint": f"treespec-{find_version()}",
         }
 
     async def _stream_deltas(self) -> AsyncIterator[AnswerDelta | None]:

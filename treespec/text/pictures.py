@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from transformers import AutoProcessor
 
+from treespec.distribution import check_extra
 from treespec.errors import InputError, get_first_line
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def process_pictures(
 
     Raises: InputError if the processor refuses the messages.
     """
+    check_extra("pictures", "a prompt with pictures")
     path = str(target.model.name_or_path)
     if not path:
         raise InputError("the target has no folder: give what its processor makes of the pictures")

@@ -25,10 +25,10 @@ LINES = """
 generate --prompt a --drafter suffix --max-new-tokens 3 -> tokens/s
 chat --head HOME/head --max-new-tokens 3 -> tokens/s
 trace --prompt a --head HOME/head --max-new-tokens 3 -> tokens
-eval --head HOME/head --questions HOME/questions.jsonl --limit 1 --turns 1 --warm-up 0 --max-new-tokens 3 --out eval -> speedup
+eval --head HOME/head --questions HOME/questions.jsonl --limit 1 --warm-up 0 --max-new-tokens 3 --out eval -> speedup
 certify --head HOME/head --tokens 20 --limit 1 --length 2 --out certificate.json -> certificate.json
 acceptance --head HOME/head --verifier topk --positions 2 --text talk.txt --out acceptance -> acceptance
-tau --head HOME/head --verifier topk --tree chain:2 --questions HOME/questions.jsonl --limit 1 --max-new-tokens 3 --out tau -> tau
+tau --head HOME/head --verifier topk --tree chain:2 --questions HOME/questions.jsonl --limit 1 --max-new-tokens 3 --out t -> tau.html
 calibrate --head head --text talk.txt --positions 2 --depth 1 -> calibration
 tree --head HOME/head --text talk.txt --nodes 3 --out tree.json -> tree.json
 skip-search --text talk.txt --evaluations 1 --limit 1 --max-new-tokens 4 --out skip.json -> skip.json
@@ -142,7 +142,9 @@ def elsewhere(home, tmp_path_factory):
     (folder / "talk.txt").write_text("the user asks, and the assistant answers the question. " * 4)
     (folder / "rows.parquet").write_bytes(b"PAR1 and so on")
     (folder / "adapter").mkdir()
-    (folder / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(home / "target")}))
+    (folder / "adapter" / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": str(home / "target")})
+    )
     return folder
 
 

@@ -1,11 +1,13 @@
 """A plain install works: the wheel without extras, from another folder, runs every command or says what to install."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
+import venv
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -19,16 +21,17 @@ from treespec.distribution import DISTRIBUTION, EXTRA_PACKAGES
 ROOT = Path(__file__).parent.parent
 ROOMS = ("treespec", "heads", "trees", "train", "eval")
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+ASKED = "--questions HOME/questions.jsonl --limit 1"
 # Command lines, and what their output holds.
 LINES = """
 --version -> treespec
 generate --prompt a --drafter suffix --max-new-tokens 3 -> tokens/s
 chat --head HOME/head --max-new-tokens 3 -> tokens/s
 trace --prompt a --head HOME/head --max-new-tokens 3 -> tokens
-eval --head HOME/head --questions HOME/questions.jsonl --limit 1 --warm-up 0 --max-new-tokens 3 --out eval -> speedup
+eval --head HOME/head ASKED --warm-up 0 --max-new-tokens 3 --out eval -> speedup
 certify --head HOME/head --tokens 20 --limit 1 --length 2 --out certificate.json -> certificate.json
 acceptance --head HOME/head --verifier topk --positions 2 --text talk.txt --out acceptance -> acceptance
-tau --head HOME/head --verifier topk --tree chain:2 --questions HOME/questions.jsonl --limit 1 --max-new-tokens 3 --out t -> tau.html
+tau --head HOME/head --verifier topk --tree chain:2 ASKED --max-new-tokens 3 --out tau -> tau.html
 calibrate --head head --text talk.txt --positions 2 --depth 1 -> calibration
 tree --head HOME/head --text talk.txt --nodes 3 --out tree.json -> tree.json
 skip-search --text talk.txt --evaluations 1 --limit 1 --max-new-tokens 4 --out skip.json -> skip.json
@@ -75,7 +78,9 @@ def run_lines_of_a_wheel() -> None:
         return real_import(name, globals, *rest, **named)
 
     builtins.__import__ = import_portable
-    del os.sched_getaffinity, mmap.MADV_HUGEPAGE
+    for module, name in ((os, "sched_getaffinity"), (mmap, "MADV_HUGEPAGE")):
+        if hasattr(module, name):
+            delattr(module, name)
     import treespec
     from treespec.cli import app, run
 
@@ -133,10 +138,8 @@ def link_packages(site):
                     (site / part).symlink_to(own.locate_file(part))
 
 
-@pytest.fixture(scope="module")
-def elsewhere(home, tmp_path_factory):
-    """A folder outside the repository with the files that the command lines name."""
-    folder = tmp_path_factory.mktemp("elsewhere")
+def save_elsewhere(folder, home):
+    """Fill a folder outside the repository with the files that the command lines name."""
     shutil.copytree(home / "head", folder / "head")
     (folder / "talk.jsonl").write_text(json.dumps(TALK) + "\n")
     (folder / "talk.txt").write_text("the user asks, and the assistant answers the question. " * 4)
@@ -145,23 +148,24 @@ def elsewhere(home, tmp_path_factory):
     (folder / "adapter" / "adapter_config.json").write_text(
         json.dumps({"base_model_name_or_path": str(home / "target")})
     )
-    return folder
 
 
 def to_lines(home):
     """(line as words with a target, words of its output) of each line."""
     for line in LINES.strip().splitlines():
-        command, _, words = line.replace("HOME", str(home)).partition(" -> ")
+        command, _, words = line.replace("ASKED", ASKED).replace("HOME", str(home)).partition(" -> ")
         if "--target" not in command and not command.startswith("--"):
             command += f" --target {home}/target"
         yield command.split(), words
 
 
 @pytest.fixture(scope="module")
-def results(home, elsewhere, tmp_path_factory):
+def results(home, tmp_path_factory):
     """[code, output] of each line, and the modules that cannot be imported."""
     folder = tmp_path_factory.mktemp("wheel")
     site = folder / "site"
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    save_elsewhere(elsewhere, home)
     shutil.unpack_archive(build_wheel(folder), site, "zip")
     link_packages(site)
     told = {"site": str(site), "lines": [line for line, _ in to_lines(home)]}
@@ -173,13 +177,18 @@ def results(home, elsewhere, tmp_path_factory):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def check_result(line, words, code, output):
+    """The words are in the output, and a refusal is one line."""
+    assert words in output, f"{line}: {output}"
+    assert code == (2 if "pip install" in words else 0), f"{line}: {output}"
+    if code:
+        assert output.startswith("treespec: ")
+        assert output.count("\n") == 1
+
+
 def test_every_command_runs_or_says_in_a_line_what_to_install(home, results):
     for (line, words), (code, output) in zip(to_lines(home), results[0], strict=True):
-        assert words in output, f"{line}: {output}"
-        assert code == (2 if "pip install" in words else 0), f"{line}: {output}"
-        if code:
-            assert output.startswith("treespec: ")
-            assert output.count("\n") == 1
+        check_result(line, words, code, output)
     named = {line.split(" -> ")[0].partition(" --")[0] for line in LINES.strip().splitlines()}
     assert named - {"--version"} >= {name for name, _ in commands()}
 
@@ -208,3 +217,29 @@ def test_nothing_says_to_install_the_other_project():
     for file in written:
         text = file.read_text(encoding="utf-8")
         assert not re.search(r"(pip install|uv add|pipx? \w+)[^\n]*\btreespec\b(?!-llm)", text), file
+
+
+@pytest.mark.slow
+def test_a_wheel_with_the_packages_of_today_runs_every_command(home, tmp_path):
+    """`make wheel` builds it; pip fetches the newest packages that it takes into a fresh environment."""
+    wheels = sorted((ROOT / "dist").glob("*.whl"))
+    if not wheels:
+        pytest.skip("make wheel")
+    venv.create(tmp_path / "fresh", with_pip=True)
+    programs = tmp_path / "fresh" / "bin"
+    subprocess.run([programs / "pip", "install", "--quiet", wheels[-1]], check=True)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    save_elsewhere(elsewhere, home)
+    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    for line, words in to_lines(home):
+        done = subprocess.run(
+            [programs / "treespec", *line],
+            input="Hello\n",
+            cwd=elsewhere,
+            env=alone,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        check_result(line, words, done.returncode, done.stdout)

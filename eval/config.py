@@ -22,10 +22,10 @@ from treespec.api.options import (
     TargetOptions,
     TextOptions,
 )
-from treespec.distribution import check_extra
 from treespec.draft.spec import DrafterSpec
 from treespec.errors import InputError
 from treespec.eval.common import split_list
+from treespec.files.distribution import check_extra
 from treespec.options import MAX_COUNT, MAX_SEED, MAX_TEXT_TOKENS, join_or, option, reuse_option
 from treespec.sampling.params import LogitOptions
 

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from treespec.api.load import load_calibration_for, load_sources
 from treespec.api.spec import Spec
-from treespec.distribution import find_version
 from treespec.errors import InputError
 from treespec.eval.common import ProgressStep, Report
 from treespec.eval.questions import load_questions
 from treespec.files.atomic import check_writable, read_json, write_json
+from treespec.files.distribution import find_version
 from treespec.kernels.processor import describe_processor
 from treespec.model.target import Target
 from treespec.sampling.probs import SamplingParams

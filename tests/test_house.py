@@ -18,7 +18,6 @@ from treespec.verify import facts
 
 FLOORS = (  # from the ground up: a room imports those of floors below its own; train and eval are one floor
     "errors",
-    "distribution",
     "old_paths",
     "trees",
     "files",

@@ -11,7 +11,7 @@ import runpy
 import shlex
 import shutil
 import subprocess
-import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -20,11 +20,16 @@ import typer
 from commands import FakeServer, save_home, to_command, treespec
 from drafters import build_dflash
 from safetensors.torch import load_file, save_file
-from test_pages import EXAMPLES, PAGES, ROOT, SHELL
-from test_plain_install import PYPROJECT
 
 from treespec.heads.checkpoint import save_head
 
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "docs" / "examples"
+PAGES = {
+    str(page.relative_to(ROOT)): page.read_text(encoding="utf-8")
+    for page in (ROOT / "README.md", ROOT / ".github/CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"))
+}
+SHELL = re.compile(r"^```sh\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 OTHERS = {  # programs of others: why their lines are not run
     "vllm": "an engine for GPUs",
     "llama-server": "an engine in C++",
@@ -85,6 +90,7 @@ def run_lines_up_to_torch() -> None:
     import contextlib
     import io
     import json
+    import sys
 
     from typer.main import get_command
 
@@ -196,7 +202,8 @@ def check_other(words, folder, monkeypatch):
     elif program == "pip":
         extras = re.fullmatch(r"\.(?:\[(.*)\])?", words[-1])
         if extras:
-            assert set((extras[1] or "docs").split(",")) <= PYPROJECT["project"]["optional-dependencies"].keys()
+            project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+            assert set((extras[1] or "docs").split(",")) <= project["optional-dependencies"].keys()
     elif program in ("head", "tail"):
         subprocess.run(shlex.join(words).replace("'>'", ">"), shell=True, cwd=folder, check=True)
     else:

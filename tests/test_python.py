@@ -13,7 +13,6 @@ from models import CONFIGS, as_undrafted, random_head, random_model, same_weight
 import treespec
 from treespec import load
 from treespec.api.spec import Spec
-from treespec.distribution import find_version
 from treespec.draft.drafter import Drafter, PerText
 from treespec.draft.heads.eagle import EagleProposer
 from treespec.draft.lookup.guess import Guess
@@ -22,6 +21,7 @@ from treespec.draft.source import as_source
 from treespec.draft.spec import DrafterSpec
 from treespec.engine.options import RequestKeywords
 from treespec.errors import InputError
+from treespec.files.distribution import find_version
 from treespec.trees.tree import build_root_tree
 from treespec.verify.topk import TopK
 from treespec.verify.walk import Walk

@@ -15,7 +15,7 @@ from treespec.text import sources
 from treespec.text.answers import place_answers
 from treespec.text.conversations import read_conversations
 from treespec.text.encoding import encode_conversations
-from treespec.text.sources import check_packages, hash_source
+from treespec.text.sources import check_source_packages, hash_source
 
 TURNS = [["u Hi", "a Hello", "u Bye", "a So long"], ["u 1+1?", "a 2"]]
 TEXTS = [[turn[2:] for turn in talk] for talk in TURNS]
@@ -142,7 +142,7 @@ def test_without_their_packages_parquet_and_the_hub_are_one_line(tmp_path, monke
     file = tmp_path / "rows.parquet"
     file.write_bytes(b"PAR1 and so on")
     for source, package in ((file, "pyarrow"), ("owner/name", "datasets"), ("owner/name:train", "datasets")):
-        for read in (read_conversations, check_packages):
+        for read in (read_conversations, check_source_packages):
             with complains(f"needs {package}: pip install {package}$"):
                 read(source)
     with complains(r"no file named \*\.jsonl"):

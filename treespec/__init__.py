@@ -37,7 +37,7 @@ __all__ = ["Engine", "InputError", "Spec", "__version__", "load"]
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
-        from treespec.distribution import find_version
+        from treespec.files.distribution import find_version
 
         return find_version()
     if name not in _LATER:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treespec.distribution import find_version
 from treespec.errors import InputError
 from treespec.eval.acceptance.config import (
     AcceptanceConfig,
@@ -30,6 +29,7 @@ from treespec.eval.common import ProgressStep, Report, ignore_report
 from treespec.eval.intervals import Figure, Z, compute_t_quantile
 from treespec.eval.report import render_markdown, render_page
 from treespec.files.atomic import locked, write_json, write_text
+from treespec.files.distribution import find_version
 from treespec.sampling.probs import SamplingParams, compute_probs
 from treespec.verify.rates import bound_optimum, find_optimum, measure_rate
 from treespec.verify.registry import load_verifier

@@ -16,8 +16,8 @@ import typer
 from treespec.cli import answer, datastore, make, measure
 from treespec.cli.chat import chat
 from treespec.cli.terminal import end_notice
-from treespec.distribution import find_version
 from treespec.errors import get_first_line, is_input_error
+from treespec.files.distribution import find_version
 from treespec.files.printable import to_one_line
 from treespec.files.quiet import NOISY_LOGGERS
 from treespec.kernels.allocator import keep_freed_memory

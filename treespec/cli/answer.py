@@ -14,9 +14,9 @@ from treespec.cli.libraries import import_libraries
 from treespec.cli.options import build_command
 from treespec.cli.terminal import end_notice, print_remark, read_standard_input
 from treespec.demo.known import DEMO_NAME, choose_default_drafter
-from treespec.distribution import check_extra
 from treespec.engine.options import RequestOptions
 from treespec.errors import InputError, describe_os_error
+from treespec.files.distribution import check_extra
 from treespec.files.printable import to_printable
 from treespec.options import (
     MAX_SEED,

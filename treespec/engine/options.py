@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
-from treespec.distribution import check_extra
 from treespec.errors import InputError
+from treespec.files.distribution import check_extra
 from treespec.options import MAX_COUNT, find_nearest_name, option
 from treespec.sampling.compiled_grammar import GRAMMAR_KINDS
 from treespec.sampling.params import LogitOptions, SamplingParams

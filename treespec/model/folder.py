@@ -7,9 +7,9 @@ from typing import Any
 
 from safetensors import safe_open
 
-from treespec.distribution import check_packages
 from treespec.errors import InputError, get_first_line
 from treespec.files.atomic import read_json
+from treespec.files.distribution import check_packages
 from treespec.files.hub import explain_missing, is_hub_unreachable
 from treespec.model.placement import AS_IT_IS, Placement
 from treespec.options import join_or

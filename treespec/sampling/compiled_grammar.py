@@ -19,7 +19,6 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, final
 
-from treespec.distribution import check_extra
 from treespec.errors import InputError
 
 if TYPE_CHECKING:
@@ -111,11 +110,14 @@ def copy_tokenizer(tokenizer: Any, vocab_size: int, ends: frozenset[int]) -> "LL
             "a grammar needs a token that ends the answer: set eos_token_id in the target's "
             "generation_config.json"
         )
-    check_extra("grammar", "an answer by a grammar")
-    from llguidance import LLTokenizer
-
     try:
+        from llguidance import LLTokenizer
+
         return LLTokenizer(**copy_of(tokenizer, vocab_size, ends))
+    except ImportError:
+        raise InputError(
+            "an answer by a grammar needs llguidance: pip install llguidance"
+        ) from None
     except (ValueError, RuntimeError) as error:
         raise InputError(f"llguidance cannot read the target's {name}: {error}") from error
 

@@ -9,9 +9,9 @@ from typing import Any, final
 
 from fastapi.responses import StreamingResponse
 
-from treespec.distribution import find_version
 from treespec.engine.request import Piece
 from treespec.engine.stats import Stats
+from treespec.files.distribution import find_version
 from treespec.serve.answers import Answers
 from treespec.serve.errors import to_api_error
 from treespec.serve.protocol import AnswerDelta, Fields, format_logprobs, merge_deltas

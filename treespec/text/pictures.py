@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, final
 
 from transformers import AutoProcessor
 
-from treespec.distribution import check_extra
 from treespec.errors import InputError, get_first_line
+from treespec.files.distribution import check_extra
 
 if TYPE_CHECKING:
     from treespec.model.target import Target

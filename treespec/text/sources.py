@@ -14,8 +14,8 @@ from io import BufferedReader, BytesIO
 from pathlib import Path
 from typing import IO, Any
 
-from treespec.distribution import check_extra
 from treespec.errors import InputError, get_first_line
+from treespec.files.distribution import check_extra
 from treespec.text.entries import ROW_FIELDS, WITH_ROWS
 
 PARQUET_BATCH_ROWS = 256  # rows of a parquet file that are read at once
@@ -181,7 +181,7 @@ def drop_nulls(value: object) -> object:
     return value
 
 
-def check_packages(source: str | Path) -> None:
+def check_source_packages(source: str | Path) -> None:
     """Raises InputError if a source needs a package that is not installed. Reads the first bytes of its files."""
     name = get_hub_name(source)
     if name:

@@ -3,13 +3,14 @@
 The distribution is named otherwise than the package: `treespec` belongs to another project on the package index.
 """
 
+import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from treespec.errors import InputError
 
-DISTRIBUTION = "treespec-llm"
+DISTRIBUTION_NAME = "treespec-llm"
 UNKNOWN_VERSION = "0+unknown"  # of sources that run without being installed
 
 # Modules of the extras in pyproject.toml, by extra, each with its package on the index.
@@ -29,7 +30,7 @@ EXTRA_PACKAGES = {
 def find_version() -> str:
     """The version of the installed distribution; `UNKNOWN_VERSION` if the sources run without being installed."""
     try:
-        return version(DISTRIBUTION)
+        return version(DISTRIBUTION_NAME)
     except PackageNotFoundError:
         return UNKNOWN_VERSION
 
@@ -50,6 +51,13 @@ def check_packages(user: str, packages: Mapping[str, str]) -> None:
     Raises: InputError with the command that installs what is missing. It names packages and not an extra, so it works
     for a wheel and for a clone alike.
     """
-    missing = [package for module, package in packages.items() if find_spec(module) is None]
+    missing = [package for module, package in packages.items() if not is_installed(module)]
     if missing:
         raise InputError(f"{user} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module has been imported, or could be."""
+    if module in sys.modules:
+        return sys.modules[module] is not None
+    return find_spec(module) is not None

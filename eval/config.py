@@ -26,6 +26,7 @@ from treespec.demo.known import NO_DRAFTER
 from treespec.draft.spec import DrafterSpec
 from treespec.errors import InputError
 from treespec.eval.common import split_list
+from treespec.files.distribution import check_extra
 from treespec.options import MAX_COUNT, MAX_SEED, MAX_TEXT_TOKENS, join_or, option, reuse_option
 from treespec.sampling.params import LogitOptions
 
@@ -175,6 +176,7 @@ class CertifyConfig(ModelOptions, QuestionOptions, LogitOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.json_schema is not None:
+            check_extra("grammar", "--json-schema")
             try:
                 json.loads(self.json_schema)
             except ValueError as error:

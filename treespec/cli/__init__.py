@@ -3,7 +3,6 @@
 Only names and options are imported here; torch and transformers load inside the command that runs.
 """
 
-import importlib.metadata
 import io
 import logging
 import os
@@ -19,6 +18,7 @@ from treespec.cli.chat import chat
 from treespec.cli.heads import list_heads
 from treespec.cli.terminal import end_notice
 from treespec.errors import get_first_line, is_input_error
+from treespec.files.distribution import find_version
 from treespec.files.printable import to_one_line
 from treespec.files.quiet import NOISY_LOGGERS
 from treespec.kernels.allocator import keep_freed_memory
@@ -57,7 +57,7 @@ app.command()(answer.quickstart)
 def show_version(wanted: bool) -> None:
     """Print the version and exit, if --version is given."""
     if wanted:
-        print(f"treespec {importlib.metadata.version('treespec')}")
+        print(f"treespec {find_version()}")
         raise typer.Exit
 
 

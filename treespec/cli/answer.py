@@ -5,7 +5,6 @@ import shlex
 import socket
 import sys
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from treespec.cli.terminal import (
 from treespec.demo.known import DEMO_NAME, choose_default_drafter
 from treespec.engine.options import RequestOptions
 from treespec.errors import InputError, describe_os_error
+from treespec.files.distribution import check_extra
 from treespec.files.printable import to_printable
 from treespec.options import (
     MAX_SEED,
@@ -194,8 +194,7 @@ def serve(config: ServeConfig) -> None:
 
     Ctrl-C or SIGTERM ends the server once running answers have finished.
     """
-    if find_spec("fastapi") is None:
-        raise InputError("the server needs fastapi and uvicorn: pip install 'treespec[serve]'")
+    check_extra("serve", "the server")
     begin_answers(config, words=False, chats=False)
     listening = bind_socket(config.host, config.port)
     spec = load_spec(config)

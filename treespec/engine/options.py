@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 from treespec.errors import InputError
+from treespec.files.distribution import check_extra
 from treespec.options import MAX_COUNT, find_nearest_name, option
 from treespec.sampling.compiled_grammar import GRAMMAR_KINDS
 from treespec.sampling.params import LogitOptions, SamplingParams
@@ -133,6 +134,8 @@ class RequestOptions(SamplingParams, LogitOptions):
         ]
         if len(grammars) > 1:
             raise InputError(f"{' and '.join(grammars)} are given: leave out all but one")
+        if grammars:
+            check_extra("grammar", grammars[0])
         if grammars and self.ignore_eos:
             ignore_eos = self.format_option_name("ignore_eos")
             raise InputError(

@@ -116,7 +116,7 @@ def copy_tokenizer(tokenizer: Any, vocab_size: int, ends: frozenset[int]) -> "LL
         return LLTokenizer(**copy_of(tokenizer, vocab_size, ends))
     except ImportError:
         raise InputError(
-            "answers by a grammar need llguidance: pip install 'treespec[grammar]'"
+            "an answer by a grammar needs llguidance: pip install llguidance"
         ) from None
     except (ValueError, RuntimeError) as error:
         raise InputError(f"llguidance cannot read the target's {name}: {error}") from error

@@ -28,6 +28,7 @@ from treespec.sampling.probs import SamplingParams, compute_probs
 
 # Agreement is the share of drafts that are the target's most likely token.
 DOCTOR_STEPS = 4  # draft steps that are measured
+MIN_COMPLETIONS = 2  # a standard error needs two
 MIN_GAIN_SHARE = 0.005  # a change that raises agreement by less names no fault
 WHOLE_FAULT_SHARE = 0.1  # a change that raises agreement by so much explains the whole fault
 MIN_GAIN_ERRORS = (
@@ -61,8 +62,11 @@ def examine(config: DoctorConfig, say: Say = ignore_report) -> EvalReport:
     for passage in iterate_passages(config, spec, say):
         if int(passage.counts.sum()) > 2 * DOCTOR_STEPS:
             completions.append(passage)
-    if len(completions) < 2:
-        raise InputError("the completions are too short or too few: give more of them")
+    if len(completions) < MIN_COMPLETIONS:
+        raise InputError(
+            f"doctor needs at least {MIN_COMPLETIONS} answers of more than {2 * DOCTOR_STEPS} tokens, and got "
+            f"{len(completions)}: give more --text or --questions, or a larger --max-new-tokens"
+        )
 
     # 3. The findings.
     tables, verdict = diagnose_head(spec, completions, loaded_spec.sharpness, say)
@@ -229,8 +233,8 @@ def explain_causes(
     is_astray = is_overconfident and first_step.claimed - first_step.right > 2 * gain
     if share + certain_gain < blind_share + MIN_FEATURE_GAIN or is_astray:
         yield (
-            f"Another target's weights, or an untrained head: it is {first_step.claimed:.1%} sure of its first "
-            f"drafts, and {first_step.right:.1%} of them agree. Was it trained on this very checkpoint?"
+            f"Untrained, or for another target: confidence {first_step.claimed:.1%}, agreement {first_step.right:.1%} "
+            "on first drafts. Was it trained on this very checkpoint?"
         )
         return
 

@@ -153,7 +153,7 @@ def test_the_command_names_the_server(home, tmp_path):
         )
         done = CliRunner().invoke(app, line.split())
     assert done.exit_code == 0, done.output
-    assert f"Certified: {state.url}/v1" in done.output
+    assert f"No fault found: {state.url}/v1" in done.output
     found = json.loads(report.read_text())
     assert found["tests"][0]["answers"] == 2
 

@@ -166,7 +166,7 @@ def test_a_conversation_in_a_terminal(tmp_path, chats, conversation):
 
     # What is too long is cut, and says so. A new conversation with the same seed is the same again.
     terminal.say("/max-new-tokens 2")
-    assert "cut: /max-new-tokens N" in say("/retry")
+    assert "stopped at 2 tokens (/max-new-tokens)" in say("/retry")
     for line in ("/verifier topk", f"/tree {chats.tree}", f"/max-new-tokens {chats.max_new_tokens}", "/reset"):
         terminal.say(line)
     conversation.messages = []

@@ -105,7 +105,7 @@ PLANTED = {
     "Layers off by one": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
     "norm_before_residual": {"norm_before_residual": True},
     "Rotary base": ROPE,
-    "Another target's weights": other_target,
+    "Untrained, or for another target": other_target,
     "Flat": flat,
 }
 
@@ -138,4 +138,6 @@ def test_an_untrained_head_of_any_kind_is_told_to_be_one(kind):
     torch.manual_seed(0)
     head = build_head(model, kind) if kind.startswith(("medusa", "hydra")) else build_new_head(kind, model)
     spec = Spec(model, head.eval())
-    assert diagnose_head(spec, completions(model, 4, 20, temperature=0))[1][0].startswith("Another target's weights")
+    assert diagnose_head(spec, completions(model, 4, 20, temperature=0))[1][0].startswith(
+        "Untrained, or for another target"
+    )

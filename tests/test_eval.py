@@ -105,7 +105,7 @@ def test_the_report_has_every_contestant_and_category(finished):
     page = page_of(out / "report.md")
     assert "Fewer than 10 questions" in page
     assert "Left out, 1: questions.jsonl:4" in page
-    assert re.search(rf"of {3 * TURNS} answers were ended by max_new_tokens", page)
+    assert re.search(rf"of {3 * TURNS} answers reached max_new_tokens", page)
     assert "too few to say what is faster" in page.partition("## Verdict")[2]
 
 

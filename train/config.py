@@ -106,7 +106,7 @@ class TrainConfig(TargetOptions, Eagle3Options):
     from_head: str | None = option(
         "go on from the weights of this trained head: a directory, a hub id or demo", None
     )
-    features: str | None = option("store the target's features once in this directory", None)
+    features: str | None = option("cache the target's hidden states in this directory", None)
     epochs: int | None = option(
         "passes over the data; default: the kind's recipe", None, least=1, most=MAX_COUNT
     )

@@ -127,7 +127,7 @@ class DrafterOptions(CommandOptions):
     PANEL = "Drafting"
 
     head: str | None = option(
-        f"draft head: a directory, a hub id, or {DEMO_NAME} for the one that treespec brings", None
+        f"draft head: a directory, a hub id, or {DEMO_NAME} for the bundled one", None
     )
     drafter: str | None = option(DRAFTER_HELP, None)
     tree: str | None = option(f"{TREE_HELP}; default: chosen for the verifier", None)

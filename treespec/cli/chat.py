@@ -49,7 +49,7 @@ class ChatConfig(AnswerConfig):
 
 @build_command(ChatConfig)
 def chat(config: ChatConfig) -> None:
-    """Chat with a target; drafted tokens are green, or underlined under NO_COLOR. /help: commands.
+    """Chat with a model; drafted tokens are green, or underlined under NO_COLOR. /help: commands.
 
     Through a pipe every line is a message. Answers go to standard output, figures to standard error.
     """
@@ -158,12 +158,19 @@ class ChatSession:
         if interrupted:
             notes.append("interrupted")
         if not reply:
-            notes.append("nothing was said, the turn is dropped")
+            notes.append("the answer is empty: the turn is dropped")
         if stats.truncated:
-            notes.append("cut: /max-new-tokens N, or /undo if the context is full")
+            notes.append(explain_cut(stats, self.config.max_new_tokens))
         note(" · ".join(notes) + "\n")
         if interrupted:
             raise KeyboardInterrupt
+
+
+def explain_cut(stats: Stats, limit: int) -> str:
+    """Explain why an answer broke off. limit: --max-new-tokens."""
+    if stats.new_tokens >= limit:
+        return f"stopped at {limit} tokens (/max-new-tokens)"
+    return "stopped at the end of the model's context (/undo or /reset makes room)"
 
 
 def show_stream(stream: "Stream") -> bool:

@@ -69,7 +69,7 @@ def train(config: TrainConfig) -> None:
 
 @build_command(RegenerateConfig)
 def regenerate(config: RegenerateConfig) -> None:
-    """Let the target answer questions: a head learns most from the target's own words.
+    """Make training data: the target answers questions. A head learns most from such text.
 
     Run it again after a kill and it goes on. Then: treespec train --data OUT/conversations.jsonl
     """
@@ -185,7 +185,8 @@ def print_export(config: ExportConfig, exported: "Exported", source: Path) -> No
         )
     if (source / "draft_vocab.json").exists():
         print(
-            "draft_vocab.json has no place in the format: the engine drafts all tokens of the head"
+            f"{ENGINE_HELP[config.to]} cannot use the head's draft_vocab.json: it drafts from all tokens of the head, which "
+            "is slower"
         )
 
 

@@ -134,14 +134,14 @@ def print_precision(certificate: dict[str, Any], config: CertifyConfig) -> None:
 def format_verdict(certificate: dict[str, Any]) -> str:
     """Format the verdict, with the smallest fault that the samples would have shown."""
     if not certificate["passed"]:
-        return f"NOT certified: {certificate['verifier']}."
+        return f"Fault found: {certificate['verifier']}."
     sampled = certificate["tests"][1:]
     unit = "tokens"
     if len(sampled) == 1:
         unit = "texts"
     return (
-        f"Certified: {certificate['verifier']}. At {sampled[0]['samples']:,} {unit} faults that shift "
-        f"less than {sampled[0]['finds']:.1%} of the probability may stay hidden."
+        f"No fault found: {certificate['verifier']}. {sampled[0]['samples']:,} {unit} would show shifts of more than "
+        f"{sampled[0]['finds']:.1%} of the probability."
     )
 
 
@@ -187,7 +187,7 @@ def tau(config: TauConfig) -> None:
 
 @build_command(CalibrateConfig)
 def calibrate(config: CalibrateConfig) -> None:
-    """Fit what --tree auto predicts of a head, and how sharp its drafts should be. Training does so too."""
+    """Calibrate a head: acceptance rates for --tree auto, and draft temperature. Training does this too."""
     check_text(config.text)
     check_questions(config.questions)
     check_inputs_early(config, [f"head:{config.head}"])
@@ -245,7 +245,7 @@ def skip_search(config: SkipSearchConfig) -> None:
 
 @build_command(DoctorConfig)
 def doctor(config: DoctorConfig) -> None:
-    """Say what is wrong with a head that drafts badly: each usual fault is undone on trial."""
+    """Diagnose a head that drafts badly by trying to undo each common fault."""
     check_writable(config.out, "--out")
     check_text(config.text)
     check_text(config.data, "data")

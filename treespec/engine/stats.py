@@ -25,8 +25,8 @@ class Stats:
         undrafted: Cycles without a draft token.
         seconds: By stage: prefill, draft, head (the draft model's forwards, a part of draft), target,
             verify, commit, total.
-        truncated: Whether max_new_tokens or the context ended the answer, which may then break off amid
-            a sentence or an object.
+        truncated: Whether max_new_tokens or the context ended the answer, which may then break off
+            mid-sentence or mid-object.
     """
 
     prompt_tokens: int = 0

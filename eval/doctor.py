@@ -44,6 +44,7 @@ MIN_CERTAIN_AGREEMENT = 0.8  # agreement where the target is certain; published 
 MIN_SHARPENING_GAIN = (
     1.03  # ratio of accepted drafts, sharper over calibrated, that makes a new factor pay
 )
+NO_FAULT = "No usual fault shows."
 ALL_POSITIONS = 10**6  # more positions than any text has
 
 
@@ -73,7 +74,7 @@ def examine(config: DoctorConfig, say: Say = ignore_report) -> EvalReport:
     text_tables, text_verdict = diagnose_training_text(config, spec, completions, say)
     verdict += text_verdict
     if not verdict:
-        verdict = ["No usual fault shows."]
+        verdict = [NO_FAULT]
     report = EvalReport(tables + text_tables, [DOCTOR_NOTE], verdict)
     write_text(config.out, render_page(report, "Head doctor", f"{config.head} for {config.target}"))
     return report

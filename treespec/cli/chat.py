@@ -15,6 +15,7 @@ import typer
 
 from treespec.cli.answer import AnswerConfig, load_spec
 from treespec.cli.early import begin_answers
+from treespec.cli.endings import end_answers, explain_no_gain, print_ending
 from treespec.cli.options import build_command
 from treespec.engine.stats import Stats, format_stats
 from treespec.errors import InputError, describe_os_error, is_input_error
@@ -68,6 +69,7 @@ def chat(config: ChatConfig) -> None:
         try:
             run_line(conversation, read_line())
         except EOFError:
+            conversation.end()
             break
         except KeyboardInterrupt:  # on a terminal Ctrl-C ends only the line or the answer
             if not is_terminal:
@@ -107,12 +109,14 @@ class ChatSession:
         config: the settings, which slash commands change.
         messages: the questions and answers so far, without the system message.
         total: summed figures of all answers, replaced ones included.
+        warned: whether it has said that the head's drafts do not pay.
     """
 
     spec: "Spec"
     config: ChatConfig
     messages: list[dict[str, str]] = field(default_factory=list)
     total: Stats = field(default_factory=Stats)
+    warned: bool = False
 
     @property
     def opening(self) -> list[dict[str, str]]:
@@ -162,8 +166,23 @@ class ChatSession:
         if stats.truncated:
             notes.append(explain_cut(stats, self.config.max_new_tokens))
         note(" · ".join(notes) + "\n")
+        self.warn_if_unprofitable()
         if interrupted:
             raise KeyboardInterrupt
+
+    def warn_if_unprofitable(self) -> None:
+        """Say once that the drafts of a head do not pay in this conversation."""
+        warning = explain_no_gain(self.total)
+        if self.spec.head and warning and not self.warned:
+            self.warned = True
+            note(f"{warning}: treespec doctor looks for the reason\n")
+
+    def end(self) -> None:
+        """Print the ending of the conversation, if anything was answered."""
+        total = self.total
+        if total.cycles:
+            figures = format_stats(total, explain=True)
+            print_ending(end_answers(self.config, figures, total.new_tokens, total.cycles))
 
 
 def explain_cut(stats: Stats, limit: int) -> str:

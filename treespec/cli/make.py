@@ -15,6 +15,13 @@ from treespec.cli.early import (
     check_inputs_early,
     find_folder,
 )
+from treespec.cli.endings import (
+    Ending,
+    judge,
+    judge_training_tokens,
+    print_ending,
+    write_command,
+)
 from treespec.cli.options import build_command
 from treespec.cli.terminal import end_notice, print_remark, resumes, run_with_progress
 from treespec.demo.known import name_elsewhere
@@ -79,7 +86,19 @@ def regenerate(config: RegenerateConfig) -> None:
     if config.endpoint is None:
         begin_answers(config)
     with resumes(config.out):
-        print(run_with_progress(run_regenerate, config))
+        result = run_with_progress(run_regenerate, config)
+    print(result)
+    print_ending(end_regenerate(config, result))
+
+
+def end_regenerate(config: RegenerateConfig, result: "RegenerationResult") -> Ending:
+    """Make the ending of `regenerate`: enough tokens to train on, or not."""
+    options = {"head": None, "data": str(result.path), "out": "heads/mine"}
+    options |= {"dtype": None, "device_map": None}
+    command = write_command("train", TrainConfig, config, **options)
+    return Ending(
+        f"The answers are in {result.path}", judge_training_tokens(result.tokens), command
+    )
 
 
 def run_regenerate(
@@ -153,9 +172,7 @@ def export(config: ExportConfig) -> None:
     exported = write(head, config.to, folder, target_config, embedding)
     end_notice()
     print_export(config, exported, source)
-    print(
-        f"Serve it with\n\n  {build_serve_command(config.to, exported.head, target_config, folder)}\n"
-    )
+    command = build_serve_command(config.to, exported.head, target_config, folder)
 
     # 3. Write the card, and push to the hub.
     published = Path(config.push or folder)
@@ -170,14 +187,13 @@ def export(config: ExportConfig) -> None:
     write_text(folder / "README.md", card)
     if config.push:
         push_export(folder, config.push, config.dry_run, card)
+    finding = f"read back it gives the same {exported.logits} logits: difference 0"
+    written = f"{folder} holds the {exported.head.kind} head for {ENGINE_HELP[config.to]}"
+    print_ending(Ending(written, judge(True, finding), command))
 
 
 def print_export(config: ExportConfig, exported: "Exported", source: Path) -> None:
     """Print which head was written, and its parts that the format leaves out. source: folder of the head."""
-    print(
-        f"{Path(config.out)} holds the {exported.head.kind} head. Read back it gives the same "
-        f"{exported.logits} logits: difference 0."
-    )
     if exported.left_out is not None:
         print(
             f"It drafts all tokens but {exported.left_out}, its mask token: of a head of all tokens "
@@ -185,8 +201,8 @@ def print_export(config: ExportConfig, exported: "Exported", source: Path) -> No
         )
     if (source / "draft_vocab.json").exists():
         print(
-            f"{ENGINE_HELP[config.to]} cannot use the head's draft_vocab.json: it drafts from all tokens of the head, which "
-            "is slower"
+            f"{ENGINE_HELP[config.to]} cannot use the head's draft_vocab.json: it drafts from all tokens of the "
+            "head, which is slower"
         )
 
 

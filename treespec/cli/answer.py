@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from treespec.api.options import DemoOptions, ModelOptions, TargetOptions
 from treespec.cli.early import begin_answers, check_inputs_early
-from treespec.cli.endings import Ending, end_answers, judge, print_ending
+from treespec.cli.endings import ClosingLines, end_answers, judge, print_ending
 from treespec.cli.libraries import import_libraries
 from treespec.cli.options import build_command
 from treespec.cli.terminal import end_notice, read_standard_input
@@ -277,4 +277,6 @@ def quickstart(config: QuickstartConfig) -> None:
         words += ["--target", config.target, "--drafter", drafter]
     finding = f"treespec is {comparison.speedup:.2f} times as fast as one token at a time"
     verdict = judge(comparison.speedup > 1, finding)
-    print_ending(Ending("Nothing was written: the figures are above", verdict, shlex.join(words)))
+    print_ending(
+        ClosingLines("Nothing was written: the figures are above", verdict, shlex.join(words))
+    )

@@ -15,7 +15,7 @@ import typer
 
 from treespec.cli.answer import AnswerConfig, load_spec
 from treespec.cli.early import begin_answers
-from treespec.cli.endings import end_answers, explain_no_gain, print_ending
+from treespec.cli.endings import end_answers, explain_cut, explain_no_gain, print_ending
 from treespec.cli.options import build_command
 from treespec.engine.stats import Stats, format_stats
 from treespec.errors import InputError, describe_os_error, is_input_error
@@ -183,13 +183,6 @@ class ChatSession:
         if total.cycles:
             figures = format_stats(total, explain=True)
             print_ending(end_answers(self.config, figures, total.new_tokens, total.cycles))
-
-
-def explain_cut(stats: Stats, limit: int) -> str:
-    """Explain why an answer broke off. limit: --max-new-tokens."""
-    if stats.new_tokens >= limit:
-        return f"stopped at {limit} tokens (/max-new-tokens)"
-    return "stopped at the end of the model's context (/undo or /reset makes room)"
 
 
 def show_stream(stream: "Stream") -> bool:

@@ -10,7 +10,7 @@ import typer
 
 from treespec.api.options import DemoOptions, TargetOptions
 from treespec.cli.early import check_data, check_inputs_early, check_text
-from treespec.cli.endings import Ending, judge_training_tokens, print_ending, write_command
+from treespec.cli.endings import ClosingLines, judge_training_tokens, print_ending, write_command
 from treespec.cli.options import build_command
 from treespec.cli.terminal import end_notice
 from treespec.files.atomic import check_writable
@@ -71,7 +71,7 @@ def build(config: DatastoreConfig) -> None:
     tokens = len(store.slots)
     written = f"{file.parent} holds {tokens} tokens of {len(texts)} texts, after {seconds:.1f} s"
     command = write_command("chat", DemoOptions, config, drafter=f"rest:{config.out}")
-    print_ending(Ending(written, judge_training_tokens(tokens), command))
+    print_ending(ClosingLines(written, judge_training_tokens(tokens), command))
 
 
 def is_plain_text(source: str) -> bool:

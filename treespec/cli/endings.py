@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from treespec.engine.stats import Stats
 
-GOOD_TAU = 1.5  # tokens per target forward; on a CPU a cycle of a small target often costs as much as 1.5 tokens
+GOOD_TAU = 1.3  # tokens per target forward; with fewer the drafts seldom pay for themselves
 GOOD_TRAINING_TOKENS = 1_000_000  # tokens of answers to train on, or of texts to draft from
 GOOD_FIRST_DRAFTS = 0.5  # share of first drafts that are the target's choice at temperature 0
 GOOD_GAP_POINTS = 1.0  # percentage points of acceptance rate below the optimum α*
@@ -30,7 +30,7 @@ MAX_UNDRAFTED_SHARE = 0.9  # of the forwards; with more, `auto` expects no gain 
 
 
 @dataclass(frozen=True)
-class Ending:
+class ClosingLines:
     """The three lines that end a command.
 
     Attributes:
@@ -44,7 +44,7 @@ class Ending:
     next_command: str
 
 
-def print_ending(ending: Ending) -> None:
+def print_ending(ending: ClosingLines) -> None:
     """Print the three lines on standard error, since results go to standard output."""
     print_remark(ending.written, ending.verdict, f"Next: {ending.next_command}")
 
@@ -79,19 +79,26 @@ def judge_answers(tokens: int, cycles: int) -> str:
     return judge_tau(tokens / max(cycles, 1))
 
 
+def explain_cut(stats: "Stats", limit: int) -> str:
+    """Explain why an answer broke off. limit: --max-new-tokens."""
+    if stats.new_tokens >= limit:
+        return f"stopped at {limit} tokens (/max-new-tokens)"
+    return "stopped at the end of the model's context (/undo or /reset makes room)"
+
+
 def explain_no_gain(total: "Stats") -> str:
     """Explain that drafts do not pay; "" if they do, or after too few tokens. total: the figures of all answers."""
     if total.new_tokens < MIN_WARNED_TOKENS:
         return ""
     undrafted_share = total.undrafted / total.cycles
     if undrafted_share > MAX_UNDRAFTED_SHARE:
-        return f"The head does not pay here: {undrafted_share:.0%} of the forwards draft nothing, as no gain is expected"
+        return f"The head does not pay here: {undrafted_share:.0%} of the forwards draft nothing, as it would cost time"
     if total.acceptance_length < MIN_TAU:
         return f"The head does not pay here: τ {total.acceptance_length:.2f} is below {MIN_TAU}"
     return ""
 
 
-def end_answers(config: ModelOptions, written: str, tokens: int, cycles: int) -> Ending:
+def end_answers(config: ModelOptions, written: str, tokens: int, cycles: int) -> ClosingLines:
     """Make the ending of a command that answered: measure good drafts, look for the fault of bad ones.
 
     Args:
@@ -102,8 +109,8 @@ def end_answers(config: ModelOptions, written: str, tokens: int, cycles: int) ->
     """
     if config.source is None:
         next_command = write_command("generate", ModelOptions, config, drafter="suffix:tokens=0")
-        return Ending(written, "Not drafted: one token at a time", next_command)
-    return Ending(
+        return ClosingLines(written, "Not drafted: one token at a time", next_command)
+    return ClosingLines(
         written, judge_answers(tokens, cycles), write_answers_command(config, tokens, cycles)
     )
 

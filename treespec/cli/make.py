@@ -16,7 +16,7 @@ from treespec.cli.early import (
     find_folder,
 )
 from treespec.cli.endings import (
-    Ending,
+    ClosingLines,
     judge,
     judge_training_tokens,
     print_ending,
@@ -91,12 +91,12 @@ def regenerate(config: RegenerateConfig) -> None:
     print_ending(end_regenerate(config, result))
 
 
-def end_regenerate(config: RegenerateConfig, result: "RegenerationResult") -> Ending:
+def end_regenerate(config: RegenerateConfig, result: "RegenerationResult") -> ClosingLines:
     """Make the ending of `regenerate`: enough tokens to train on, or not."""
     options = {"head": None, "data": str(result.path), "out": "heads/mine"}
     options |= {"dtype": None, "device_map": None}
     command = write_command("train", TrainConfig, config, **options)
-    return Ending(
+    return ClosingLines(
         f"The answers are in {result.path}", judge_training_tokens(result.tokens), command
     )
 
@@ -189,7 +189,7 @@ def export(config: ExportConfig) -> None:
         push_export(folder, config.push, config.dry_run, card)
     finding = f"read back it gives the same {exported.logits} logits: difference 0"
     written = f"{folder} holds the {exported.head.kind} head for {ENGINE_HELP[config.to]}"
-    print_ending(Ending(written, judge(True, finding), command))
+    print_ending(ClosingLines(written, judge(True, finding), command))
 
 
 def print_export(config: ExportConfig, exported: "Exported", source: Path) -> None:

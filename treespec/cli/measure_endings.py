@@ -8,7 +8,7 @@ from treespec.cli.endings import (
     GOOD_FIRST_DRAFTS,
     GOOD_GAP_POINTS,
     GOOD_SHIFT,
-    Ending,
+    ClosingLines,
     judge,
     judge_tau,
     write_command,
@@ -30,13 +30,13 @@ Row = Mapping[str, Any]
 TRAINING_FAULTS = ("Little trained", "Off-policy text", "Untrained, or for another target")
 
 
-def end_eval(config: EvalConfig, rows: Sequence[Row]) -> Ending:
+def end_eval(config: EvalConfig, rows: Sequence[Row]) -> ClosingLines:
     """Make the ending of `eval`. rows: of its report."""
     written = f"Ledger and report are in {Path(config.out).resolve()}; look at report.html there"
     compared_rows = [row for row in rows if row["drafter"] and row["overall"]["speedup"]]
     if not compared_rows:
         next_command = write_command("eval", EvalConfig, config, out=f"{config.out}-timed")
-        return Ending(
+        return ClosingLines(
             written, "Not judged: no speed was compared with one token at a time", next_command
         )
     best = max(compared_rows, key=lambda row: row["overall"]["speedup"]["value"] or 0.0)
@@ -55,11 +55,13 @@ def end_eval(config: EvalConfig, rows: Sequence[Row]) -> Ending:
     if low > 1:
         finding += f", at least {low:.2f} times by its interval"
         pair |= {"out": "runs/certificate.json", "dtype": None}
-        return Ending(
+        return ClosingLines(
             written, judge(True, finding), write_command("certify", CertifyConfig, config, **pair)
         )
     finding += f", which is not above 1 by its interval (from {low:.2f})"
-    return Ending(written, judge(False, finding), write_repair_command(config, best["drafter"]))
+    return ClosingLines(
+        written, judge(False, finding), write_repair_command(config, best["drafter"])
+    )
 
 
 def write_repair_command(config: EvalConfig, drafter: str) -> str:
@@ -72,7 +74,9 @@ def write_repair_command(config: EvalConfig, drafter: str) -> str:
     )
 
 
-def end_certify(config: CertifyConfig, certificate: Mapping[str, Any], verdict: str) -> Ending:
+def end_certify(
+    config: CertifyConfig, certificate: Mapping[str, Any], verdict: str
+) -> ClosingLines:
     """Make the ending of `certify`. verdict: its words."""
     from treespec.serve.options import ServeConfig
 
@@ -80,13 +84,15 @@ def end_certify(config: CertifyConfig, certificate: Mapping[str, Any], verdict: 
     if not certificate["passed"]:
         another_seed = {"out": config.out, "seed": config.seed + 1, "endpoint": config.endpoint}
         command = write_command("certify", CertifyConfig, config, **another_seed)
-        return Ending(written, judge(False, f"{verdict} Does another seed find it, too?"), command)
+        return ClosingLines(
+            written, judge(False, f"{verdict} Does another seed find it, too?"), command
+        )
     shift = certificate["tests"][1]["finds"]
     if shift > GOOD_SHIFT:
         tokens = round(config.tokens * (shift / GOOD_SHIFT) ** 2)
         more = {"out": config.out, "tokens": tokens, "endpoint": config.endpoint}
         verdict = f"{verdict} That is more than {GOOD_SHIFT:.0%}: sample more tokens"
-        return Ending(
+        return ClosingLines(
             written,
             judge(False, verdict),
             write_command("certify", CertifyConfig, config, **more),
@@ -95,10 +101,10 @@ def end_certify(config: CertifyConfig, certificate: Mapping[str, Any], verdict: 
     if config.endpoint:
         peers = {"peers": config.endpoint, "out": "runs/eval", "dtype": None}
         command = write_command("eval", EvalConfig, config, **peers)
-    return Ending(written, judge(True, verdict), command)
+    return ClosingLines(written, judge(True, verdict), command)
 
 
-def end_acceptance(config: AcceptanceConfig, sweeps: Sequence[Sequence[Row]]) -> Ending:
+def end_acceptance(config: AcceptanceConfig, sweeps: Sequence[Sequence[Row]]) -> ClosingLines:
     """Make the ending of `acceptance`: the method with the highest rate, and its largest gap to α*."""
     written = f"Rates are in {Path(config.out).resolve()}; look at acceptance.html there"
     rates: dict[str, list[float]] = {}
@@ -118,10 +124,10 @@ def end_acceptance(config: AcceptanceConfig, sweeps: Sequence[Sequence[Row]]) ->
         command = "treespec acceptance --target demo --out runs/acceptance"
     else:
         command = write_command("tau", TauConfig, config, out="runs/tau")
-    return Ending(written, judge(gap <= GOOD_GAP_POINTS, finding), command)
+    return ClosingLines(written, judge(gap <= GOOD_GAP_POINTS, finding), command)
 
 
-def end_tau(config: TauConfig, rows: Sequence[Row]) -> Ending:
+def end_tau(config: TauConfig, rows: Sequence[Row]) -> ClosingLines:
     """Make the ending of `tau`: the pair with the largest τ."""
     from treespec.eval.acceptance.tau_pairs import OWN_TREE_LABEL
 
@@ -142,10 +148,12 @@ def end_tau(config: TauConfig, rows: Sequence[Row]) -> Ending:
         out="runs/eval",
     )
     verdict = judge_tau(best["tau"]["value"])
-    return Ending(written, f"{verdict} ({pair}, temperature {best['temperature']:g})", command)
+    return ClosingLines(
+        written, f"{verdict} ({pair}, temperature {best['temperature']:g})", command
+    )
 
 
-def end_calibrate(config: CalibrateConfig, file: Path) -> Ending:
+def end_calibrate(config: CalibrateConfig, file: Path) -> ClosingLines:
     """Make the ending of `calibrate`: how often the first draft is right. file: calibration.json."""
     from treespec.draft.calibration import GREEDY_TEMPERATURE, load_calibration
 
@@ -160,35 +168,35 @@ def end_calibrate(config: CalibrateConfig, file: Path) -> Ending:
     command = write_command("eval", EvalConfig, config, out="runs/eval")
     if share < GOOD_FIRST_DRAFTS:
         command = write_command("doctor", DoctorConfig, config)
-    return Ending(written, judge(share >= GOOD_FIRST_DRAFTS, finding), command)
+    return ClosingLines(written, judge(share >= GOOD_FIRST_DRAFTS, finding), command)
 
 
-def end_tree(config: TreeConfig, expected_tau: float) -> Ending:
+def end_tree(config: TreeConfig, expected_tau: float) -> ClosingLines:
     """Make the ending of `tree`."""
     command = write_command("eval", EvalConfig, config, tree=config.out, out="runs/eval")
-    return Ending(f"The tree is in {config.out}", judge_tau(expected_tau), command)
+    return ClosingLines(f"The tree is in {config.out}", judge_tau(expected_tau), command)
 
 
-def end_skip_search(config: SkipSearchConfig, speedup: float, depth: int) -> Ending:
+def end_skip_search(config: SkipSearchConfig, speedup: float, depth: int) -> ClosingLines:
     """Make the ending of `skip-search`. depth: of the chain that `speedup` is predicted for."""
     finding = f"predicted to be {speedup:.2f} times as fast as one token at a time"
     drafting = {"drafter": f"self:{config.out}", "tree": f"chain:{depth}", "out": "runs/eval"}
     if speedup <= 1:
         drafting |= {"drafter": "suffix:tokens=0", "tree": None}
     command = write_command("eval", EvalConfig, config, **drafting)
-    return Ending(
+    return ClosingLines(
         f"The skipped sublayers are in {config.out}", judge(speedup > 1, finding), command
     )
 
 
-def end_doctor(config: DoctorConfig, verdict: Sequence[str]) -> Ending:
+def end_doctor(config: DoctorConfig, verdict: Sequence[str]) -> ClosingLines:
     """Make the ending of `doctor`. verdict: a sentence for each fault."""
     from treespec.eval.doctor import NO_FAULT
 
     written = f"The report is in {Path(config.out).resolve()}"
     command = write_command("eval", EvalConfig, config, out="runs/eval")
     if list(verdict) == [NO_FAULT]:
-        return Ending(written, judge(True, "no usual fault shows"), command)
+        return ClosingLines(written, judge(True, "no usual fault shows"), command)
     first_words = verdict[0].partition(":")[0]
     if first_words in TRAINING_FAULTS:
         options = {"head": None, "from_head": config.head, "out": "heads/next"}
@@ -201,4 +209,4 @@ def end_doctor(config: DoctorConfig, verdict: Sequence[str]) -> Ending:
     faults = "1 fault shows"
     if len(verdict) > 1:
         faults = f"{len(verdict)} faults show"
-    return Ending(written, judge(False, f"{faults}: the verdict says what to mend"), command)
+    return ClosingLines(written, judge(False, f"{faults}: the verdict says what to mend"), command)

@@ -30,7 +30,7 @@ DRAFTED_STYLE = "green"  # as in chat
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RaceResult:
     """The figures of all questions, answered with drafts and without them.
 
     Attributes:
@@ -58,7 +58,7 @@ class Comparison:
         return verdict
 
 
-def show_side_by_side(spec: Spec, tokens: int, console: Console) -> Comparison:
+def show_side_by_side(spec: Spec, tokens: int, console: Console) -> RaceResult:
     """Answer the questions without and with drafts, and show both. Returns the figures of all questions."""
     # 1. Warm up, so that measuring costs is not timed.
     specs = {PLAIN_TITLE: spec.baseline(), f"treespec; what it drafted is {DRAFTED_STYLE}": spec}
@@ -85,7 +85,7 @@ def show_side_by_side(spec: Spec, tokens: int, console: Console) -> Comparison:
         console.print(f"  {figures}, without drafts {plain.stats.tokens_per_second:.1f}")
 
     plain_total, drafting_total = totals
-    return Comparison(
+    return RaceResult(
         drafting_total.tokens_per_second, plain_total.tokens_per_second, equal_answers
     )
 
@@ -182,7 +182,7 @@ def explain_wide_trees(totals: Mapping[str, Stats]) -> str:
     cost = measure_cycle_cost(stats, totals[PLAIN_TITLE])
     return (
         f"     Speed is τ divided by what a cycle costs. {widest} drafts {count_nodes(widest):.0f} tokens a cycle, and "
-        f"a small model pays for each of them: {cost:.2f} tokens' time. A larger model mostly waits for its weights, so "
-        f"there a cycle costs little more than one token: with the same τ this tree would be up to "
-        f"{stats.acceptance_length:.2f} times as fast as one token at a time."
+        f"a small model pays for each of them: {cost:.2f} tokens' time. A larger model mostly waits for its weights, "
+        f"so there a cycle costs little more than one token: with the same τ this tree would be up "
+        f"to {stats.acceptance_length:.2f} times as fast as one token at a time."
     )

@@ -191,6 +191,7 @@ def test_a_conversation_through_a_pipe(tmp_path, chats, conversation, monkeypatc
     assert done.out == "".join(f"{text}\n" for text in expected)
     assert "\x1b" not in done.err
     assert len(FIGURES.findall(done.err)) == 2
+    assert done.err.splitlines()[-1].startswith("Next: treespec ")
     errors = re.findall(r"^treespec: (.*)$", done.err, re.MULTILINE)
     reasons = ["unknown command /nonsense", "dynamic tree cannot go with verifier single", "shorten the prompt"]
     assert len(errors) == len(reasons)

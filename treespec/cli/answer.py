@@ -269,7 +269,9 @@ def quickstart(config: QuickstartConfig) -> None:
         verifiers = ["auto", "single", "rrs-wo", "traversal", "block-optimal"]
     totals = measure_verifiers(spec, verifiers, config.max_new_tokens)
     console.print(build_verifier_table(totals))
-    console.print(explain_wide_trees(totals))
+    explanation = explain_wide_trees(totals)
+    if explanation:
+        console.print(explanation)
 
     # 4. Nothing is written, so the figures stand for it in the ending.
     words = [str(Path(sys.executable).parent / "treespec"), "chat"]

@@ -16,7 +16,7 @@ from rich.text import Text
 from treespec.api.spec import Spec
 from treespec.engine.output import Stream
 from treespec.engine.request import Piece
-from treespec.engine.stats import TAU_MEANING, Stats, format_stats
+from treespec.engine.stats import Stats, format_stats
 from treespec.files.printable import to_printable
 
 QUICKSTART_QUESTIONS = (
@@ -150,7 +150,7 @@ def measure_verifiers(spec: Spec, verifiers: Sequence[str], tokens: int) -> dict
 def build_verifier_table(totals: Mapping[str, Stats]) -> Table:
     """Build the table of the figures of `measure_verifiers`."""
     table = Table.grid(padding=(0, 3))
-    table.add_row("     verifier", f"τ ({TAU_MEANING})", "a cycle costs", "tokens/s")
+    table.add_row("     verifier", "τ (tokens a cycle)", "a cycle costs", "tokens/s")
     for name, stats in totals.items():
         tau = f"{stats.acceptance_length:.2f}"
         cost = f"{measure_cycle_cost(stats, totals[PLAIN_TITLE]):.2f} tokens"

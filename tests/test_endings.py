@@ -125,7 +125,7 @@ def test_a_slow_wide_tree_is_explained_by_its_cost():
     plain.seconds["total"] = 1.0
     wide = Stats(new_tokens=100, accepted=[1] * 50, drafted=[250, 1000])
     wide.seconds["total"] = 2.0
-    said = explain_wide_trees({PLAIN_TITLE: plain, "traversal": wide})
+    said = " ".join(explain_wide_trees({PLAIN_TITLE: plain, "traversal": wide}).split())
     assert "traversal drafts 25 tokens a cycle" in said
     assert "4.00 tokens' time" in said
     assert "2.00 times as fast" in said

@@ -3,6 +3,7 @@
 docs/guide.md states the thresholds; a test compares them.
 """
 
+import sys
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,7 @@ class ClosingLines:
 
 def print_ending(ending: ClosingLines) -> None:
     """Print the three lines on standard error, since results go to standard output."""
+    sys.stdout.flush()  # a file that gets both has the results first
     print_remark(ending.written, ending.verdict, f"Next: {ending.next_command}")
 
 

@@ -4,6 +4,7 @@ Two decoders take turns, one piece at a time: the decoder that has used less tim
 moment the text that it would show at that time if it ran without the other.
 """
 
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ QUICKSTART_QUESTIONS = (
 QUICKSTART_PROMPTS = [[{"role": "user", "content": question}] for question in QUICKSTART_QUESTIONS]
 PLAIN_TITLE = "one token at a time"
 DRAFTED_STYLE = "green"  # as in chat
+INDENT = " " * 5
 
 
 @dataclass(frozen=True)
@@ -174,15 +176,19 @@ def explain_wide_trees(totals: Mapping[str, Stats]) -> str:
     def count_nodes(name: str) -> float:
         return sum(totals[name].drafted) / max(totals[name].cycles, 1)
 
-    widest = max(totals, key=count_nodes)
+    def compare_widths(name: str) -> tuple[int, float]:
+        return round(count_nodes(name)), totals[name].acceptance_length
+
+    widest = max(totals, key=compare_widths)
     stats = totals[widest]
     fastest_speed = max(other.tokens_per_second for other in totals.values())
     if stats.tokens_per_second == fastest_speed:
         return ""
     cost = measure_cycle_cost(stats, totals[PLAIN_TITLE])
-    return (
-        f"     Speed is τ divided by what a cycle costs. {widest} drafts {count_nodes(widest):.0f} tokens a cycle, and "
-        f"a small model pays for each of them: {cost:.2f} tokens' time. A larger model mostly waits for its weights, "
-        f"so there a cycle costs little more than one token: with the same τ this tree would be up "
-        f"to {stats.acceptance_length:.2f} times as fast as one token at a time."
+    words = (
+        f"Speed is τ divided by what a cycle costs. {widest} drafts {count_nodes(widest):.0f} tokens a cycle, and a small "
+        f"model pays for each of them: {cost:.2f} tokens' time. A larger model mostly waits for its weights, so there a "
+        f"cycle costs nearer to one token: with the same τ this tree would be up to {stats.acceptance_length:.2f} times "
+        "as fast as one token at a time."
     )
+    return textwrap.fill(words, 78, initial_indent=INDENT, subsequent_indent=INDENT)

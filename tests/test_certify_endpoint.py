@@ -163,7 +163,7 @@ def test_what_cannot_be_asked_is_said(home):
         certify(CertifyConfig(target=f"{home}/target", endpoint="http://127.0.0.1:9"))
     with complains("give --endpoint or --head"):
         CertifyConfig(target="t", endpoint="http://x/v1", head="h")
-    with complains("--plain is what --endpoint is compared with"):
+    with complains("--plain needs --endpoint"):
         CertifyConfig(target="t", plain="http://x/v1", head="h")
 
 

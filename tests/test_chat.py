@@ -151,7 +151,7 @@ def test_a_retry_is_what_a_fresh_target_says_in_its_place(begun, config):
 
 def test_undo_forgets_the_last_turn(begun):
     first = begun.messages[:2]
-    assert run_chat(begun, "/undo") == "forgotten: And then?"
+    assert run_chat(begun, "/undo") == "removed: And then?"
     assert begun.messages == first
     assert run_chat(begun, "/reset") == "a new conversation"
     assert begun.messages == []

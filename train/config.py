@@ -125,7 +125,10 @@ class TrainConfig(TargetOptions, Eagle3Options):
         most=65536,
     )
     max_length: int = option(
-        "most tokens of a conversation; longer ones are cut", 2048, least=3, most=MAX_TEXT_TOKENS
+        "maximum number of tokens of a conversation; longer ones are cut",
+        2048,
+        least=3,
+        most=MAX_TEXT_TOKENS,
     )
     learning_rate: float | None = option(
         "AdamW: highest learning rate; default: the kind's recipe", None, least=0, most=10

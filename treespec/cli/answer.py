@@ -150,7 +150,7 @@ def read_prompt(text: str, raw: bool) -> "Single":
 @dataclass(frozen=True, kw_only=True)
 class TraceConfig(AnswerConfig):
     prompt: str = option("message to answer; - reads standard input", "-")
-    json: bool = option("print a JSON object a cycle, for tools", False)
+    json: bool = option("print a JSON object per cycle, for tools", False)
     raw: bool = reuse_option(GenerateConfig, "raw")
     max_new_tokens: int = reuse_option(AnswerConfig, "max_new_tokens", 64)
 

@@ -129,7 +129,7 @@ class ChatSession:
     def last_message(self) -> str:
         """The last message of the user. Raises InputError if nothing has been asked."""
         if not self.messages:
-            raise InputError("nothing has been asked yet")
+            raise InputError("there is no message yet")
         return self.messages[-2]["content"]
 
     def show_answer(self, text: str, again: bool = False) -> None:
@@ -300,7 +300,7 @@ def remove_last_turn(conversation: ChatSession, _: str) -> str:
     """Run /undo."""
     message = conversation.last_message
     conversation.messages = conversation.messages[:-2]
-    return f"forgotten: {to_one_line(message)}"
+    return f"removed: {to_one_line(message)}"
 
 
 def retry(conversation: ChatSession, _: str) -> str:
@@ -319,9 +319,9 @@ def show_stats(conversation: ChatSession, _: str) -> str:
 def save_chat(conversation: ChatSession, value: str) -> str:
     """Run /save: append the conversation as a line of JSON, which `treespec train --data` reads."""
     if not value:
-        raise InputError("where to? /save FILE")
+        raise InputError("/save needs a file name: /save FILE")
     if not conversation.messages:
-        raise InputError("nothing has been said yet")
+        raise InputError("there is no message to save yet")
     path = Path(value).expanduser().resolve()
     messages = conversation.opening + conversation.messages
     line = json.dumps({"messages": messages}, ensure_ascii=False).encode() + b"\n"
@@ -353,8 +353,8 @@ def leave(_: ChatSession, __: str) -> str:
 
 
 CHAT_COMMANDS = {
-    "/reset": ChatCommand(reset, "forget what was said"),
-    "/undo": ChatCommand(remove_last_turn, "forget the last message and its answer"),
+    "/reset": ChatCommand(reset, "begin a new conversation"),
+    "/undo": ChatCommand(remove_last_turn, "remove the last message and its answer"),
     "/retry": ChatCommand(retry, "answer the last message again"),
 }
 CHAT_COMMANDS |= {

@@ -38,7 +38,7 @@ class DatastoreConfig(TargetOptions):
 @app.command()
 @build_command(DatastoreConfig)
 def build(config: DatastoreConfig) -> None:
-    """Encode texts and sort them by what stands before each token, for --drafter rest:FOLDER."""
+    """Build the suffix index of texts that --drafter rest:FOLDER drafts from."""
     # 1. Check the options and files.
     from treespec.draft.lookup.datastore import DATASTORE_FILE
 

@@ -56,7 +56,7 @@ ENGINE_HELP = {
 
 @build_command(TrainConfig)
 def train(config: TrainConfig) -> None:
-    """Train a draft head for a target. Run it again after a kill and it goes on.
+    """Train a draft head for a target. The same command resumes a killed run.
 
     With several processes: accelerate launch -m treespec.train --target …
     """
@@ -78,7 +78,7 @@ def train(config: TrainConfig) -> None:
 def regenerate(config: RegenerateConfig) -> None:
     """Make training data: the target answers questions. A head learns most from such text.
 
-    Run it again after a kill and it goes on. Then: treespec train --data OUT/conversations.jsonl
+    The same command resumes a killed run. Then:  treespec train --data OUT/conversations.jsonl
     """
     check_folder(config.out)
     if config.data is not None:
@@ -138,7 +138,7 @@ class ExportConfig(TargetOptions):
 
 @build_command(ExportConfig)
 def export(config: ExportConfig) -> None:
-    """Write a head in another project's format, compare it, and say how to serve it."""
+    """Write a head in another project's format, check its logits, and print the command that serves it."""
     from treespec.heads.formats.card import check_complete, write_served_card
 
     # 1. Check the options and paths.
@@ -196,8 +196,8 @@ def print_export(config: ExportConfig, exported: "Exported", source: Path) -> No
     """Print which head was written, and its parts that the format leaves out. source: folder of the head."""
     if exported.left_out is not None:
         print(
-            f"It drafts all tokens but {exported.left_out}, its mask token: of a head of all tokens "
-            f"{ENGINE_HELP[config.to]} would take the target's output layer, not the head's."
+            f"It drafts all tokens except its mask token, {exported.left_out}: for a head of the whole vocabulary "
+            f"{ENGINE_HELP[config.to]} would use the target's output layer, not the head's."
         )
     if (source / "draft_vocab.json").exists():
         print(

@@ -158,7 +158,7 @@ def format_verdict(certificate: dict[str, Any]) -> str:
 
 @build_command(AcceptanceConfig)
 def acceptance(config: AcceptanceConfig) -> None:
-    """Measure the acceptance rates of verifiers on a head's drafts, beside the optimum α*."""
+    """Measure the acceptance rates of verifiers on a head's drafts, and the optimum α*."""
     check_folder(config.out)
     check_text(config.text)
     check_questions(config.questions)
@@ -182,7 +182,7 @@ def acceptance(config: AcceptanceConfig) -> None:
 
 @build_command(TauConfig)
 def tau(config: TauConfig) -> None:
-    """Measure the exact τ of verifiers and trees on the target's own answers, beside the bound of their draws."""
+    """Measure the exact τ of verifiers and trees on the target's own answers, and the bound of their draws."""
     check_folder(config.out)
     check_text(config.text)
     check_questions(config.questions)
@@ -238,7 +238,7 @@ def tree(config: TreeConfig) -> None:
 
 @build_command(SkipSearchConfig)
 def skip_search(config: SkipSearchConfig) -> None:
-    """Search the sublayers that a target skips when it drafts for itself (--drafter self:FILE)."""
+    """Find the sublayers to skip when a target drafts for itself (--drafter self:FILE)."""
     check_writable(config.out, "--out")
     check_text(config.text)
     check_questions(config.questions)

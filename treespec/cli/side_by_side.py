@@ -186,8 +186,8 @@ def explain_wide_trees(totals: Mapping[str, Stats]) -> str:
         return ""
     cost = measure_cycle_cost(stats, totals[PLAIN_TITLE])
     words = (
-        f"{widest} drafts {count_nodes(widest):.0f} tokens a cycle, which costs a small model {cost:.2f} tokens' time. A "
-        "larger model mostly waits for its weights: there a cycle costs nearer to one token, and the same τ is worth "
+        f"{widest} drafts {count_nodes(widest):.0f} tokens a cycle, which costs a small model {cost:.2f} tokens' time. "
+        "A larger model mostly waits for its weights: there a cycle costs nearer to one token, and the same τ is worth "
         f"up to {stats.acceptance_length:.2f} times the speed."
     )
     return textwrap.fill(words, 78, initial_indent=INDENT, subsequent_indent=INDENT)

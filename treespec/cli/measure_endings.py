@@ -180,7 +180,11 @@ def end_tree(config: TreeConfig, expected_tau: float) -> ClosingLines:
 def end_skip_search(config: SkipSearchConfig, speedup: float, depth: int) -> ClosingLines:
     """Make the ending of `skip-search`. depth: of the chain that `speedup` is predicted for."""
     finding = f"predicted to be {speedup:.2f} times as fast as one token at a time"
-    drafting = {"drafter": f"self:{config.out}", "tree": f"chain:{depth}", "out": "runs/eval"}
+    drafting: dict[str, object] = {
+        "drafter": f"self:{config.out}",
+        "tree": f"chain:{depth}",
+        "out": "runs/eval",
+    }
     if speedup <= 1:
         drafting |= {"drafter": "suffix:tokens=0", "tree": None}
     command = write_command("eval", EvalConfig, config, **drafting)

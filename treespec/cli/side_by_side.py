@@ -28,7 +28,7 @@ QUICKSTART_QUESTIONS = (
 QUICKSTART_PROMPTS = [[{"role": "user", "content": question}] for question in QUICKSTART_QUESTIONS]
 PLAIN_TITLE = "one token at a time"
 DRAFTED_STYLE = "green"  # as in chat
-INDENT = " " * 5
+TABLE_INDENT = " " * 5
 
 
 @dataclass(frozen=True)
@@ -190,4 +190,4 @@ def explain_wide_trees(totals: Mapping[str, Stats]) -> str:
         "A larger model mostly waits for its weights: there a cycle costs nearer to one token, and the same τ is worth "
         f"up to {stats.acceptance_length:.2f} times the speed."
     )
-    return textwrap.fill(words, 78, initial_indent=INDENT, subsequent_indent=INDENT)
+    return textwrap.fill(words, 78, initial_indent=TABLE_INDENT, subsequent_indent=TABLE_INDENT)

@@ -84,7 +84,7 @@ class EvalConfig(TargetOptions, PlacementOptions, DrafterOptions, SamplingOption
         "short generations per configuration before anything is timed", 2, least=0, most=10**6
     )
     seed: int = option(
-        "each answer's seed follows from it, the question, the turn and the configuration",
+        "seed of the run; each answer's own seed follows from it, the question, the turn and the configuration",
         0,
         least=0,
         most=MAX_SEED,
@@ -95,7 +95,7 @@ class EvalConfig(TargetOptions, PlacementOptions, DrafterOptions, SamplingOption
         if self.assistant and not any(
             peer.startswith(TRANSFORMERS_PEER) for peer in parse_peers(self)
         ):
-            raise InputError("--assistant is transformers' alone: add --peers transformers")
+            raise InputError("--assistant is only for transformers: add --peers transformers")
 
 
 def parse_peers(config: EvalConfig) -> list[str]:
@@ -161,7 +161,7 @@ class CertifyConfig(ModelOptions, QuestionOptions, LogitOptions):
     )
     top_k: int = option("top-k for half of the samples; 0 is off", 20, least=0, most=MAX_COUNT)
     top_p: float = option("top-p for half of the samples; 1 is off", 0.9, above=0, most=1)
-    json_schema: str | None = option("the answers must be JSON of this schema", None)
+    json_schema: str | None = option("the answers must match this JSON schema", None)
     error: float = option(
         "probability that an exact verifier fails any of the tests", 1e-3, least=1e-5, below=1
     )
@@ -182,11 +182,13 @@ class CertifyConfig(ModelOptions, QuestionOptions, LogitOptions):
             except ValueError as error:
                 raise InputError(f"--json-schema is no JSON: {error}") from error
         if self.plain and not self.endpoint:
-            raise InputError("--plain is what --endpoint is compared with: give that, too")
+            raise InputError("--plain needs --endpoint, the server to compare it with")
         if self.endpoint is None:
             self.check_one_source()
         elif self.head:
-            raise InputError("a server drafts by itself: give --endpoint or --head")
+            raise InputError(
+                "--endpoint and --head are both given: a server has its own drafter, so leave out --head"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,31 +243,31 @@ class DoctorConfig(FitOptions):
 
     answers_temperature: ClassVar[float] = 0.0
     data: str | None = option(
-        "conversations that the head learnt on, a JSONL or JSON file; default: some that train keeps "
-        "in the head's folder",
+        "the head's training data, a JSONL or JSON file; default: the sample that train keeps in the "
+        "head's folder",
         None,
     )
-    out: str = option("file for the report, a page of HTML", "runs/doctor.html")
+    out: str = option("HTML file for the report", "runs/doctor.html")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TreeConfig(FitOptions):
     """The options of `treespec tree`. Raises InputError for a number out of its range, and for an unknown kind."""
 
-    out: str = option("file for the tree, which --tree then reads; its name ends in .json")
+    out: str = option("JSON file for the tree, which --tree reads")
     kind: str = option(
         "medusa: greedy, by the accuracy at each depth and rank; sequoia: optimal, by their means",
         "medusa",
         choices=("medusa", "sequoia"),
     )
     nodes: int = option(
-        "nodes of the tree, root included; 0 (sequoia): the size and depth that decode fastest on "
+        "number of nodes, root included; 0 (sequoia): the size and depth that decode fastest on "
         "this machine",
         64,
         least=0,
         most=4096,
     )
-    depth: int = option("most levels", 6, least=1, most=64)
+    depth: int = option("maximum depth", 6, least=1, most=64)
     temperature: float = option(
         "compare drafts with the target's distribution at this temperature", 0.0, least=0, most=100
     )
@@ -296,7 +298,7 @@ class SkipSearchConfig(TargetOptions, PlacementOptions, TextOptions):
     out: str = option("JSON file for the sublayers, which --drafter self:FILE reads")
     evaluations: int = option("sets of sublayers to try", 200, least=1, most=MAX_COUNT)
     chains: int = option(
-        "chains of draft tokens that a set is tried on, spread over the text",
+        "chains of draft tokens per set to try, spread over the text",
         128,
         least=1,
         most=MAX_COUNT,

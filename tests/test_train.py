@@ -79,7 +79,7 @@ def test_a_conversation_that_stands_there_twice_counts_once(config, capsys):
     assert same_head(train_to_end(config), train_to_end(with_folder(config, "twice", data=str(twice), validate_on=2)))
     said = capsys.readouterr().out
     assert "24 of them stand there already, and count once" in said
-    assert re.search(r"held-out positions\); on conversations that it was trained on [\d.]+% ", said)
+    assert re.search(r"held-out positions\); on training data [\d.]+% ", said)
 
 
 def test_no_room_for_features_is_said_before_any_is_written(config, tmp_path, monkeypatch):

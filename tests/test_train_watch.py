@@ -51,7 +51,7 @@ def test_the_decoded_length_is_what_a_spec_over_the_saved_head_counts(model_fold
 def test_validations_hold_what_was_decoded_beside_what_was_predicted(config):
     result = train(replace(config, decode_on=2, validate_every=3))
     assert result.decoded_length >= 1
-    assert f"decoding accepts {result.decoded_length:.2f}" in str(result)
+    assert f"decoding commits {result.decoded_length:.2f}" in str(result)
     (line,) = [line for line in metrics_of(config) if "acceptance_length" in line]
     assert line["step"] == 3
     assert line["decoded_length"] >= 1

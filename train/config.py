@@ -121,7 +121,7 @@ class TrainConfig(TargetOptions, Eagle3Options):
     from_head: str | None = option(
         "go on from the weights of this trained head: a directory, a hub id or demo", None
     )
-    features: str | None = option("store the target's features once in this directory", None)
+    features: str | None = option("cache the target's hidden states in this directory", None)
     epochs: int | None = option(
         "passes over the data; default: the kind's recipe", None, least=1, most=MAX_COUNT
     )
@@ -148,7 +148,10 @@ class TrainConfig(TargetOptions, Eagle3Options):
         most=65536,
     )
     max_length: int = option(
-        "most tokens of a conversation; longer ones are cut", 2048, least=3, most=MAX_TEXT_TOKENS
+        "maximum number of tokens of a conversation; longer ones are cut",
+        2048,
+        least=3,
+        most=MAX_TEXT_TOKENS,
     )
     learning_rate: float | None = option(
         "AdamW: highest learning rate; default: 1e-3, published: the kind's recipe",

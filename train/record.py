@@ -62,17 +62,17 @@ class Validation:
 
     def __str__(self) -> str:
         if not self.positions:
-            return "the head was not validated"
+            return "not validated: --validate-on is 0, or every held-out conversation is too short"
         steps = " ".join(f"{share:.1%}" for share in self.agreement)
         summary = (
-            f"top-1 agreement by draft step {steps}; a chain would accept "
-            f"{self.acceptance_length:.2f} tokens a cycle ({self.positions} held-out positions)"
+            f"top-1 agreement by draft step {steps}; a chain commits "
+            f"{self.acceptance_length:.2f} tokens per forward ({self.positions} held-out positions)"
         )
         if self.decoded_length is not None:
-            summary += f"; decoding accepts {self.decoded_length:.2f}"
+            summary += f"; decoding commits {self.decoded_length:.2f}"
         if self.trained:
             steps = " ".join(f"{share:.1%}" for share in self.trained)
-            summary += f"; on conversations that it was trained on {steps}"
+            summary += f"; on training data {steps}"
         return summary
 
     def to_figures(self) -> dict[str, float]:

@@ -77,9 +77,9 @@ class VariantOptions(CommandOptions):
         "run Python files from the target's directory or repository; read them first", False
     )
     load_in: str | None = option(
-        f"form to hold the target's weights in: {join_or(LOAD_IN_FORMS)}; 4bit and 8bit by "
+        f"quantisation of the target's weights:  {join_or(LOAD_IN_FORMS)}; 4bit and 8bit by "
         "bitsandbytes, fp8 and int8 by torchao, FILE a path or a name beside the target's files; "
-        "default: as its files hold them",
+        "default: as in its files",
         None,
     )
     revision: str | None = option(
@@ -137,7 +137,7 @@ class DrafterOptions(CommandOptions):
 
     head: str | None = option(
         f"draft head: a directory, a hub id, {AUTO_HEAD} for the published head of the target, or "
-        f"{DEMO_NAME} for the one that treespec brings",
+        f"{DEMO_NAME} for the bundled one",
         None,
     )
     drafter: str | None = option(DRAFTER_HELP, None)

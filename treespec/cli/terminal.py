@@ -62,7 +62,7 @@ def resumes(out: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         end_notice()
-        print(f"\nStopped. The same command goes on with what lies in {out}", file=sys.stderr)
+        print(f"\nStopped. The same command resumes from {out}", file=sys.stderr)
         raise
 
 

@@ -80,10 +80,10 @@ class RequestOptions(SamplingParams, LogitOptions):
     )
     ignore_eos: bool = option("go on after end-of-sequence tokens", False)
     json_schema: Mapping[str, object] | str | bool | None = option(
-        "the answer must be JSON of this schema", None, line=(str, str)
+        "the answer must match this JSON schema", None, line=(str, str)
     )
     regex: str | None = option("the answer must match this regular expression", None)
-    grammar: str | None = option("the answer must be of this grammar in llguidance's Lark", None)
+    grammar: str | None = option("the answer must match this grammar, in llguidance's Lark", None)
     chat_template_kwargs: Mapping[str, object] | None = option(
         'variables for the chat template, as in {"enable_thinking": false}',
         None,

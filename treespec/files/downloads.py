@@ -59,7 +59,7 @@ class HubFile:
         path = self.fetch_path()
         if path:
             return path.read_bytes()
-        raise InputError("the hub does not give it")
+        raise InputError("not available from the hub")
 
     def fetch_path(self) -> Path | None:
         """The path of the file in the hub's cache, downloaded if necessary; None if that fails."""

@@ -5,7 +5,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import uvicorn
 from fastapi.concurrency import run_in_threadpool
@@ -147,7 +147,19 @@ class HttpServer(uvicorn.Server):
             connection.transport.abort()
 
 
-def serve(spec: Spec, config: ServeConfig, listening: socket.socket) -> None:
+class Served(NamedTuple):
+    """What a server answered.
+
+    Attributes:
+        tokens: number of tokens of its answers.
+        cycles: number of their target forwards.
+    """
+
+    tokens: int
+    cycles: int
+
+
+def serve(spec: Spec, config: ServeConfig, listening: socket.socket) -> Served:
     """Answer requests until SIGINT or SIGTERM. listening: the socket that accepts connections."""
     state = State(spec, config)
     try:
@@ -160,6 +172,10 @@ def serve(spec: Spec, config: ServeConfig, listening: socket.socket) -> None:
     finally:
         state.engine.close(finish=False)
     print("ended", file=sys.stderr)
+    read_count = state.metrics.registry.get_sample_value
+    tokens = read_count("treespec_completion_tokens_total") or 0
+    cycles = read_count("treespec_cycles_total") or 0
+    return Served(int(tokens), int(cycles))
 
 
 def build_uvicorn_config(state: State) -> uvicorn.Config:

@@ -24,6 +24,7 @@ FLOORS = (  # from the ground up: a room imports those of floors below its own; 
     "heads",
     "demo",
     "options",
+    "synonyms",
     "sampling",
     "kernels",
     "model",

@@ -23,6 +23,7 @@ from treespec.model.cpu.packing import has_bfloat16_instructions, pack
 from treespec.model.placement import AS_IT_IS, Placement
 from treespec.model.target import Target
 from treespec.model.tree_check import warn_if_not_bit_exact
+from treespec.synonyms import accept_synonyms
 
 if TYPE_CHECKING:
     from treespec.model.placement import DeviceMap
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 SPREADING_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
+@accept_synonyms
 def load(
     target: str | PathLike[str] | PreTrainedModel,
     head: str | PathLike[str] | None = None,
@@ -49,6 +51,8 @@ def load(
     revision: str | None = None,
 ) -> Spec:
     """Load a target and a source of drafts, placed by accelerate, for decoding only.
+
+    Arguments may have other tools' names too, such as model, device and torch_dtype (`treespec.synonyms`).
 
     Args:
         target: Directory, hub id, `demo`, or a loaded transformers model. A loaded model stays usable,

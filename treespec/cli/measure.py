@@ -11,6 +11,7 @@ from treespec.cli.early import (
     check_questions,
     check_text,
 )
+from treespec.cli.early_requests import check_request
 from treespec.cli.options import build_command
 from treespec.cli.terminal import print_remark, resumes, run_with_progress, show_notice, show_result
 from treespec.draft.preflight import check_there
@@ -33,6 +34,7 @@ from treespec.eval.config import (
     parse_drafters,
 )
 from treespec.files.atomic import check_folder, check_writable
+from treespec.files.openai_client import check_server
 from treespec.files.printable import to_one_line
 from treespec.heads.registry import count_folder_levels
 
@@ -77,7 +79,11 @@ def certify(config: CertifyConfig) -> None:
     # 1. Check what needs no weights.
     check_writable(config.out, "--out")
     check_questions(config.questions)
+    for option, server in (("--endpoint", config.endpoint), ("--plain", config.plain)):
+        if server is not None:
+            check_server(option, server)
     begin_answers(config)
+    check_request(config)
     from treespec.eval.certify.run import certify as run
 
     # 2. Test, and print each result and the verdict.

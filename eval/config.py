@@ -181,9 +181,9 @@ class CertifyConfig(ModelOptions, QuestionOptions, LogitOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for option, value in (("--endpoint", self.endpoint), ("--plain", self.plain)):
-            if value is not None:
-                check_address(option, value, model=True)
+        for flag, address in (("--endpoint", self.endpoint), ("--plain", self.plain)):
+            if address is not None:
+                check_address(flag, address, model=True)
         if self.plain and not self.endpoint:
             raise InputError("--plain is what --endpoint is compared with: give that, too")
         if self.endpoint is None:

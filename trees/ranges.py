@@ -59,9 +59,10 @@ class Range:
 
     def describe(self, number: object) -> str:
         """Describes the range for a number outside of it: without an end that no one reaches, unless it was passed."""
+        if self.least is None or self.most is None or self.most < UNREACHED:
+            return str(self)
         is_number = isinstance(number, int | float)
-        is_open = self.least is not None and self.most is not None and self.most >= UNREACHED
-        if not is_open or (is_number and number > self.most):
+        if isinstance(number, int | float) and number > self.most:
             return str(self)
         least = f"{format_bound(self.least)} or more"
         if self.whole:

@@ -40,7 +40,8 @@ class Engine:
     the cycle that runs; the others go on. An error of the models ends all requests that run; later
     requests start with an empty cache.
     The engine decodes with a cache and a drafter of its own, so callers may use the Spec meanwhile;
-    they take turns with the engine, a cycle each. In asyncio use `generate` and `stream`. Call `close`, or use the engine in a `with` block.
+    they take turns with the engine, a cycle each. In asyncio use `generate` and `stream`.
+    Call `close`, or use the engine in a `with` block.
 
     Attributes:
         spec: The engine's own Spec, with the parts of the one it was given.

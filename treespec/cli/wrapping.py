@@ -14,7 +14,10 @@ Style = dict[str, Any]  # keywords of `typer.secho`
 
 def write_styled(text: str, style: Style) -> None:
     """Write a piece of an answer on standard output."""
-    typer.secho(text, nl=False, **style)
+    if style:
+        typer.secho(text, nl=False, **style)
+    else:
+        print(text, end="", flush=True)
 
 
 def find_terminal_width() -> int | None:

@@ -182,7 +182,7 @@ class CertifyConfig(ModelOptions, QuestionOptions, LogitOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         for flag, address in (("--endpoint", self.endpoint), ("--plain", self.plain)):
-            if address is not None:
+            if address:
                 check_address(flag, address, model=True)
         if self.plain and not self.endpoint:
             raise InputError("--plain is what --endpoint is compared with: give that, too")

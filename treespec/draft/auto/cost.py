@@ -27,6 +27,7 @@ COST_FORMAT = 2
 CONTEXT_TOKENS = 192  # before the tree whose forward is measured
 CONTEXT_STEP = 512  # further tokens after which the cost of a longer text is derived again
 LAST_SLOPE_NODES = 1_000_000  # nodes up to which T is extrapolated with its last slope
+FLAT_RATIO = 1.1  # T(n) / T(1) of the check below which T counts as flat
 ROW_PRICE_NODES = 7  # nodes over which the cost of one more row of a draft level is averaged
 
 
@@ -126,6 +127,19 @@ class CycleCost:
         one_node, several_nodes = self.interpolate_forward([1, ROW_PRICE_NODES])
         ratio = several_nodes / max(one_node, math.ulp(1.0))
         return self.level * float(ratio - 1) / (ROW_PRICE_NODES - 1)
+
+    def bend_forward(self, ratio: float) -> "CycleCost":
+        """Returns the cost with another ratio T(n) / T(1) of the check, `ratio`.
+
+        T'(n) = T(1) · (T(n) / T(1)) ^ (log ratio / log check_ratio) is T(n) for the old ratio, and several bends are
+        one to the last ratio. A curve that is flat up to the checked size does not bend.
+        """
+        if min(self.check_ratio, ratio) < FLAT_RATIO:
+            return self
+        exponent = math.log(ratio) / math.log(self.check_ratio)
+        one_node = self.forward[0]
+        forward = tuple(one_node * (seconds / one_node) ** exponent for seconds in self.forward)
+        return replace(self, forward=forward, check_ratio=ratio)
 
     def select_batch_size(self, batch: int) -> "CycleCost":
         """Returns the cost of a batch of sequences, derived from the cost of one.

@@ -1,8 +1,8 @@
 """Measures the cost of a cycle (`CycleCost`) with the decoding code, once per machine and pair of models.
 
 Steps are timed in interleaved rounds. Other work on the machine only adds time, so a step's cost is the lower
-quartile over rounds. The cost is kept in the user's cache folder, and measured again if it is no longer valid, which
-a trial of a quarter of a second decides, at most every ten minutes.
+quartile over rounds. The cost is kept in the user's cache folder. A trial of a quarter of a second, at most every ten
+minutes, adapts it to small changes of the machine, and decides whether it is no longer valid and measured again.
 """
 
 import hashlib
@@ -73,19 +73,26 @@ def load_or_measure_cost(
     if stored_cost:
         if file in CHECKED_FILES or has_been_checked_lately(file):
             return stored_cost
-        if is_still_valid(target, stored_cost):
-            CHECKED_FILES.add(file)
-            with suppress(OSError):  # of another user: each process checks it
-                os.utime(file)
-            return stored_cost
+        adapted_cost = adapt_cost(target, stored_cost)
+        if adapted_cost:
+            keep_cost(adapted_cost, file)
+            return adapted_cost
     cost = measure_model_costs(target, proposer)
     cost = replace(cost, check_ratio=measure_check_ratio(target, cost))
-    CHECKED_FILES.add(file)
-    with suppress(InputError):  # a folder that cannot be written: the next run measures again
-        remove_leftovers(file.parent)
-        write_json(file, {"format": COST_FORMAT, "cost": asdict(cost)})
+    if keep_cost(cost, file):
         os.utime(file, (0, 0))  # the next process checks it
     return cost
+
+
+def keep_cost(cost: CycleCost, file: Path) -> bool:
+    """Writes a cost that this process has measured or checked; returns whether the file could be written."""
+    CHECKED_FILES.add(file)
+    try:
+        remove_leftovers(file.parent)
+        write_json(file, {"format": COST_FORMAT, "cost": asdict(cost)})
+    except InputError:  # a folder that cannot be written: each process measures or checks it
+        return False
+    return True
 
 
 def has_been_checked_lately(file: Path) -> bool:
@@ -94,19 +101,19 @@ def has_been_checked_lately(file: Path) -> bool:
     return 0 <= age < TRUSTED_SECONDS
 
 
-def is_still_valid(target: Target, cost: CycleCost) -> bool:
-    """Whether the ratio T(n) / T(1), by which trees are chosen, is still about that of a stored cost.
+def adapt_cost(target: Target, cost: CycleCost) -> CycleCost | None:
+    """Returns a stored cost, bent to the ratio T(n) / T(1) of a trial; None: the ratio has changed too much.
 
-    Memory bandwidth and clock of a shared machine change from hour to hour. Other work disturbs a trial too,
-    so only a second one decides that the cost is no longer valid.
+    Memory bandwidth and clock of a shared machine change from hour to hour, and trees are chosen by this ratio. Other
+    work disturbs a trial too, so only a second one decides that the cost is no longer valid.
     """
     if not cost.check_ratio:
-        return False
+        return None
     for _ in range(CHECK_TRIALS):
-        drift = math.log(measure_check_ratio(target, cost) / cost.check_ratio)
-        if abs(drift) < math.log(MAX_COST_DRIFT):
-            return True
-    return False
+        ratio = measure_check_ratio(target, cost)
+        if abs(math.log(ratio / cost.check_ratio)) < math.log(MAX_COST_DRIFT):
+            return cost.bend_forward(ratio)
+    return None
 
 
 @torch.inference_mode()

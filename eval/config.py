@@ -163,7 +163,7 @@ class CertifyConfig(ModelOptions, QuestionOptions, LogitOptions):
     top_k: int = option("top-k for half of the samples; 0 is off", 20, least=0, most=MAX_COUNT)
     top_p: float = option("top-p for half of the samples; 1 is off", 0.9, above=0, most=1)
     json_schema: str | None = option(
-        "the answers must be JSON of this schema: JSON text, or a file of it",
+        "the answers must be JSON of this schema, given as text or as a file",
         None,
         line=(str, read_schema),
     )

@@ -105,17 +105,17 @@ class RequestOptions(SamplingParams, LogitOptions):
     )
     ignore_eos: bool = option("go on after end-of-sequence tokens", False)
     json_schema: Mapping[str, object] | str | bool | None = option(
-        "the answer must be JSON of this schema: JSON text, or on the command line a file of it",
+        "the answer must be JSON of this schema; the command line takes a file, too",
         None,
         line=(str, read_schema),
     )
     regex: str | None = option(
-        "the answer must match this regular expression; on the command line, or that in this file",
+        "the answer must match this regular expression; the command line takes a file, too",
         None,
         line=(str, partial(read_pattern, "--regex")),
     )
     grammar: str | None = option(
-        "the answer must be of this grammar in llguidance's Lark; on the command line, or that in this file",
+        "the answer must be of this grammar in llguidance's Lark; the command line takes a file, too",
         None,
         line=(str, partial(read_pattern, "--grammar")),
     )

@@ -5,6 +5,7 @@ import json
 from dataclasses import dataclass
 
 import pytest
+import torch
 import typer
 from commands import COMMAND, complains, treespec
 
@@ -17,7 +18,7 @@ from treespec.cli.wrapping import WordWrapper
 from treespec.engine.options import RequestOptions, parse_request_options
 from treespec.engine.stats import Stats
 from treespec.errors import find_similar_name
-from treespec.model.placement import Placement
+from treespec.model.placement import Placement, is_torch_built_for_cuda
 from treespec.options import DTYPE_ALIASES, DTYPE_NAMES, CommandOptions, option, reuse_option
 from treespec.synonyms import ADVICE, SYNONYMS, accept_synonyms, find_synonym
 from treespec.trees.ranges import Range
@@ -128,6 +129,14 @@ def test_a_text_longer_than_the_context_is_refused_by_its_tokens(home):
     check_length("the question " * 10, home / "target")
     with complains(r"the prompt has [\d,]+ tokens, the target's context holds 256"):
         check_length("the question " * 100, home / "target")
+
+
+def test_cuda_is_refused_at_once_by_a_torch_without_it():
+    assert is_torch_built_for_cuda() == bool(torch.version.cuda or torch.version.hip)
+    Placement(device_map="cpu").check_device()
+    if not is_torch_built_for_cuda():
+        with complains("--device-map cuda:0: this torch has no CUDA: use --device-map cpu"):
+            Placement(device_map="cuda:0").check_device()
 
 
 def wrap(width, *pieces):

@@ -24,7 +24,6 @@ FLOORS = (  # from the ground up: a room imports those of floors below its own; 
     "heads",
     "demo",
     "options",
-    "synonyms",
     "sampling",
     "kernels",
     "model",

@@ -17,10 +17,10 @@ from treespec.cli.words import CommandGroup, list_flags, list_option_names
 from treespec.cli.wrapping import WordWrapper
 from treespec.engine.options import RequestOptions, parse_request_options
 from treespec.engine.stats import Stats
+from treespec.engine.synonyms import OPTION_ADVICE, OPTION_SYNONYMS, accept_synonyms, find_synonym
 from treespec.errors import find_similar_name
 from treespec.model.placement import Placement, is_torch_built_for_cuda
 from treespec.options import DTYPE_ALIASES, DTYPE_NAMES, CommandOptions, option, reuse_option
-from treespec.synonyms import ADVICE, SYNONYMS, accept_synonyms, find_synonym
 from treespec.trees.ranges import Range
 
 OPTION_NAMES = {
@@ -29,9 +29,9 @@ OPTION_NAMES = {
 
 
 def test_every_synonym_names_an_option_and_never_replaces_one():
-    for other, own in SYNONYMS.items():
+    for other, own in OPTION_SYNONYMS.items():
         assert any(own in names and other not in names for names in OPTION_NAMES.values()), other
-    assert not ADVICE.keys() & SYNONYMS.keys()
+    assert not OPTION_ADVICE.keys() & OPTION_SYNONYMS.keys()
     assert find_synonym("greedy", OPTION_NAMES["regenerate"]) == "greedy"  # though others get advice for it
     assert set(DTYPE_ALIASES.values()) <= set(DTYPE_NAMES)
     assert not set(DTYPE_ALIASES) & set(DTYPE_NAMES)

@@ -59,7 +59,7 @@ class Range:
 
     def describe(self, number: object) -> str:
         """Describes the range for a number outside of it: without an end that no one reaches, unless it was passed."""
-        if self.least is None or self.most is None or self.most < UNREACHED:
+        if self.least is None or self.most is None or self.most < UNREACHED_END:
             return str(self)
         is_number = isinstance(number, int | float)
         if isinstance(number, int | float) and number > self.most:
@@ -80,7 +80,7 @@ class Range:
         return f"{kind} {self.bounds}"
 
 
-UNREACHED = 10**9  # ends from here on are not shown
+UNREACHED_END = 10**9  # ends from here on are not shown
 # Nodes of a tree, root included. A mask has N² entries.
 NODES_RANGE = Range(least=2, most=4096, whole=True)
 # Levels of drafted tokens; the draft model runs once for each.

@@ -14,6 +14,7 @@ from treespec.demo.known import choose_default_drafter
 from treespec.draft.calibration import Calibration, load_calibration
 from treespec.draft.source import DraftSource, load_source
 from treespec.draft.spec import DrafterSpec
+from treespec.engine.synonyms import accept_synonyms
 from treespec.errors import InputError
 from treespec.files.locks import alone_with
 from treespec.heads.folder import find_head_folder
@@ -23,7 +24,6 @@ from treespec.model.cpu.packing import has_bfloat16_instructions, pack
 from treespec.model.placement import AS_IT_IS, Placement
 from treespec.model.target import Target
 from treespec.model.tree_check import warn_if_not_bit_exact
-from treespec.synonyms import accept_synonyms
 
 if TYPE_CHECKING:
     from treespec.model.placement import DeviceMap
@@ -52,7 +52,7 @@ def load(
 ) -> Spec:
     """Load a target and a source of drafts, placed by accelerate, for decoding only.
 
-    Arguments may have other tools' names too, such as model, device and torch_dtype (`treespec.synonyms`).
+    Arguments may have other tools' names too, such as model, device and torch_dtype (`treespec.engine.synonyms`).
 
     Args:
         target: Directory, hub id, `demo`, or a loaded transformers model. A loaded model stays usable,

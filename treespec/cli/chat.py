@@ -20,10 +20,10 @@ from treespec.cli.options import build_command
 from treespec.cli.terminal import build_prompt_reader
 from treespec.cli.wrapping import WordWrapper, find_terminal_width
 from treespec.engine.stats import Stats, format_stats
+from treespec.engine.synonyms import find_synonym
 from treespec.errors import InputError, describe_os_error, is_input_error
 from treespec.files.printable import to_one_line, to_printable
 from treespec.options import find_nearest_name, option
-from treespec.synonyms import find_synonym
 
 if TYPE_CHECKING:
     from treespec.api.spec import Spec
@@ -76,7 +76,7 @@ def chat(config: ChatConfig) -> None:
     read_line: Callable[[], str] = input
     if is_terminal:
         read_line = build_prompt_reader([*CHAT_COMMANDS, *CHAT_ALIASES])
-        note(f"{greet(conversation.spec)}\n/help lists the commands. {CHAT_HINTS}.")
+        note(f"{describe_chat(conversation.spec)}\n/help lists the commands. {CHAT_HINTS}.")
     while True:
         try:
             run_line(conversation, read_line())
@@ -91,7 +91,7 @@ def chat(config: ChatConfig) -> None:
             note(f"treespec: {error}")
 
 
-def greet(spec: "Spec") -> str:
+def describe_chat(spec: "Spec") -> str:
     """Say who answers and what drafts, in a sentence each."""
     dtype = str(spec.target.dtype).removeprefix("torch.")
     answers = f"You are chatting with {spec.name}, in {dtype} on {spec.target.device}."

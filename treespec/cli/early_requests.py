@@ -3,27 +3,25 @@
 What only the loaded target tells, such as the tokens of a chat template, is checked again with the request itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from treespec.api.options import TargetOptions
 from treespec.cli.early import find_folder
 from treespec.draft.preflight import read_config_number
 from treespec.errors import InputError, TooLong
 from treespec.options import format_flag
 from treespec.sampling.compiled_grammar import GRAMMAR_KINDS, check_syntax
 
-if TYPE_CHECKING:
-    from treespec.cli.answer import AnswerConfig
-    from treespec.eval.config import CertifyConfig
-
 TEMPLATE_SLACK = 8  # tokens that a template may save by joining its text with the message's
 
 
-def check_request(config: "AnswerConfig | CertifyConfig", texts: Sequence[str] = ()) -> None:
+def check_request(config: TargetOptions, texts: Sequence[str] = ()) -> None:
     """Check what a request asks for by small files of the target. Weights are not read.
 
-    texts: the messages or prompts. Default: (), they are not known yet.
+    Args:
+        config: a command's options; those of a grammar or of biases are checked if it has them.
+        texts: the messages or prompts. Default: (), they are not known yet.
 
     Raises: InputError for a bad grammar, a biased token that there is not, and a prompt longer than the context.
     """
@@ -38,20 +36,21 @@ def check_request(config: "AnswerConfig | CertifyConfig", texts: Sequence[str] =
     folder = Path(find_folder(config.target)).expanduser()
     if config.placement.gguf is not None or not folder.is_dir():
         return
-    check_biases(config.logit_bias or {}, folder)
+    check_biases(getattr(config, "logit_bias", None), folder)
     for text in texts:
         check_length(text, folder)
 
 
-def check_biases(biases: object, folder: Path) -> None:
+def check_biases(biases: Mapping[int, float] | None, folder: Path) -> None:
     """Raises InputError for a token id outside of the vocabulary. biases: as `LogitOptions.logit_bias`."""
     vocab_size = read_config_number(str(folder), "vocab_size")
-    if isinstance(biases, dict) and biases and vocab_size is not None:
-        largest = max(biases)
-        if largest >= vocab_size:
-            raise InputError(
-                f"--logit-bias has token id {largest}, the target's vocabulary has {vocab_size:,} tokens"
-            )
+    if not biases or vocab_size is None:
+        return
+    largest = max(biases)
+    if largest >= vocab_size:
+        raise InputError(
+            f"--logit-bias has token id {largest}, the target's vocabulary has {vocab_size:,} tokens"
+        )
 
 
 def check_length(text: str, folder: Path) -> None:

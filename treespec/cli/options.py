@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
 import typer
 
+from treespec.engine.synonyms import find_synonym, suggest_option
 from treespec.errors import InputError
 from treespec.options import MAX_COUNT, format_flag, get_range
-from treespec.synonyms import find_synonym, suggest_option
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -5,8 +5,8 @@ from typing import Any, final
 
 from typer.core import TyperGroup
 
+from treespec.engine.synonyms import find_synonym, suggest_option
 from treespec.errors import find_similar_name
-from treespec.synonyms import find_synonym, suggest_option
 
 # what other tools call their commands -> ours, for the hint
 COMMAND_SYNONYMS = {

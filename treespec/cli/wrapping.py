@@ -7,7 +7,6 @@ from shutil import get_terminal_size
 from typing import Any, final
 
 import typer
-from rich.cells import cell_len
 
 Style = dict[str, Any]  # keywords of `typer.secho`
 
@@ -18,6 +17,13 @@ def write_styled(text: str, style: Style) -> None:
         typer.secho(text, nl=False, **style)
     else:
         print(text, end="", flush=True)
+
+
+def count_columns(text: str) -> int:
+    """Count the columns of a terminal that a text takes."""
+    from rich.cells import cell_len
+
+    return cell_len(text)
 
 
 def find_terminal_width() -> int | None:
@@ -55,7 +61,7 @@ class WordWrapper:
             self.write(text, style)
             return
         for character in text:
-            is_wide = cell_len(character) > 1
+            is_wide = count_columns(character) > 1
             if character.isspace() or is_wide:
                 self._write_word()
             self._word.append((character, style))
@@ -71,7 +77,7 @@ class WordWrapper:
 
     def _write_word(self) -> None:
         """Write the word, on the next line if it does not fit."""
-        columns = sum(cell_len(character) for character, _ in self._word)
+        columns = count_columns("".join(character for character, _ in self._word))
         if self._column and self.width and self._column + columns > self.width:
             self._write_line_break({})
         text = ""

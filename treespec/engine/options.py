@@ -11,12 +11,12 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
+from treespec.engine.synonyms import rename_keywords, suggest_option
 from treespec.errors import InputError
 from treespec.options import MAX_COUNT, option
 from treespec.sampling.compiled_grammar import GRAMMAR_KINDS
 from treespec.sampling.params import LogitOptions, SamplingParams
-from treespec.synonyms import rename_keywords, suggest_option
-from treespec.text.strings import decode_command_line, is_file, read_text_file
+from treespec.text.strings import decode_command_line, is_file, read_option_text
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +49,7 @@ def parse_template_variables(text: str) -> Any:
 def read_schema(text: str) -> str:
     """Read `--json-schema`: JSON text, or a file of it. Raises InputError for a value that is neither."""
     if is_file(text):
-        text = read_text_file("--json-schema", text)
+        text = read_option_text("--json-schema", text)
     try:
         json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -64,7 +64,7 @@ def read_pattern(option: str, text: str) -> str:
     if not is_file(text):
         return text
     log.warning("%s is read from the file %s", option, text)
-    return read_text_file(option, text).rstrip("\n")
+    return read_option_text(option, text).rstrip("\n")
 
 
 @dataclass(frozen=True, kw_only=True)

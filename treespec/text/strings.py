@@ -124,7 +124,7 @@ def is_file(text: str) -> bool:
         return False
 
 
-def read_text_file(option: str, file: str) -> str:
+def read_option_text(option: str, file: str) -> str:
     """Read a file of UTF-8 text. Raises InputError if it cannot be read. option: the one that names the file."""
     try:
         return Path(file).expanduser().read_text(encoding="utf-8-sig")

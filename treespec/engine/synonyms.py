@@ -1,6 +1,6 @@
 """Other tools' names of our options: of transformers, vLLM, SGLang, llama.cpp, lm-eval and FastChat.
 
-A name in `SYNONYMS` means the same as our option, so it is taken. A name in `ADVICE` means something similar or several
+A name in `OPTION_SYNONYMS` means the same as our option, so it is taken. A name in `OPTION_ADVICE` means something similar or several
 things, so it is refused with what to write instead. An option of the command itself always comes first: `serve` has a
 `--max-tokens` of its own.
 """
@@ -15,7 +15,7 @@ from treespec.errors import InputError, find_similar_name
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # another tool's name -> ours
-SYNONYMS = {
+OPTION_SYNONYMS = {
     "model": "target",
     "model_path": "target",
     "model_name_or_path": "target",
@@ -69,7 +69,7 @@ SYNONYMS = {
 DRAFT_MODEL_ADVICE = "--head HEAD for a draft head, --drafter model:MODEL for a smaller model"
 TREE_ADVICE = "--tree chain:N drafts N tokens in a row"
 # another tool's name -> what to write instead
-ADVICE = {
+OPTION_ADVICE = {
     "draft": DRAFT_MODEL_ADVICE,
     "draft_model": DRAFT_MODEL_ADVICE,
     "draft_model_path": DRAFT_MODEL_ADVICE,
@@ -104,7 +104,7 @@ def find_synonym(name: str, names: Collection[str]) -> str | None:
     plain_name = name.replace("-", "_")
     if plain_name in names:
         return plain_name
-    own_name = SYNONYMS.get(plain_name)
+    own_name = OPTION_SYNONYMS.get(plain_name)
     if own_name in names:
         return own_name
     return None
@@ -119,11 +119,11 @@ def suggest_option(name: str, names: Collection[str], flag: str = "--") -> str:
         flag: as `Options.FLAG`. Default: --.
     """
     plain_name = name.replace("-", "_")
-    advice = ADVICE.get(plain_name)
+    advice = OPTION_ADVICE.get(plain_name)
     if advice is not None:
         return f": {advice}"
     known_names = {name: name for name in names}
-    for other_name, own_name in SYNONYMS.items():
+    for other_name, own_name in OPTION_SYNONYMS.items():
         if own_name in names:
             known_names.setdefault(other_name, own_name)
     similar_name = find_similar_name(plain_name, known_names)
@@ -138,7 +138,7 @@ def suggest_option(name: str, names: Collection[str], flag: str = "--") -> str:
 def accept_synonyms(function: Function) -> Function:
     """Let a function take other tools' names of its keywords too.
 
-    A call with a name in `ADVICE` raises InputError, with an unknown name TypeError, as in Python.
+    A call with a name in `OPTION_ADVICE` raises InputError, with an unknown name TypeError, as in Python.
     """
     names = list(inspect.signature(function).parameters)
 
@@ -154,12 +154,12 @@ def rename_keywords(keywords: Mapping[str, Any], names: Collection[str]) -> dict
 
     names: the keywords that there are.
 
-    Raises: InputError for a name in `ADVICE`, and for two names of one keyword.
+    Raises: InputError for a name in `OPTION_ADVICE`, and for two names of one keyword.
     """
     renamed: dict[str, Any] = {}
     for name, value in keywords.items():
         own_name = find_synonym(name, names)
-        if own_name is None and name in ADVICE:
+        if own_name is None and name in OPTION_ADVICE:
             raise InputError(f"no keyword {name}{suggest_option(name, names, '')}")
         if own_name is None:
             own_name = name  # Python names it in its TypeError

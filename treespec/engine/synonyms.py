@@ -1,8 +1,8 @@
 """Other tools' names of our options: of transformers, vLLM, SGLang, llama.cpp, lm-eval and FastChat.
 
-A name in `OPTION_SYNONYMS` means the same as our option, so it is taken. A name in `OPTION_ADVICE` means something similar or several
-things, so it is refused with what to write instead. An option of the command itself always comes first: `serve` has a
-`--max-tokens` of its own.
+A name in `OPTION_SYNONYMS` means the same as our option, so it is taken. A name in `OPTION_ADVICE` means something
+similar or several things, so it is refused with what to write instead. An option of the command itself always comes
+first: `serve` has a `--max-tokens` of its own.
 """
 
 import functools

@@ -1,13 +1,11 @@
 """The options of the commands that measure: `treespec eval`, `certify`, `calibrate`, `doctor` and `tree`."""
 
-import json
 import re
 from dataclasses import dataclass
 from typing import ClassVar
 
 from treespec.api.options import (
     DRAFTER_HELP,
-    DTYPE_NAMES,
     FASTEST_HELP,
     PER_CATEGORY,
     QUESTION_FILE,
@@ -24,10 +22,21 @@ from treespec.api.options import (
 )
 from treespec.demo.known import NO_DRAFTER
 from treespec.draft.spec import DrafterSpec
+from treespec.engine.options import read_schema
 from treespec.errors import InputError
 from treespec.eval.common import split_list
 from treespec.files.distribution import check_extra
-from treespec.options import MAX_COUNT, MAX_SEED, MAX_TEXT_TOKENS, join_or, option, reuse_option
+from treespec.files.openai_client import check_address
+from treespec.options import (
+    DTYPE_ALIASES,
+    DTYPE_NAMES,
+    MAX_COUNT,
+    MAX_SEED,
+    MAX_TEXT_TOKENS,
+    join_or,
+    option,
+    reuse_option,
+)
 from treespec.sampling.params import LogitOptions
 
 TRANSFORMERS_PEER = "transformers"
@@ -161,7 +170,11 @@ class CertifyConfig(ModelOptions, QuestionOptions, LogitOptions):
     )
     top_k: int = option("top-k for half of the samples; 0 is off", 20, least=0, most=MAX_COUNT)
     top_p: float = option("top-p for half of the samples; 1 is off", 0.9, above=0, most=1)
-    json_schema: str | None = option("the answers must match this JSON schema", None)
+    json_schema: str | None = option(
+        "the answers must be JSON of this schema, given as text or as a file",
+        None,
+        line=(str, read_schema),
+    )
     error: float = option(
         "probability that an exact verifier fails any of the tests", 1e-3, least=1e-5, below=1
     )
@@ -171,16 +184,16 @@ class CertifyConfig(ModelOptions, QuestionOptions, LogitOptions):
         "tokens; in any other they may differ where two logits are as close as rounding",
         "float32",
         choices=DTYPE_NAMES,
+        aliases=DTYPE_ALIASES,
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.json_schema is not None:
             check_extra("grammar", "--json-schema")
-            try:
-                json.loads(self.json_schema)
-            except ValueError as error:
-                raise InputError(f"--json-schema is no JSON: {error}") from error
+        for flag, address in (("--endpoint", self.endpoint), ("--plain", self.plain)):
+            if address:
+                check_address(flag, address, model=True)
         if self.plain and not self.endpoint:
             raise InputError("--plain needs --endpoint, the server to compare it with")
         if self.endpoint is None:

@@ -17,7 +17,7 @@ from commands import CHAT_CONTEXT, COMMAND, answer_next, to_stdin
 
 from treespec.cli import run
 from treespec.cli.answer import load_spec
-from treespec.cli.chat import CHAT_COMMANDS, ChatConfig, ChatSession
+from treespec.cli.chat import CHAT_COMMANDS, ChatConfig, ChatSession, describe_chat
 from treespec.files.printable import to_printable
 from treespec.options import format_command_line
 
@@ -102,7 +102,7 @@ def plain(text):
 def test_a_conversation_in_a_terminal(tmp_path, chats, conversation):
     terminal = Terminal(STARTED + arguments(chats), environment(tmp_path))
     first_screen = plain(terminal.until(re.escape(PROMPT)))
-    assert conversation.spec.drafting_sentence in first_screen
+    assert describe_chat(conversation.spec) in first_screen
     assert all(hint in first_screen for hint in ("/help", "Alt-Enter", "Ctrl-C", "Ctrl-D"))
 
     def say(line):

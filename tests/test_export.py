@@ -311,6 +311,10 @@ def test_a_head_goes_out_and_comes_back_by_the_command_line(tmp_path, capsys):
     as_undrafted(spec, [[5, 9, 33]], 12)
 
 
+def refuse(api):
+    raise ConnectionError("no network")
+
+
 def test_a_head_goes_to_the_hub_with_its_card_and_a_licence(tmp_path, capsys, monkeypatch):
     random_model(LlamaConfig(**GROUPED)).save_pretrained(tmp_path / "target")
     head = save_with(random_eagle3(Target.load(tmp_path / "target")), tmp_path / "head")
@@ -327,6 +331,11 @@ def test_a_head_goes_to_the_hub_with_its_card_and_a_licence(tmp_path, capsys, mo
     assert treespec(f"{line} --dry-run") == 0
     assert "me/mine would write README.md, config.json, model.safetensors" in capsys.readouterr().out
     shutil.rmtree(there.parent)
+    monkeypatch.setattr(HfApi, "whoami", refuse)
+    assert treespec(f"{line} --license mit") == 2
+    assert "the hub cannot be written to (no network); nothing was exported" in capsys.readouterr().err
+    assert not there.parent.exists()
+    monkeypatch.setattr(HfApi, "whoami", lambda api: {"name": "me"})
     assert treespec(f"{line} --license mit") == 0
     ((given, said),) = told
     assert given == {"repo_id": "me/mine", "folder_path": there.parent}

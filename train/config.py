@@ -9,6 +9,7 @@ from treespec.errors import InputError
 from treespec.files.atomic import check_folder
 from treespec.heads.training import Recipe, Training
 from treespec.options import (
+    DTYPE_ALIASES,
     DTYPE_NAMES,
     MAX_COUNT,
     MAX_TEXT_TOKENS,
@@ -229,12 +230,14 @@ class TrainConfig(TargetOptions, Eagle3Options):
         "no, bf16 or fp16; default: bf16 where the GPU or CPU has instructions for it, else no",
         None,
         choices=("no", "bf16", "fp16"),
+        aliases={"bfloat16": "bf16", "float16": "fp16"},
     )
     dtype: str = option(
         f"precision of the target's weights: {join_or(DTYPE_NAMES)}; auto takes the checkpoint's, on a CPU without "
         "bfloat16 float32 where that fits the memory",
         "auto",
         choices=DTYPE_NAMES,
+        aliases=DTYPE_ALIASES,
     )
     device_map: str | None = option(
         "accelerate's placement of the target; default: the process's device", None
@@ -331,7 +334,8 @@ def check_folders(config: TrainConfig) -> None:
     if config.features is not None:
         check_folder(config.features, option="--features")
     out = Path(config.out)
-    if (out / "model.safetensors").exists() and not (out / "training").exists():
-        raise InputError(
-            f"--out {out} holds a model that was not trained there: name another folder"
-        )
+    for name in ("model.safetensors", "config.json"):
+        if (out / name).exists() and not (out / "training").exists():
+            raise InputError(
+                f"--out {out} holds a {name} that was not trained there: name another folder"
+            )

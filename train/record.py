@@ -5,6 +5,7 @@ next run must agree with.
 """
 
 import json
+import shlex
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -204,7 +205,7 @@ def write_card(config: TrainConfig, data: Data, place: Place, result: Validation
     figures = "\n".join(f"- {line}" for line in str(result).split("; "))
     card = f"""\
 {write_front_matter(config.head, config.target, config.license)}
-`treespec chat --target {config.target} --head {file.parent.name}`
+`treespec chat --target {config.target} --head {shlex.quote(config.out)}`
 
 It drafts for this target alone, whose embedding and output it uses. Drafts are verified, so the
 answers keep the target's own distribution.

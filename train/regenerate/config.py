@@ -5,6 +5,7 @@ from typing import Any
 
 from treespec.api.options import ModelOptions, SamplingOptions
 from treespec.errors import InputError
+from treespec.files.openai_client import check_address
 from treespec.options import MAX_COUNT, MAX_SEED, MAX_TEXT_TOKENS, join_or, option
 from treespec.train.data.known import DATA_SETS
 from treespec.train.regenerate.questions import QUESTION_FILTERS
@@ -80,10 +81,8 @@ class RegenerateConfig(ModelOptions, SamplingOptions):
             raise InputError("give one of --data and --from-template")
         if self.allow_lossy:
             raise InputError("a head learns the target's own distribution: leave out --allow-lossy")
-        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
-            raise InputError(
-                f"--endpoint is {endpoint!r}, must be a URL such as http://localhost:8000/v1"
-            )
+        if endpoint is not None:
+            check_address("--endpoint", endpoint)
         if samples_questions and self.temperature == 0:
             raise InputError(
                 "--from-template samples questions: --temperature 0 would repeat a single one"

@@ -31,6 +31,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from treespec.api.load import load
 from treespec.api.spec import Spec
+from treespec.demo.fetch import find_model_path as find_model_path
 from treespec.engine.prepare import count_answer_room
 from treespec.engine.request import Request
 from treespec.engine.stats import Stats

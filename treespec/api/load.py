@@ -14,6 +14,7 @@ from treespec.demo.known import NO_DRAFTER, choose_default_drafter, choose_head
 from treespec.draft.calibration import Calibration, load_calibration
 from treespec.draft.source import DraftSource, load_source
 from treespec.draft.spec import DrafterSpec
+from treespec.engine.synonyms import accept_synonyms
 from treespec.errors import InputError
 from treespec.files.locks import alone_with
 from treespec.heads.folder import find_head_folder
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 SPREADING_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
+@accept_synonyms
 def load(
     target: str | PathLike[str] | PreTrainedModel,
     head: str | PathLike[str] | None = None,
@@ -49,6 +51,8 @@ def load(
     revision: str | None = None,
 ) -> Spec:
     """Load a target and a source of drafts, placed by accelerate, for decoding only.
+
+    Arguments may have other tools' names too, such as model, device and torch_dtype (`treespec.engine.synonyms`).
 
     Args:
         target: Directory, hub id, `demo`, or a loaded transformers model. A loaded model stays usable,

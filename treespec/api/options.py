@@ -19,6 +19,7 @@ from treespec.engine.options import RequestOptions
 from treespec.errors import InputError
 from treespec.model.placement import Placement
 from treespec.options import (
+    DTYPE_ALIASES,
     DTYPE_NAMES,
     LOAD_IN_FORMS,
     MAX_COUNT,
@@ -122,6 +123,7 @@ class PlacementOptions(CommandOptions):
         "quantised weights on a CPU without bfloat16",
         "auto",
         choices=DTYPE_NAMES,
+        aliases=DTYPE_ALIASES,
     )
 
     def __post_init__(self) -> None:

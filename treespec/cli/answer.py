@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from treespec.api.options import DemoOptions, ModelOptions, TargetOptions
 from treespec.cli.early import begin_answers, check_inputs_early
+from treespec.cli.early_requests import check_request
 from treespec.cli.endings import ClosingLines, end_answers, judge, print_ending
 from treespec.cli.libraries import import_libraries
 from treespec.cli.options import build_command
-from treespec.cli.terminal import (
-    end_notice,
-    read_standard_input,
-    show_notice,
-)
+from treespec.cli.terminal import end_notice, read_standard_input, show_notice
+from treespec.cli.wrapping import WordWrapper, find_terminal_width
 from treespec.demo.known import DEMO_NAME, choose_default_drafter
 from treespec.engine.options import RequestOptions
 from treespec.errors import InputError, describe_os_error
@@ -82,6 +80,9 @@ class GenerateConfig(AnswerConfig):
     n: int = option("give this number of answers to each message", 1, least=1, most=4096)
     batch: int | None = option("answers decoded at a time; default: all", None, least=1, most=4096)
     raw: bool = option("continue the prompt as plain text, without the chat template", False)
+    json: bool = option(
+        "print each answer as a line of JSON: text, token ids, why it ended, figures", False
+    )
 
 
 @build_command(GenerateConfig)
@@ -96,12 +97,13 @@ def generate(config: GenerateConfig) -> None:
         texts = ["-"]
     prompts = [read_prompt(text, config.raw) for text in texts]
     begin_answers(config, chats=not config.raw)
+    check_request(config, list_prompt_texts(prompts))
 
     # 2. Print one answer as it arrives, or several once all have ended; then the figures.
     spec = load_spec(config)
     from treespec.engine.stats import format_stats
 
-    if len(prompts) == 1 and config.n == 1:
+    if len(prompts) == 1 and config.n == 1 and not config.json:
         stats = print_stream(spec, prompts[0], config)
     else:
         stats = print_answers(spec, prompts, config)
@@ -112,24 +114,33 @@ def generate(config: GenerateConfig) -> None:
 def print_stream(spec: "Spec", prompt: "Single", config: GenerateConfig) -> "Stats":
     """Print an answer as it arrives, and return its figures."""
     stream = spec.stream(prompt, **config.requested)
-    for piece in stream:
-        print(show_text(piece.text), end="", flush=True)
+    wrapper = WordWrapper(find_terminal_width())
+    try:
+        for piece in stream:
+            wrapper.add(show_text(piece.text), {})
+    finally:
+        wrapper.finish()
     print()
     return stream.stats
 
 
 def print_answers(spec: "Spec", prompts: "list[Single]", config: GenerateConfig) -> "Stats":
-    """Print the answers to prompts once all have ended, and return their summed figures."""
+    """Print the answers to prompts once all have ended, as text or JSON, and return their summed figures."""
     from treespec.engine.stats import Stats
 
     total = Stats()
     texts = []
+    lines = []
     several: Any = prompts
     for outputs in spec.generate(several, n=config.n, batch=config.batch, **config.requested):
         for output in outputs:
             texts.append(show_text(output.text))
+            lines.append(json.dumps(output.to_json(), ensure_ascii=False))
             total.add(output.stats)
-    print("\n\n".join(texts))
+    if config.json:
+        print("\n".join(lines))
+    else:
+        print("\n\n".join(texts))
     return total
 
 
@@ -153,6 +164,17 @@ def read_prompt(text: str, raw: bool) -> "Single":
     return [{"role": "user", "content": text}]
 
 
+def list_prompt_texts(prompts: "list[Single]") -> list[str]:
+    """The text of each prompt: of plain text, or of the message that `read_prompt` makes."""
+    texts = []
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            message: Any = prompt[0]
+            prompt = message["content"]
+        texts.append(prompt)
+    return texts
+
+
 @dataclass(frozen=True, kw_only=True)
 class TraceConfig(AnswerConfig):
     prompt: str = option("message to answer; - reads standard input", "-")
@@ -171,6 +193,7 @@ def trace(config: TraceConfig) -> None:
     prompt = read_prompt(config.prompt, config.raw)
     config.check_one_source()
     begin_answers(config, chats=not config.raw)
+    check_request(config, list_prompt_texts([prompt]))
 
     # 2. Answer, and show each cycle as it arrives.
     spec = load_spec(config)

@@ -15,9 +15,13 @@ import typer
 
 from treespec.cli.answer import AnswerConfig, load_spec
 from treespec.cli.early import begin_answers
+from treespec.cli.early_requests import check_request
 from treespec.cli.endings import end_answers, explain_cut, explain_no_gain, print_ending
 from treespec.cli.options import build_command
+from treespec.cli.terminal import build_prompt_reader
+from treespec.cli.wrapping import WordWrapper, find_terminal_width
 from treespec.engine.stats import Stats, format_stats
+from treespec.engine.synonyms import find_synonym
 from treespec.errors import InputError, describe_os_error, is_input_error
 from treespec.files.printable import to_one_line, to_printable
 from treespec.options import find_nearest_name, option
@@ -26,7 +30,15 @@ if TYPE_CHECKING:
     from treespec.api.spec import Spec
     from treespec.engine.output import Stream
 
-CHAT_HINTS = "/help: commands · Alt-Enter: new line · Ctrl-C: stop an answer · Ctrl-D: quit"
+CHAT_HINTS = "Alt-Enter begins a new line, Ctrl-C stops an answer, Ctrl-D ends the chat"  # keys of a terminal
+# other chats' names of commands -> ours
+CHAT_ALIASES = {
+    "/exit": "/quit",
+    "/bye": "/quit",
+    "/clear": "/reset",
+    "/new": "/reset",
+    "/?": "/help",
+}
 SETTABLE_OPTIONS = (  # options that a slash command of the same name sets
     "system",
     "temperature",
@@ -56,6 +68,7 @@ def chat(config: ChatConfig) -> None:
     """
     # 1. Check what needs no weights, load, and render one prompt, so that a missing template shows now.
     begin_answers(config)
+    check_request(config)
     conversation = ChatSession(load_spec(config), config)
     conversation.spec.request(conversation.opening + [build_message("user", "Hello")])
 
@@ -63,8 +76,8 @@ def chat(config: ChatConfig) -> None:
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     read_line: Callable[[], str] = input
     if is_terminal:
-        read_line = build_prompt_reader()
-        note(f"{describe_start(conversation.spec)}\n{CHAT_HINTS}")
+        read_line = build_prompt_reader([*CHAT_COMMANDS, *CHAT_ALIASES])
+        note(f"{describe_chat(conversation.spec)}\n/help lists the commands. {CHAT_HINTS}.")
     while True:
         try:
             run_line(conversation, read_line())
@@ -80,10 +93,12 @@ def chat(config: ChatConfig) -> None:
             note(f"treespec: {error}")
 
 
-def describe_start(spec: "Spec") -> str:
-    """The first line of a chat: who answers, and what drafts."""
+def describe_chat(spec: "Spec") -> str:
+    """Say who answers and what drafts, in a sentence each."""
     dtype = str(spec.target.dtype).removeprefix("torch.")
-    return f"{spec.name} in {dtype} on {spec.target.device}: {spec.drafting_sentence}"
+    answers = f"You are chatting with {spec.name}, in {dtype} on {spec.target.device}."
+    sentence = spec.drafting_sentence
+    return f"{answers} {sentence[0].upper()}{sentence[1:]}."
 
 
 def run_line(conversation: "ChatSession", line: str) -> None:
@@ -205,19 +220,21 @@ def show_stream(stream: "Stream") -> bool:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         stopped.set()
 
+    wrapper = WordWrapper(find_terminal_width())
     signal.signal(signal.SIGINT, stop)
     try:
         for piece in stream:
             style: dict[str, Any] = {}
             if piece.drafted:
                 style = draft_style
-            typer.secho(to_printable(piece.text), nl=False, **style)
+            wrapper.add(to_printable(piece.text), style)
             if stopped.is_set():
                 break
     except KeyboardInterrupt:
         pass
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        wrapper.finish()
         typer.echo()
     return stopped.is_set()
 
@@ -244,6 +261,10 @@ def run_chat(conversation: ChatSession, line: str) -> str:
         EOFError: at the end of the conversation.
     """
     name, _, value = line.strip().partition(" ")
+    name = CHAT_ALIASES.get(name, name)
+    setting = find_synonym(name.removeprefix("/"), SETTABLE_OPTIONS)
+    if setting is not None:
+        name = f"/{setting.replace('_', '-')}"
     if name not in CHAT_COMMANDS:
         raise InputError(
             f"unknown command {name}{find_nearest_name(name, CHAT_COMMANDS)}: /help lists them"
@@ -359,7 +380,7 @@ def leave(_: ChatSession, __: str) -> str:
 
 
 CHAT_COMMANDS = {
-    "/reset": ChatCommand(reset, "begin a new conversation"),
+    "/reset": ChatCommand(reset, "begin a new conversation; also /clear"),
     "/undo": ChatCommand(remove_last_turn, "remove the last message and its answer"),
     "/retry": ChatCommand(retry, "answer the last message again"),
 }
@@ -370,36 +391,5 @@ CHAT_COMMANDS |= {
     "/stats": ChatCommand(show_stats, "acceptance in this conversation"),
     "/save": ChatCommand(save_chat, "append the conversation as a line of JSON", "FILE"),
     "/help": ChatCommand(show_help, "this list"),
-    "/quit": ChatCommand(leave, "end"),
+    "/quit": ChatCommand(leave, "end; also /exit and /bye"),
 }
-
-
-def build_prompt_reader() -> Callable[[], str]:
-    """Build the function that reads a line, with completion, Alt-Enter for line breaks, and a history file."""
-    from prompt_toolkit import PromptSession
-    from prompt_toolkit.completion import WordCompleter
-    from prompt_toolkit.history import FileHistory, InMemoryHistory
-    from prompt_toolkit.key_binding import KeyBindings
-
-    # 1. Open the history, which only the user may read. If it cannot be written, it lasts for this process.
-    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
-    file = state / "treespec" / "history"
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch(0o600)
-        file.open("ab").close()
-        history: FileHistory | InMemoryHistory = FileHistory(str(file))
-    except OSError:
-        history = InMemoryHistory()
-
-    # 2. Bind the keys.
-    keys = KeyBindings()
-    keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
-    session: PromptSession[str] = PromptSession(
-        "> ",
-        history=history,
-        key_bindings=keys,
-        completer=WordCompleter(list(CHAT_COMMANDS), sentence=True),
-        prompt_continuation="  ",
-    )
-    return session.prompt

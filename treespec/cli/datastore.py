@@ -13,6 +13,7 @@ from treespec.cli.early import check_data, check_inputs_early, check_text
 from treespec.cli.endings import ClosingLines, judge_training_tokens, print_ending, write_command
 from treespec.cli.options import build_command
 from treespec.cli.terminal import end_notice
+from treespec.cli.words import CommandGroup
 from treespec.files.atomic import check_writable
 from treespec.options import MAX_TEXT_TOKENS, option
 from treespec.text.sources import FILE_ENDINGS
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 
 BLOCK_LINES = 1000  # lines of plain text that are encoded at once
 
-app = typer.Typer(help="Texts that --drafter rest:FOLDER drafts from.", no_args_is_help=True)
+app = typer.Typer(
+    help="Texts that --drafter rest:FOLDER drafts from.", cls=CommandGroup, no_args_is_help=True
+)
 app.callback()(lambda: None)  # a group, though it has a single command
 
 

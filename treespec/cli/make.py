@@ -25,9 +25,11 @@ from treespec.cli.endings import (
 from treespec.cli.options import build_command
 from treespec.cli.terminal import end_notice, print_remark, resumes, run_with_progress
 from treespec.demo.known import name_elsewhere
-from treespec.draft.preflight import check_feature_width
+from treespec.draft.preflight import check_feature_width, check_kind
 from treespec.draft.registry import find_head_place
 from treespec.files.atomic import check_folder
+from treespec.files.hub import check_push
+from treespec.files.openai_client import check_server
 from treespec.files.printable import to_one_line
 from treespec.heads.folder import check_new, find_head_folder
 from treespec.heads.registry import check_export, detect_folder_kind
@@ -67,6 +69,7 @@ def train(config: TrainConfig) -> None:
         from_head = find_head_place(config.from_head)
         config = replace(config, from_head=from_head)
         check_feature_width(from_head, find_folder(config.target))
+        check_kind("--from-head", from_head, config.head)
     from treespec.train.run import train
 
     end_notice()
@@ -85,6 +88,8 @@ def regenerate(config: RegenerateConfig) -> None:
         check_data(config.data, answered=False)
     if config.endpoint is None:
         begin_answers(config)
+    else:
+        check_server("--endpoint", config.endpoint)
     with resumes(config.out):
         result = run_with_progress(run_regenerate, config)
     print(result)
@@ -153,6 +158,7 @@ def export(config: ExportConfig) -> None:
     source = find_head_folder(head)
     if config.push and not config.dry_run:
         check_complete(source, config.license)
+        check_push(config.push)
 
     # 2. Write, and say how to serve it.
     from treespec.files.atomic import remove_leftovers, write_text

@@ -11,6 +11,7 @@ from treespec.cli.early import (
     check_questions,
     check_text,
 )
+from treespec.cli.early_requests import check_request
 from treespec.cli.endings import print_ending
 from treespec.cli.measure_endings import (
     end_acceptance,
@@ -44,6 +45,7 @@ from treespec.eval.config import (
     parse_drafters,
 )
 from treespec.files.atomic import check_folder, check_writable
+from treespec.files.openai_client import check_server
 from treespec.files.printable import to_one_line
 from treespec.heads.registry import count_folder_levels
 from treespec.options import join_or
@@ -88,7 +90,11 @@ def certify(config: CertifyConfig) -> None:
     # 1. Check what needs no weights.
     check_writable(config.out, "--out")
     check_questions(config.questions)
+    for option, server in (("--endpoint", config.endpoint), ("--plain", config.plain)):
+        if server is not None:
+            check_server(option, server)
     begin_answers(config)
+    check_request(config)
     from treespec.eval.certify.run import certify as run
 
     # 2. Test, and print each result and the verdict.

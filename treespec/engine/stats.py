@@ -1,11 +1,18 @@
 """Counts and seconds of one generation."""
 
 import time
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise, zip_longest
-from typing import final
+from typing import Any, final
+
+
+@final
+class StageSeconds(dict[str, float]):
+    """Seconds by stage; a stage that has not run has 0. Unlike a defaultdict, `dataclasses.asdict` copies it."""
+
+    def __missing__(self, stage: str) -> float:
+        return 0.0
 
 
 @dataclass
@@ -35,7 +42,7 @@ class Stats:
     accepted: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
     undrafted: int = 0
-    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    seconds: StageSeconds = field(default_factory=StageSeconds)
     truncated: bool = False
 
     @property
@@ -71,6 +78,15 @@ class Stats:
         """α at depth 1, 2, …: Pr(a cycle accepts this depth | it accepted the one above)."""
         cycles_by_depth = [self.cycles, *self.accepted_by_depth]
         return [below / above for above, below in pairwise(cycles_by_depth) if above]
+
+    def to_json(self) -> dict[str, Any]:
+        """All counts and seconds as fields for JSON, with the figures that follow from them."""
+        figures = {
+            "cycles": self.cycles,
+            "acceptance_length": self.acceptance_length,
+            "tokens_per_second": self.tokens_per_second,
+        }
+        return asdict(self) | figures
 
     def read_clock(self) -> float:
         """Read the clock that times stages, in seconds."""

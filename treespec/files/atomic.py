@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -86,7 +87,7 @@ def check_writable(path: str | Path, option: str = "cannot write") -> None:
 
 
 def check_folder(folder: str | Path, option: str = "--out", file: Path | None = None) -> None:
-    """Check that a folder can be created or written to.
+    """Check that a folder can be created or written to, by a folder that is deleted at once.
 
     Args:
         folder: the folder.
@@ -100,8 +101,12 @@ def check_folder(folder: str | Path, option: str = "--out", file: Path | None = 
     name = file or folder
     if not existing.is_dir():
         raise InputError(f"{option} {name}: {existing} is a file, not a directory")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise InputError(f"{option} {name}: {existing} may not be written to")
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".", suffix=".tmp", dir=existing))  # root passes os.access
+    except OSError as error:
+        raise InputError(
+            f"{option} {name}: {existing} cannot be written to: {describe_os_error(error)}"
+        ) from error
 
 
 def find_existing(path: Path) -> Path:

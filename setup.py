@@ -8,20 +8,20 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 # Not imported: the package's requirements are not installed where a wheel is built.
-VARIANTS = runpy.run_path(str(Path(__file__).parent / "treespec" / "kernels" / "variants.py"))
+KERNEL_BUILD = runpy.run_path(str(Path(__file__).parent / "treespec" / "kernels" / "variants.py"))
 
 
 class PlatformDistribution(Distribution):
     def has_ext_modules(self):
         """Whether the wheel is for one platform; an editable install compiles the kernels at their first use."""
-        return "bdist_wheel" in self.commands and VARIANTS["can_build_ahead"]()
+        return "bdist_wheel" in self.commands and KERNEL_BUILD["can_build_ahead"]()
 
 
 class BuildWithKernels(build_py):
     def run(self):
         super().run()
         if self.distribution.has_ext_modules():
-            VARIANTS["build_variants"](Path(self.build_lib, "treespec", "kernels", "built"))
+            KERNEL_BUILD["build_variants"](Path(self.build_lib, "treespec", "kernels", "built"))
 
 
 class WheelOfAnyPython(bdist_wheel):
@@ -33,5 +33,5 @@ class WheelOfAnyPython(bdist_wheel):
         return python, abi, platform
 
 
-COMMANDS = {"build_py": BuildWithKernels, "bdist_wheel": WheelOfAnyPython}
-setup(distclass=PlatformDistribution, cmdclass=COMMANDS)
+SETUP_COMMANDS = {"build_py": BuildWithKernels, "bdist_wheel": WheelOfAnyPython}
+setup(distclass=PlatformDistribution, cmdclass=SETUP_COMMANDS)

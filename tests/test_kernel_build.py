@@ -14,14 +14,14 @@ from commands import complains, to_command
 from treespec.files.atomic import write_json
 from treespec.files.downloads import hash_bytes
 from treespec.kernels import build, library, variants
-from treespec.kernels.variants import VARIANTS
+from treespec.kernels.variants import KERNEL_VARIANTS
 
 ROOT = Path(__file__).parent.parent
 LIBRARY = library.load_kernels()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="no C compiler")
 
 # A compiler that takes a third of a second: it copies a compiled library, and refuses the options in $REFUSED.
-COMPILER = """
+FAKE_COMPILER = """
 for word; do
   case " $REFUSED " in *" $word "*) echo "unknown option $word" >&2; exit 1;; esac
   if [ "$before" = -o ]; then out=$word; fi
@@ -37,7 +37,7 @@ esac
 def compiled(tmp_path, monkeypatch):
     """A function that returns the command lines that compiled so far; caches and temporary files are empty."""
     script = tmp_path / "a compiler.sh"
-    script.write_text(COMPILER)
+    script.write_text(FAKE_COMPILER)
     log = tmp_path / "log"
     temporary = tmp_path / "temporary"
     temporary.mkdir()
@@ -251,10 +251,10 @@ def test_a_switch_turns_the_kernels_off(monkeypatch):
     [
         ("x86_64", {"sse2"}, None),
         ("x86_64", variants.X86_64_V2_FLAGS | {"fma"}, "x86-64-v2"),
-        ("x86_64", variants.AMX_FLAGS - {"avx512f"}, "x86-64-v3"),
-        ("x86_64", variants.AMX_FLAGS - {"avx512_bf16"}, "x86-64-v4"),
-        ("x86_64", variants.AMX_FLAGS - {"amx_tile"}, "x86-64-v4-bf16"),
-        ("x86_64", variants.AMX_FLAGS, "x86-64-v4-amx"),
+        ("x86_64", variants.X86_64_AMX_FLAGS - {"avx512f"}, "x86-64-v3"),
+        ("x86_64", variants.X86_64_AMX_FLAGS - {"avx512_bf16"}, "x86-64-v4"),
+        ("x86_64", variants.X86_64_AMX_FLAGS - {"amx_tile"}, "x86-64-v4-bf16"),
+        ("x86_64", variants.X86_64_AMX_FLAGS, "x86-64-v4-amx"),
         ("aarch64", {"asimd", "fp"}, "aarch64"),
         ("aarch64", {"asimd", "bf16"}, "aarch64-bf16"),
         ("riscv64", {"asimd", "bf16"}, None),
@@ -293,9 +293,11 @@ def print_built() -> None:
 
     from treespec.kernels import ops
     from treespec.kernels.library import name_library
+    from treespec.kernels.workers import find_openmp_files
 
     assert "CC" not in os.environ
     print(name_library(), ops.load_kernels()._name)
+    print(*find_openmp_files())
 
 
 @pytest.mark.slow
@@ -314,8 +316,10 @@ def test_a_wheel_holds_the_kernels_for_machines_without_a_compiler(tmp_path):
     site = tmp_path / "site"
     subprocess.run([sys.executable, "-m", "zipfile", "-e", wheel, site], check=True)
     built = {file.name.rpartition("-")[0] for file in (site / "treespec/kernels/built").glob("*.so")}
-    assert built == {variant.name for variant in VARIANTS if variant.machine == variants.platform.machine()}
+    assert built == {variant.name for variant in KERNEL_VARIANTS if variant.machine == variants.platform.machine()}
     environment = {"PYTHONPATH": str(site), "PATH": "", "XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run(to_command(print_built), env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[1].startswith(str(site / "treespec/kernels/built")), done.stderr
+    (_, path, *openmp) = done.stdout.split()
+    assert path.startswith(str(site / "treespec/kernels/built")), done.stderr
+    assert len(openmp) == 1  # torch's, whose workers the kernels share

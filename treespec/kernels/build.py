@@ -35,7 +35,7 @@ OPENMP_OPTIONS = [["-fopenmp"], []]  # tried in this order
 NO_COMPILER = "there is no C compiler, as `apt install gcc libc6-dev` installs"
 
 
-class Level(NamedTuple):
+class InstructionLevel(NamedTuple):
     """How much of the processor's instruction sets the kernels use.
 
     Attributes:
@@ -48,10 +48,14 @@ class Level(NamedTuple):
 
 
 NATIVE_OPTIONS = [["-march=native"], ["-mcpu=native"], []]
-LEVELS = {
-    "native": Level(NATIVE_OPTIONS, set()),
-    "without AMX": Level([["-march=native", "-mno-amx-bf16"], *NATIVE_OPTIONS], {"amx_bf16"}),
-    "AVX2": Level([["-march=x86-64-v3"], ["-mavx2", "-mfma", "-mf16c"], []], {"avx512f"}),
+INSTRUCTION_LEVELS = {
+    "native": InstructionLevel(NATIVE_OPTIONS, set()),
+    "without AMX": InstructionLevel(
+        [["-march=native", "-mno-amx-bf16"], *NATIVE_OPTIONS], {"amx_bf16"}
+    ),
+    "AVX2": InstructionLevel(
+        [["-march=x86-64-v3"], ["-mavx2", "-mfma", "-mf16c"], []], {"avx512f"}
+    ),
 }
 
 
@@ -63,7 +67,7 @@ def load_compiled(level: str) -> Any:
     """Load the kernels compiled here, in an earlier process or now.
 
     Args:
-        level: of `LEVELS`.
+        level: of `INSTRUCTION_LEVELS`.
 
     Raises: InputError if there is no compiler or it fails, or if no folder can keep the library.
     """
@@ -100,7 +104,13 @@ def name_compiled(compiler: list[str], level: str) -> str:
 
     A compiler is known by its file, its size and its time, since asking for its version takes longer than loading.
     """
-    identity = [hash_sources(), compiler, [*map(identify_program, compiler)], level, LEVELS[level]]
+    identity = [
+        hash_sources(),
+        compiler,
+        [*map(identify_program, compiler)],
+        level,
+        INSTRUCTION_LEVELS[level],
+    ]
     identity += [OPTIMIZATION_OPTIONS, OPENMP_OPTIONS, platform.machine(), sorted(read_cpu_flags())]
     identity += [name_c_library(), list_compiler_variables()]
     digest = hashlib.sha256(repr(identity).encode()).hexdigest()
@@ -201,7 +211,7 @@ def choose_options(compiler: list[str], level: str, folder: Path) -> list[str]:
     Raises: CompilerError if the compiler cannot be run.
     """
     chosen = list(OPTIMIZATION_OPTIONS)
-    for choices in (LEVELS[level].options, OPENMP_OPTIONS):
+    for choices in (INSTRUCTION_LEVELS[level].options, OPENMP_OPTIONS):
         for options in choices:
             try:
                 accepted = accepts_options(compiler, options, folder)

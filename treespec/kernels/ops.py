@@ -2,7 +2,7 @@
 
 torch's order of summation depends on the number of rows and of keys, so a node of a tree and a forward over one
 token round differently. The kernels always sum in the same order, and they read a weight once, at the
-speed of the memory. Without a C compiler `load_kernels` returns None, and torch's operations run.
+speed of the memory. Without the kernels `load_kernels` returns None, and torch's operations run.
 """
 
 from collections.abc import Sequence

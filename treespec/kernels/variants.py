@@ -22,7 +22,7 @@ SOURCE_FILES = [
 BUILT_FOLDER = Path(__file__).with_name("built")  # in a wheel
 OPTIMIZATION_OPTIONS = ["-O3", "-ffp-contract=off", "-fPIC"]
 CPUINFO_FILE = Path("/proc/cpuinfo")
-COMPILERS = ("cc", "gcc", "clang")  # in the order in which they are looked for
+COMPILER_NAMES = ("cc", "gcc", "clang")  # in the order in which they are looked for
 
 
 class Variant(NamedTuple):
@@ -46,17 +46,22 @@ X86_64_V3_FLAGS = X86_64_V2_FLAGS | {
     *("abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"),
 }
 X86_64_V4_FLAGS = X86_64_V3_FLAGS | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-BFLOAT16_OPTIONS = ["-march=x86-64-v4", "-mavx512bf16"]
-BFLOAT16_FLAGS = X86_64_V4_FLAGS | {"avx512_bf16"}
-AMX_FLAGS = BFLOAT16_FLAGS | {"amx_tile", "amx_bf16"}
+X86_64_BF16_OPTIONS = ["-march=x86-64-v4", "-mavx512bf16"]
+X86_64_BF16_FLAGS = X86_64_V4_FLAGS | {"avx512_bf16"}
+X86_64_AMX_FLAGS = X86_64_BF16_FLAGS | {"amx_tile", "amx_bf16"}
 
 # The last one of which a processor has all flags is the fastest.
-VARIANTS = [
+KERNEL_VARIANTS = [
     Variant("x86-64-v2", "x86_64", ["-march=x86-64-v2"], X86_64_V2_FLAGS),
     Variant("x86-64-v3", "x86_64", ["-march=x86-64-v3"], X86_64_V3_FLAGS),
     Variant("x86-64-v4", "x86_64", ["-march=x86-64-v4"], X86_64_V4_FLAGS),
-    Variant("x86-64-v4-bf16", "x86_64", BFLOAT16_OPTIONS, BFLOAT16_FLAGS),
-    Variant("x86-64-v4-amx", "x86_64", [*BFLOAT16_OPTIONS, "-mamx-tile", "-mamx-bf16"], AMX_FLAGS),
+    Variant("x86-64-v4-bf16", "x86_64", X86_64_BF16_OPTIONS, X86_64_BF16_FLAGS),
+    Variant(
+        "x86-64-v4-amx",
+        "x86_64",
+        [*X86_64_BF16_OPTIONS, "-mamx-tile", "-mamx-bf16"],
+        X86_64_AMX_FLAGS,
+    ),
     Variant("aarch64", "aarch64", ["-march=armv8-a"], {"asimd"}),
     Variant("aarch64-bf16", "aarch64", ["-march=armv8.2-a+bf16"], {"asimd", "bf16"}),
 ]
@@ -65,7 +70,7 @@ VARIANTS = [
 def choose_variant(flags: set[str], machine: str) -> Variant | None:
     """Choose the fastest variant for a processor of which /proc/cpuinfo lists `flags`; None if none runs there."""
     chosen = None
-    for variant in VARIANTS:
+    for variant in KERNEL_VARIANTS:
         if variant.machine == machine and variant.flags <= flags:
             chosen = variant
     return chosen
@@ -108,7 +113,7 @@ def find_compiler() -> list[str]:
     words = shlex.split(os.environ.get("CC", ""))
     if words:
         return words
-    for name in COMPILERS:
+    for name in COMPILER_NAMES:
         if shutil.which(name):
             return [name]
     return []
@@ -122,7 +127,7 @@ def can_build_ahead() -> bool:
     compiler = find_compiler()
     if sys.platform != "linux" or not compiler or os.environ.get("TREESPEC_KERNELS") == "0":
         return False
-    if platform.machine() not in {variant.machine for variant in VARIANTS}:
+    if platform.machine() not in {variant.machine for variant in KERNEL_VARIANTS}:
         return False
     try:
         done = subprocess.run([*compiler, "--version"], capture_output=True, text=True)
@@ -142,7 +147,7 @@ def build_variants(folder: Path) -> list[Path]:
     shutil.rmtree(folder, ignore_errors=True)  # an earlier build of other sources
     folder.mkdir(parents=True)
     files = []
-    for variant in VARIANTS:
+    for variant in KERNEL_VARIANTS:
         if variant.machine != platform.machine():
             continue
         if not accepts_options(compiler, variant.options, folder):

@@ -111,7 +111,7 @@ def is_turned_on() -> bool:
 
 
 def choose_level() -> str:
-    """Choose the level of instruction sets, of `INSTRUCTION_LEVELS`: the processor's, or the smaller one of torch's settings."""
+    """Choose of `INSTRUCTION_LEVELS` the processor's, or the smaller one of torch's settings."""
     if torch.backends.cpu.get_cpu_capability() == "AVX2":
         return "AVX2"
     if "AMX" in os.environ.get("ONEDNN_MAX_CPU_ISA", "AMX").upper():

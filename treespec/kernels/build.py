@@ -104,15 +104,11 @@ def name_compiled(compiler: list[str], level: str) -> str:
 
     A compiler is known by its file, its size and its time, since asking for its version takes longer than loading.
     """
-    identity = [
-        hash_sources(),
-        compiler,
-        [*map(identify_program, compiler)],
-        level,
-        INSTRUCTION_LEVELS[level],
-    ]
-    identity += [OPTIMIZATION_OPTIONS, OPENMP_OPTIONS, platform.machine(), sorted(read_cpu_flags())]
-    identity += [name_c_library(), list_compiler_variables()]
+    identity: list[object] = [hash_sources(), compiler]
+    identity += [identify_program(word) for word in compiler]
+    identity += [level, INSTRUCTION_LEVELS[level].options, OPTIMIZATION_OPTIONS, OPENMP_OPTIONS]
+    identity += [platform.machine(), sorted(read_cpu_flags()), name_c_library()]
+    identity += list_compiler_variables()
     digest = hashlib.sha256(repr(identity).encode()).hexdigest()
     return f"kernels-{digest[:16]}.so"
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from treespec.api.load import load
 from treespec.draft.heads.loading import build_new_head
-from treespec.kernels import library
+from treespec.kernels import build, variants
 from treespec.kernels import ops as kernels
 from treespec.kernels.huge_pages import CACHE_LINE_BYTES, SHARED_MAPPING, allocate_huge_pages
 from treespec.model.attention import CAPS_OR_SINKS
@@ -305,10 +305,12 @@ def test_keys_normed_by_the_weight_of_the_queries_are_found(monkeypatch, tmp_pat
     """A fault in layer.c."""
     old = "norm = key ? OF_KEYS : OF_QUERIES;"
     new = "norm = OF_QUERIES;"
-    assert sum(source.read_text().count(old) for source in library.SOURCE_FILES) == 1
-    for source in library.SOURCE_FILES:
+    assert sum(source.read_text().count(old) for source in variants.SOURCE_FILES) == 1
+    for source in variants.SOURCE_FILES:
         (tmp_path / source.name).write_text(source.read_text().replace(old, new))
-    monkeypatch.setattr(library, "SOURCE_FILES", [tmp_path / source.name for source in library.SOURCE_FILES])
+    sources = [tmp_path / source.name for source in variants.SOURCE_FILES]
+    for module in (build, variants):
+        monkeypatch.setattr(module, "SOURCE_FILES", sources)
     kernels.load_kernels.cache_clear()
     try:
         with pytest.raises(AssertionError):

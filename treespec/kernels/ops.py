@@ -2,10 +2,10 @@
 
 torch's order of summation depends on the number of rows and of keys, so a node of a tree and a forward over one
 token round differently. The kernels always sum in the same order, and they read a weight once, at the
-speed of the memory. Without a C compiler `load_kernels` returns None, and torch's operations run.
+speed of the memory. Without the kernels `load_kernels` returns None, and torch's operations run.
 
-Only this file and `layers.py` call the library. Each function checks its tensors (`checks.py`), and allocates with
-explicit dtype and device: a process may have other defaults.
+Only this room calls the library. Each function checks its tensors (`checks.py`), and allocates with explicit dtype
+and device: a process may have other defaults.
 """
 
 import ctypes

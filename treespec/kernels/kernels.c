@@ -84,6 +84,21 @@ INLINE U widened(H x) {
 #endif
 }
 
+INLINE F from_halves(H x) {  // L numbers in half precision
+#if defined(__AVX512F__)
+  return (F)_mm512_cvtph_ps((__m256i)x);
+#elif defined(__F16C__)
+  return (F)_mm256_cvtph_ps((__m128i)x);
+#elif defined(__aarch64__)
+  return (F)vcvt_f32_f16((float16x4_t)x);
+#else  // 2^112 moves the exponent to that of single precision; what is 2^16 then was infinite, or NaN
+  U bits = widened(x);
+  F size = (F)((bits & 0x7fffu) << 13) * 0x1p112f;
+  U infinite = (U)(size >= 0x1p16f) & 0x7f800000u;
+  return (F)((U)size | infinite | (bits & 0x8000u) << 16);
+#endif
+}
+
 INLINE int any(I x) {  // of numbers that are 0 or -1
 #if defined(__AVX512F__)
   return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) != 0;
@@ -114,14 +129,21 @@ INLINE void store(void *y, int64_t i, F value, int half) {  // rounds as `narrow
 }
 
 // --- Norm -----------------------------------------------------------------------------------------
-// Row r of y [n, width] = x / sqrt(mean of x^2 + eps), rounded, times the weight; L sums run side by side.
+// Vectors of sums that run side by side in a row: at least 8 sums, so that aarch64 has the bits of AVX2.
+enum { SIDES = L < 8 ? 8 / L : 1 };
+
+// Row r of y [n, width] = x / sqrt(mean of x^2 + eps), rounded, times the weight.
 static void norm_row(const void *x, const void *weight, void *y, int64_t r, int64_t width, float eps, int half) {
-  F squares = {};
+  F squares[SIDES] = {};
   float rest = 0;
   int64_t i = 0, at = r * width;
-  for (; i + L <= width; i += L) squares = add(load(x, at + i, half), load(x, at + i, half), squares);
+  for (; i + SIDES * L <= width; i += SIDES * L)
+    for (int s = 0; s < SIDES; s++) {
+      F numbers = load(x, at + i + s * L, half);
+      squares[s] = add(numbers, numbers, squares[s]);
+    }
   for (; i < width; i++) rest += get(x, at + i, half) * get(x, at + i, half);
-  for (int c = 0; c < L; c++) rest += squares[c];
+  for (int c = 0; c < SIDES * L; c++) rest += squares[c / L][c % L];
   float factor = 1 / sqrtf(rest / width + eps);
   for (i = 0; i + L <= width; i += L) {
     store(y, at + i, load(x, at + i, half) * factor, half);
@@ -254,11 +276,7 @@ INLINE void tile(const char *x, const char *w, F *sums, int64_t width, int rows,
       else if (mode == WIDE) {
         even = (F)(*(const U *)at << 16);
         odd = (F)(*(const U *)at & 0xffff0000u);
-      } else {  // 2^112 moves the exponent of half precision to that of single
-        U bits = widened(*(const H *)at);
-        F size_of = (F)((bits & 0x7fffu) << 13) * 0x1p112f;
-        even = (F)((U)size_of | (bits & 0x8000u) << 16);
-      }
+      } else even = from_halves(*(const H *)at);
 #pragma GCC unroll 8
       for (int r = 0; r < rows; r++) {
         const float *row = (const float *)x + r * width + i;
@@ -434,7 +452,7 @@ INLINE F exponential(F x) {  // x <= 0 or NaN; error below 2 units in the last p
   I hidden = x < -87.0f;
   x = (F)((I)x & ~hidden);
   F n = add(x, all(1.44269504088896341f), all(12583039.0f));  // rounds to a whole number, and adds 127
-  F power = (F)((U)n << 23);  // 2^n, which leaves NaN in the product below
+  F power = (F)((U)n << 23);  // 2^n
   n -= 12583039.0f;
   x = add(n, all(2.12194440e-4f), add(n, all(-0.693359375f), x));
   F y = add(all(1.9875691500e-4f), x, all(1.3981999507e-3f));
@@ -442,8 +460,8 @@ INLINE F exponential(F x) {  // x <= 0 or NaN; error below 2 units in the last p
   y = add(y, x, all(4.1665795894e-2f));
   y = add(y, x, all(1.6666665459e-1f));
   y = add(y, x, all(5.0000001201e-1f));
-  y = add(y * x, x, x) + 1.0f;
-  return (F)((I)(y * power) & ~hidden);
+  y = add(y * x, x, x);
+  return (F)((I)add(y, power, power) & ~hidden);  // (y + 1) 2^n
 }
 
 typedef struct {
@@ -471,24 +489,47 @@ INLINE F larger(F a, F b) {
 
 enum { GROUP = 24, HIGH = 8, LOW = 4 };  // rows that a thread takes at a time, and a loop holds
 
-// L rows of L numbers of 32 bits become L columns, by log2(L) rounds of exchanges.
-INLINE void transpose(U *rows) {
-#pragma GCC unroll 4
-  for (int s = 1; s < L; s *= 2) {
-    U low, high;
-#pragma GCC unroll 16
-    for (int j = 0; j < L; j++) {
-      low[j] = j & s ? L + j - s : j;
-      high[j] = j & s ? L + j : j + s;
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < L; i++)
-      if (!(i & s)) {
-        U first = rows[i], second = rows[i + s];
-        rows[i] = __builtin_shuffle(first, second, low);
-        rows[i + s] = __builtin_shuffle(first, second, high);
-      }
+// Numbers of two vectors; those of the second count from L on. Places that are known when this is compiled make the
+// fastest shuffles, so they are written out: f(0, s), f(1, s), ...
+#ifdef __clang__
+#define MIXED(first, second, ...) __builtin_shufflevector(first, second, __VA_ARGS__)
+#else
+#define MIXED(first, second, ...) __builtin_shuffle(first, second, (U){__VA_ARGS__})
+#endif
+#define FOUR(f, s, j) f(j, s), f(j + 1, s), f(j + 2, s), f(j + 3, s)
+#if L == 16
+#define PLACES(f, s) FOUR(f, s, 0), FOUR(f, s, 4), FOUR(f, s, 8), FOUR(f, s, 12)
+#elif L == 8
+#define PLACES(f, s) FOUR(f, s, 0), FOUR(f, s, 4)
+#else
+#define PLACES(f, s) FOUR(f, s, 0)
+#endif
+#define UPPER(j, s) ((j) & (s) ? L + (j) - (s) : (j))
+#define LOWER(j, s) ((j) & (s) ? L + (j) : (j) + (s))
+
+// Rows that lie s apart exchange numbers: a0 a1 a2 a3, b0 b1 b2 b3 become a0 b0 a2 b2, a1 b1 a3 b3 with s = 1.
+#define EXCHANGE(s) \
+  for (int i = 0; i < L; i++) { \
+    if (i & s) continue; \
+    U first = rows[i], second = rows[i + s]; \
+    rows[i] = MIXED(first, second, PLACES(UPPER, s)); \
+    rows[i + s] = MIXED(first, second, PLACES(LOWER, s)); \
   }
+
+// L rows of L numbers of 32 bits become L columns.
+INLINE void transpose(U *rows) {
+#pragma GCC unroll 16
+  EXCHANGE(1)
+#pragma GCC unroll 16
+  EXCHANGE(2)
+#if L > 4
+#pragma GCC unroll 16
+  EXCHANGE(4)
+#endif
+#if L > 8
+#pragma GCC unroll 16
+  EXCHANGE(8)
+#endif
 }
 
 // keys [d, L]: `many` keys from `at` on, further ones 0. A row of bfloat16 is read as pairs.
@@ -712,10 +753,11 @@ int rank(const void *logits, float *best, int64_t *tokens, int64_t rows, int64_t
     }
 
     // 2. Their probabilities.
-    F sums = {}, largest = all(top[0]);
-    for (i = 0; i + L <= size; i += L) sums += exponential((load(row, i, half) - largest) * scale);
+    F sums[SIDES] = {}, largest = all(top[0]);
+    for (i = 0; i + SIDES * L <= size; i += SIDES * L)
+      for (int s = 0; s < SIDES; s++) sums[s] += exponential((load(row, i + s * L, half) - largest) * scale);
     for (; i < size; i++) sum += exponential((all(get(row, i, half)) - largest) * scale)[0];
-    for (int c = 0; c < L; c++) sum += sums[c];
+    for (int c = 0; c < SIDES * L; c++) sum += sums[c / L][c % L];
     for (i = 0; i < k; i++) top[i] = exponential((all(top[i]) - largest) * scale)[0] / sum;
   }
   return DONE;

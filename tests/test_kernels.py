@@ -51,11 +51,33 @@ def test_a_product_is_exact_up_to_rounding_and_rows_are_independent(sizes, rows,
             assert torch.equal(packed(x[first:last]), found[first:last])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("weight", [torch.inf, torch.nan])
-def test_a_weight_that_is_not_finite_stays_so(weight):
-    plain = nn.Linear(40, 20)
+def test_a_weight_that_is_not_finite_stays_so(weight, dtype):
+    """Also in half precision, which holds weights that bfloat16 does not."""
+    plain = nn.Linear(40, 20, dtype=dtype)
     plain.weight.data[3, 4] = weight
     assert not pack_layer(plain)(torch.ones(2, 40))[:, 3].isfinite().any()
+
+
+@pytest.mark.parametrize("bits", [0x7FC00001, 0x7FFFFFFF])
+def test_a_nan_of_any_bits_stays_nan(bits):
+    """An exponential and a rounding to bfloat16 compute with the bits of their numbers."""
+    nan = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    plain = nn.Linear(64, 48)
+    plain.weight.data[:, 4] = nan
+    assert pack_layer(plain)(torch.ones(2, 64, dtype=torch.bfloat16)).isnan().all()
+    x = torch.ones(1, 2, 9, 64)
+    query = x.clone()
+    query[:, 1, 3] = nan
+    found = kernels.attend_packed(query, x, x, torch.zeros(1, 1, 9, 9), 1.0)
+    assert found[:, 3, 1].isnan().all()
+    assert found.isnan().sum() == 64
+    logits = torch.ones(2, 100)
+    logits[1, 50] = nan
+    best, _ = kernels.rank_tokens(logits, 5, 1.0)
+    assert best[1].isnan().all()
+    assert best[0].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

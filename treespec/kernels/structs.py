@@ -130,10 +130,21 @@ KERNEL_PARAMETERS: dict[str, list[Any]] = {
 
 
 def declare_parameters(library: Any) -> None:
-    """Gives every kernel of a loaded library the types of its parameters."""
-    for kernel, parameters in KERNEL_PARAMETERS.items():
-        getattr(library, kernel).argtypes = parameters
-    library.choose.restype = c_int64
+    """Gives every kernel of a loaded library the types of its parameters, and looks at what it returns."""
+    for name, parameters in KERNEL_PARAMETERS.items():
+        kernel = getattr(library, name)
+        kernel.argtypes = parameters
+        if name == "choose":  # it returns a token, and allocates nothing
+            kernel.restype = c_int64
+        else:
+            kernel.errcheck = check_status
+
+
+def check_status(status: int, *_: Any) -> int:
+    """Raises MemoryError if a kernel had no memory for its intermediate results; then its outputs are of no use."""
+    if status:
+        raise MemoryError("the kernels could not allocate memory for a forward")
+    return status
 
 
 def check_abi(library: Any) -> None:

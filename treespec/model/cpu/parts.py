@@ -43,7 +43,7 @@ class LayerParts:
         self.addresses = list(map(Tensor.data_ptr, self.tensors))
         self.forward_names = ["forward"] * len(self.attributes)
 
-    def are_unchanged(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Whether the layer has the same submodules and parameters, and no submodule has a hook or another forward.
 
         Each line looks at all entries in C: it is asked for every layer in every forward.

@@ -29,6 +29,7 @@ from treespec.eval.training_text import diagnose_training_text
 
 # Agreement is the share of drafts that are the target's most likely token.
 DOCTOR_STEPS = 4  # draft steps that are measured
+MIN_COMPLETIONS = 2  # a standard error needs two
 MIN_GAIN_SHARE = 0.005  # a change that raises agreement by less names no fault
 WHOLE_FAULT_SHARE = 0.1  # a change that raises agreement by so much explains the whole fault
 MIN_LOG_Q = -14.0  # log q is clamped here: a draft vocabulary may lack the token
@@ -40,6 +41,7 @@ MIN_CERTAIN_AGREEMENT = 0.8  # agreement where the target is certain; published 
 MIN_SHARPENING_GAIN = (
     1.03  # ratio of accepted drafts, sharper over calibrated, that makes a new factor pay
 )
+NO_FAULT = "No usual fault shows"
 
 
 def examine(config: DoctorConfig, say: Say = ignore_report) -> EvalPage:
@@ -57,15 +59,18 @@ def examine(config: DoctorConfig, say: Say = ignore_report) -> EvalPage:
     for passage in iterate_passages(config, spec, say):
         if int(passage.counts.sum()) > 2 * DOCTOR_STEPS:
             completions.append(passage)
-    if len(completions) < 2:
-        raise InputError("the completions are too short or too few: give more of them")
+    if len(completions) < MIN_COMPLETIONS:
+        raise InputError(
+            f"doctor needs at least {MIN_COMPLETIONS} answers of more than {2 * DOCTOR_STEPS} tokens, and got "
+            f"{len(completions)}: give more --text or --questions, or a larger --max-new-tokens"
+        )
 
     # 3. The findings.
     tables, verdict = diagnose_head(spec, completions, loaded_spec.sharpness, say)
     text_tables, text_verdict = diagnose_training_text(config, spec, say)
     verdict += text_verdict
     if not verdict:
-        verdict = [f"No usual fault shows in {len(completions)} completions."]
+        verdict = [f"{NO_FAULT} in {len(completions)} completions."]
     report = EvalReport(tables + text_tables, [DOCTOR_NOTE], verdict)
     return write_diagnosis(config, describe(target), len(completions), report)
 

@@ -106,6 +106,10 @@ def list_systems(config: EvalConfig) -> list[System]:
     answerers += list_drafter_pairs(config)[0]
     for peer in parse_peers(config):
         answerers += list_peer_methods(peer, config)
+    if not answerers:
+        raise InputError(
+            "nothing is asked: name a --head, a --drafter or --peers, or leave out --no-baseline"
+        )
 
     # 2. The systems of all temperatures and batch sizes, with names.
     temperatures = split_list("temperature", config.temperature)
@@ -197,6 +201,8 @@ def list_drafter_pairs(config: EvalConfig) -> tuple[list[System], list[str]]:
         InputError: the only drafter misfits a verifier or tree, or no drafter fits any.
     """
     drafters = parse_drafters(config)
+    if not drafters:
+        return [], []
     fitting_pairs: list[System] = []
     reasons: list[str] = []
     for drafter in drafters:

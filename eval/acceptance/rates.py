@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from treespec.eval.header import get_today
 from treespec.eval.intervals import Figure, Z, compute_t_quantile
 from treespec.eval.page import write_page
 from treespec.files.atomic import locked, write_json
+from treespec.files.distribution import find_version
 from treespec.sampling.probs import SamplingParams, compute_probs
 from treespec.verify.rates import bound_optimum, find_optimum, measure_rate
 from treespec.verify.registry import load_verifier
@@ -87,7 +87,7 @@ def accept(config: AcceptanceConfig, report: Report = ignore_report) -> dict[str
             tables[sweep] += build_rate_rows(case_rates, case, logits)
 
         # 3. The files.
-        environment |= {"treespec": version("treespec"), "rates on": str(generator.device)}
+        environment |= {"treespec": find_version(), "rates on": str(generator.device)}
         result = {
             "config": asdict(config),
             "environment": environment,

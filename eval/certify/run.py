@@ -150,7 +150,7 @@ class Examination:
         if config.json_schema:
             self.changes["json_schema"] = config.json_schema
         self.remember = True
-        if config.drafter and DrafterSpec.parse(config.drafter).cache_folder:
+        if config.source and DrafterSpec.parse(config.source).cache_folder:
             self.remember = False
 
         # 2. The groups of samples, and the number of samples of each.
@@ -254,7 +254,9 @@ class Examination:
 
         # 2. The certificate's fields.
         spec = self.spec
-        tree = self.config.drafter
+        tree = None
+        if spec.source:
+            tree = self.config.drafter
         if spec.policy:
             tree = repr(spec.policy)[:200]
         return {

@@ -99,7 +99,7 @@ def find_unknown_keys(command: str, keys: Iterable[str]) -> set[str]:
     unknown = set[str]()
     while END not in unknown:
         Path("keys.yaml").write_text("".join(f"{key}:\n" for key in (*keys, END) if key not in unknown))
-        wrong = re.search(r"keys\.yaml: '(.*?)' is no option", get_refusal(f"{command} --config keys.yaml"))
+        wrong = re.search(r"keys\.yaml: no option (\S+?)(:|$)", get_refusal(f"{command} --config keys.yaml"))
         if wrong is None:  # there is no such command
             return set(keys)
         unknown.add(wrong[1])
@@ -293,7 +293,7 @@ def list_entry_points(known: Known) -> Known:
     """The groups of entry points that treespec reads, and the commands that it installs."""
     done = subprocess.run([sys.executable, "-c", ASKING], capture_output=True, text=True, cwd=ROOT)
     groups = json.loads(done.stdout.splitlines()[-1])
-    own = importlib.metadata.distribution("treespec").entry_points
+    own = importlib.metadata.distribution("treespec-llm").entry_points
     return [*groups, *(f"{point.group}: {point.name}" for point in own)]
 
 

@@ -11,6 +11,18 @@ from treespec.cli.early import (
     check_questions,
     check_text,
 )
+from treespec.cli.early_requests import check_request
+from treespec.cli.endings import print_ending
+from treespec.cli.measure_endings import (
+    end_acceptance,
+    end_calibrate,
+    end_certify,
+    end_doctor,
+    end_eval,
+    end_skip_search,
+    end_tau,
+    end_tree,
+)
 from treespec.cli.options import build_command
 from treespec.cli.terminal import print_remark, resumes, run_with_progress, show_notice, show_result
 from treespec.draft.preflight import check_there
@@ -33,6 +45,7 @@ from treespec.eval.config import (
     parse_drafters,
 )
 from treespec.files.atomic import check_folder, check_writable
+from treespec.files.openai_client import check_server
 from treespec.files.printable import to_one_line
 from treespec.heads.registry import count_folder_levels
 from treespec.options import join_or
@@ -68,9 +81,7 @@ def evaluate(config: EvalConfig) -> None:
             print_remark(f"left out: {problem}")
         page = build_eval_page(summary)
         show_result(page.report, page.header)
-        print_remark(
-            f"Ledger and report are in {Path(config.out).resolve()}; look at report.html there"
-        )
+        print_ending(end_eval(config, summary["rows"]))
 
 
 @build_command(CertifyConfig)
@@ -79,7 +90,11 @@ def certify(config: CertifyConfig) -> None:
     # 1. Check what needs no weights.
     check_writable(config.out, "--out")
     check_questions(config.questions)
+    for option, server in (("--endpoint", config.endpoint), ("--plain", config.plain)):
+        if server is not None:
+            check_server(option, server)
     begin_answers(config)
+    check_request(config)
     from treespec.eval.certify.run import certify as run
 
     # 2. Test, and print each result and the verdict.
@@ -92,7 +107,9 @@ def certify(config: CertifyConfig) -> None:
         print(
             f"Left out on both sides of the model's own generation config: {', '.join(left_out)}."
         )
-    print(f"{format_verdict(certificate)} Report: {Path(config.out).resolve()}")
+    verdict = format_verdict(certificate)
+    print(verdict)
+    print_ending(end_certify(config, certificate, verdict))
     if not certificate["passed"]:
         raise typer.Exit(1)
 
@@ -136,20 +153,20 @@ def print_precision(certificate: dict[str, Any], config: CertifyConfig) -> None:
 def format_verdict(certificate: dict[str, Any]) -> str:
     """Format the verdict, with the smallest fault that the samples would have shown."""
     if not certificate["passed"]:
-        return f"NOT certified: {certificate['verifier']}."
+        return f"Fault found: {certificate['verifier']}."
     sampled = certificate["tests"][1:]
     unit = "tokens"
     if len(sampled) == 1:
         unit = "texts"
     return (
-        f"Certified: {certificate['verifier']}. At {sampled[0]['samples']:,} {unit} faults that shift "
-        f"less than {sampled[0]['finds']:.1%} of the probability may stay hidden."
+        f"No fault found: {certificate['verifier']}. {sampled[0]['samples']:,} {unit} would show shifts of more than "
+        f"{sampled[0]['finds']:.1%} of the probability."
     )
 
 
 @build_command(AcceptanceConfig)
 def acceptance(config: AcceptanceConfig) -> None:
-    """Measure the acceptance rates of verifiers on a head's drafts, beside the optimum α*."""
+    """Measure the acceptance rates of verifiers on a head's drafts, and the optimum α*."""
     check_folder(config.out)
     check_text(config.text)
     check_questions(config.questions)
@@ -166,14 +183,15 @@ def acceptance(config: AcceptanceConfig) -> None:
     from treespec.eval.acceptance.rates import accept
     from treespec.eval.acceptance.table import build_acceptance_page
 
-    page = build_acceptance_page(run_with_progress(accept, config))
+    result = run_with_progress(accept, config)
+    page = build_acceptance_page(result)
     show_result(page.report, page.header)
-    print_remark(f"Rates are in {Path(config.out).resolve()}; look at acceptance.html there")
+    print_ending(end_acceptance(config, result["sweeps"]))
 
 
 @build_command(TauConfig)
 def tau(config: TauConfig) -> None:
-    """Measure the exact τ of verifiers and trees on the target's own answers, beside the bound of their draws."""
+    """Measure the exact τ of verifiers and trees on the target's own answers, and the bound of their draws."""
     check_folder(config.out)
     check_text(config.text)
     check_questions(config.questions)
@@ -186,12 +204,12 @@ def tau(config: TauConfig) -> None:
         result = run_with_progress(measure_tau, config)
     page = build_tau_page(result)
     show_result(page.report, page.header)
-    print_remark(f"The figures are in {Path(config.out).resolve()}; look at tau.html there")
+    print_ending(end_tau(config, result["rows"]))
 
 
 @build_command(CalibrateConfig)
 def calibrate(config: CalibrateConfig) -> None:
-    """Fit what --tree auto predicts of a head, and how sharp its drafts should be. Training does so too."""
+    """Calibrate a head: acceptance rates for --tree auto, and draft temperature. Training does this too."""
     check_text(config.text)
     check_questions(config.questions)
     check_inputs_early(config, [f"head:{config.head}"])
@@ -200,7 +218,7 @@ def calibrate(config: CalibrateConfig) -> None:
     file, coverage = run_with_progress(calibrate_head, config)
     if coverage is not None:
         print(f"The head drafts {config.draft_vocab} tokens, which are {coverage:.1%} of the text")
-    print(f"Calibration is in {file.resolve()}")
+    print_ending(end_calibrate(config, file))
 
 
 @build_command(TreeConfig)
@@ -225,12 +243,12 @@ def tree(config: TreeConfig) -> None:
     expectation = f"expected τ {expected_tau:.2f} ({TAU_MEANING})"
     summary = f"A tree of {best_tree.size} nodes, {best_tree.max_depth} deep, {expectation}."
     show_result(EvalReport([Table(title, ["Depth"], rows)], [summary]))
-    print_remark(f"It is in {config.out}: --tree {config.out}")
+    print_ending(end_tree(config, expected_tau))
 
 
 @build_command(SkipSearchConfig)
 def skip_search(config: SkipSearchConfig) -> None:
-    """Search the sublayers that a target skips when it drafts for itself (--drafter self:FILE)."""
+    """Find the sublayers to skip when a target drafts for itself (--drafter self:FILE)."""
     check_writable(config.out, "--out")
     check_text(config.text)
     check_questions(config.questions)
@@ -244,12 +262,12 @@ def skip_search(config: SkipSearchConfig) -> None:
         f"{prediction.acceptance_length:.2f} tokens per forward of the target, and "
         f"{prediction.speedup:.2f} times the speed of one token at a time"
     )
-    print_remark(f"They are in {config.out}: --drafter self:{config.out}")
+    print_ending(end_skip_search(config, prediction.speedup, prediction.depth))
 
 
 @build_command(DoctorConfig)
 def doctor(config: DoctorConfig) -> None:
-    """Say what is wrong with a head that drafts badly: each usual fault is undone on trial."""
+    """Diagnose a head that drafts badly by trying to undo each common fault."""
     check_writable(config.out, "--out")
     check_text(config.text)
     check_text(config.data, "data")
@@ -259,7 +277,7 @@ def doctor(config: DoctorConfig) -> None:
 
     page = run_with_progress(examine, config)
     show_result(page.report, page.header)
-    print_remark(f"The report is in {Path(config.out).resolve()}")
+    print_ending(end_doctor(config, page.report.verdict))
 
 
 def rebuild_report(

@@ -82,7 +82,9 @@ def find_similar_target(target: str) -> str:
         full_name = row.target.lower()
         targets[full_name] = row.target
         targets.setdefault(full_name.partition("/")[2], row.target)
-    similar = get_close_matches(find_hub_name(target).lower(), targets, n=1, cutoff=MIN_NAME_SIMILARITY)
+    similar = get_close_matches(
+        find_hub_name(target).lower(), targets, n=1, cutoff=MIN_NAME_SIMILARITY
+    )
     if not similar:
         return ""
     return f" (did you mean {targets[similar[0]]}?)"

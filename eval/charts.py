@@ -88,7 +88,9 @@ def list_figure_columns(table: Table) -> list[str]:
 
 def fit_scale(table: Table, column: str) -> Scale | None:
     """Fit the axis of a column's bars: from 0, or below, to the largest end. None if all figures are 0."""
-    values = [0.0, table.reference or 0.0]
+    values = [0.0]
+    if table.reference is not None:
+        values.append(table.reference)
     for figure in list_figures(table, column):
         if figure is not None:
             values += [float(value) for value in figure.values() if value is not None]  # type: ignore[arg-type]

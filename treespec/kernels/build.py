@@ -187,7 +187,9 @@ def compile_library(compiler: list[str], level: str, file: Path) -> None:
     with writing(file, flush=True) as path:
         done = run_compiler([*command, "-o", str(path), "-lm"], file.parent)
         if done.returncode:
-            message = find_error_line(done.stderr) or f"it ended with code {done.returncode}"
+            message = find_error_line(done.stderr)
+            if not message:
+                message = f"it ended with code {done.returncode}"
             raise CompilerError(f"{' '.join(compiler)} cannot compile the kernels: {message}")
         path.chmod(0o700)
         digest = hash_bytes(path.read_bytes())

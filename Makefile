@@ -5,7 +5,7 @@ UPSTREAM := .venv/upstream
 INSTALL = $(BIN)/python -m pip --python $(UPSTREAM)/bin/python install --quiet --disable-pip-version-check -c constraints.txt
 PURELIB = 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
-.PHONY: quickstart test upstream types pages wheel setup clean
+.PHONY: quickstart test kernels-check upstream types pages wheel setup clean
 
 quickstart: setup
 	$(BIN)/treespec quickstart
@@ -15,6 +15,10 @@ test: setup
 	$(BIN)/ruff check .
 	$(MAKE) --no-print-directory types
 	$(BIN)/pytest -n 2 -m "not slow" --durations 20
+
+# The C kernels, under sanitizers, by each compiler and instruction set that is installed.
+kernels-check:
+	tests/kernels/check.sh
 
 # Without the package the tests are skipped, and pytest says so.
 upstream: setup

@@ -96,9 +96,12 @@ def test_help_in_an_encoding_that_lacks_its_characters():
         ("-h", 0, "--version"),
         ("--help", 0, "--install-completion"),
         ("generate -h", 0, "--stop"),
-        ("evla", 2, "No such command 'evla'. Did you mean 'eval'?"),
-        ("eval --limit many", 2, "--limit"),
-        ("eval --limt 3", 2, "--limit"),
+        ("evla", 2, "no command evla: did you mean eval?"),
+        ("run", 2, "no command run: did you mean chat?"),
+        ("zzz", 2, "no command zzz: there are train, "),
+        ("datastore biuld", 2, "no command biuld: did you mean build?"),
+        ("eval --target x --head y --out z --limit many", 2, "--limit is 'many': give a whole number"),
+        ("eval --limt 3", 2, "no option --limt: did you mean --limit?"),
         ("calibrate --text x", 2, "Missing option '--target'"),
         ("generate --prompt Hi you", 2, "extra argument(s) (you): values follow options, see --help"),
     ],
@@ -148,7 +151,7 @@ def test_ctrl_c_prints_a_line_and_the_same_command_resumes(home, tmp_path, monke
     with monkeypatch.context() as patched:
         patched.setattr(Target, "prefill", interrupt_call(Target.prefill, 3))
         assert treespec(line) == 130
-    stopped = f"\nStopped. The same command goes on with what lies in {tmp_path}\n"
+    stopped = f"\nStopped. The same command resumes from {tmp_path}\n"
     assert capsys.readouterr().err.endswith(stopped)
     assert treespec(line) == 0
 
@@ -207,14 +210,14 @@ def test_a_files_options_stand_behind_those_of_the_line(tmp_path):
 @pytest.mark.parametrize(
     "command, text, complaint",
     [
-        ("train", "max-step: 3", r"'max-step' is no option of this command \(did you mean max-steps\?\)"),
+        ("train", "max-step: 3", r"no option max-step: did you mean max-steps\?"),
         ("train", f"{NEEDED}max-steps: 2.5", "max-steps is 2.5, must be a whole number"),
         ("train", f"{NEEDED}max-steps: two", "max-steps is 'two', must be a whole number"),
         ("train", f"{NEEDED}learning-rate: fast", "learning-rate is 'fast', must be a number"),
         ("train", f"{NEEDED}calibrate: maybe", "'--calibrate': Input should be a valid boolean"),
         ("train", "mixed-precision: no", "mixed-precision is False, must be text: put it in quotes"),
         ("eval", "temperature: [0, 1]", r"temperature is \[0, 1\], must be text"),
-        ("export", "3: 4", "3 is no option of this command"),
+        ("export", "3: 4", "no option 3"),
         ("train", "- a\n- b", "holds no options: write lines such as max-steps: 1000"),
         ("train", "a: [", "cannot read --config .* line 1"),
     ],

@@ -128,6 +128,7 @@ def wrong(tmp_path_factory):
         "deep.jsonl": '{"messages": ' + "[" * 100_000,
         "cut.jsonl.gz": "\x1f\x8b\x08\0",
         "bytes.txt": "\xff\xfe",
+        "bracket.txt": "([\n",
     }.items():
         (folder / name).write_text(content, "latin-1")
     return folder

@@ -344,7 +344,7 @@ def test_bad_input_is_refused_at_once(head):
         for prompt, options, complaint in [
             ([], {}, "prompt is empty"),
             ([5], {"temperature": -1.0}, "temperature is -1.0"),
-            ([5], {"warmth": 1.0}, "unknown option warmth"),
+            ([5], {"warmth": 1.0}, "no option warmth: there are .*top_k"),
             ([5] * 128, {}, "the prompt has 128 tokens"),
         ]:
             with complains(complaint):

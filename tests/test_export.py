@@ -301,12 +301,18 @@ def test_a_head_goes_out_and_comes_back_by_the_command_line(tmp_path, capsys):
 
     out = f"{tmp_path}/my out"
     assert treespec(f"export --target {tmp_path}/target --head {head} --to vllm --out '{out}'") == 0
-    printed = capsys.readouterr().out
-    assert "holds the eagle3 head. Read back it gives the same 480 logits: difference 0." in printed
-    assert "draft_vocab.json has no place in the format: the engine drafts all tokens of the head" in printed
+    said = capsys.readouterr()
+    printed = said.out + said.err
+    assert "holds the eagle3 head for vLLM" in printed
+    assert "Good: read back it gives the same 480 logits: difference 0" in printed
+    assert "vLLM cannot use the head's draft_vocab.json: it drafts from all tokens of the head" in printed
     assert f"vllm serve {tmp_path / 'target'} --speculative-config" in printed
     spec = Spec(target, source_of(f"eagle3:{out}", target), "chain:3")
     as_undrafted(spec, [[5, 9, 33]], 12)
+
+
+def refuse(api):
+    raise ConnectionError("no network")
 
 
 def test_a_head_goes_to_the_hub_with_its_card_and_a_licence(tmp_path, capsys, monkeypatch):
@@ -325,6 +331,11 @@ def test_a_head_goes_to_the_hub_with_its_card_and_a_licence(tmp_path, capsys, mo
     assert treespec(f"{line} --dry-run") == 0
     assert "me/mine would write README.md, config.json, model.safetensors" in capsys.readouterr().out
     shutil.rmtree(there.parent)
+    monkeypatch.setattr(HfApi, "whoami", refuse)
+    assert treespec(f"{line} --license mit") == 2
+    assert "the hub cannot be written to (no network); nothing was exported" in capsys.readouterr().err
+    assert not there.parent.exists()
+    monkeypatch.setattr(HfApi, "whoami", lambda api: {"name": "me"})
     assert treespec(f"{line} --license mit") == 0
     ((given, said),) = told
     assert given == {"repo_id": "me/mine", "folder_path": there.parent}

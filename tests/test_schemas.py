@@ -115,7 +115,7 @@ BROKEN = [
         "json_schema: Expected positive integer for 'minItems'",
     ),
     ("json_schema", {"type": "array", "uniqueItems": True}, "json_schema: Unimplemented keys"),
-    ("json_schema", '{"type":', "json_schema is no JSON: Expecting value: line 1 column 9"),
+    ("json_schema", '{"type":', "json_schema is no JSON text: Expecting value: line 1 column 9"),
     ("json_schema", 5, "json_schema is 5, must be an object"),
     ("json_schema", False, "json_schema is False, must be an object"),
     ("json_schema", {"const": float("nan")}, "json_schema is no JSON"),

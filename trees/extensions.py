@@ -4,7 +4,6 @@ All tables take them in by these functions: verifiers, trees, drafters, kinds of
 found in an installed package or in the current folder. This module imports one only when a table asks for it.
 """
 
-import difflib
 import logging
 import os
 import re
@@ -16,7 +15,7 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
-from treespec.errors import InputError, get_first_line
+from treespec.errors import InputError, find_similar_name, get_first_line
 
 Row = TypeVar("Row")
 # (name on the command line, path `module:NAME`, the object there) -> the table's row, or InputError
@@ -71,8 +70,9 @@ def load_part(path: str) -> Any:
         ) from error
     if not hasattr(module, name):
         hint = ""
-        for close in difflib.get_close_matches(name, vars(module), n=1):
-            hint = f" (did you mean {close}?)"
+        similar_name = find_similar_name(name, vars(module))
+        if similar_name is not None:
+            hint = f" (did you mean {similar_name}?)"
         raise InputError(f"{path}: {module_name} has no {name}{hint}")
     return getattr(module, name)
 

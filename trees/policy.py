@@ -1,6 +1,5 @@
 """Parses the tree policies that `--tree` names. This module loads neither torch nor numpy."""
 
-import difflib
 import inspect
 import re
 from collections.abc import Callable
@@ -8,7 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any
 
-from treespec.errors import InputError
+from treespec.errors import InputError, find_similar_name
 from treespec.trees.confident import ConfidentChain
 from treespec.trees.dynamic import AutoTree, DDTree, DynamicTree
 from treespec.trees.extensions import (
@@ -36,10 +35,12 @@ class TreeSyntax:
     Attributes:
         example: a value of this form, for the help.
         read: turns the text after "name:" into a policy; it returns None if that text is malformed.
+        needs: what must stand after "name:", for an error; "" for a form that may go without.
     """
 
     example: str
     read: Callable[[str], Policy | None]
+    needs: str = ""
 
 
 def build_options_form(kind: type[Policy], example_option: str = "") -> TreeSyntax:
@@ -57,10 +58,12 @@ def build_options_form(kind: type[Policy], example_option: str = "") -> TreeSynt
     return TreeSyntax(example, read)
 
 
-def build_sized_form(example: str, form: str, tree: Callable[..., Policy]) -> TreeSyntax:
+def build_sized_form(
+    example: str, form: str, tree: Callable[..., Policy], needs: str = ""
+) -> TreeSyntax:
     """Returns the form of a tree given by its sizes.
 
-    form: a pattern with one group for each size; "" for a tree without sizes.
+    form: a pattern with one group for each size; "" for a tree without sizes. needs: as for `TreeSyntax`.
     """
 
     def read(text: str) -> Policy | None:
@@ -69,7 +72,7 @@ def build_sized_form(example: str, form: str, tree: Callable[..., Policy]) -> Tr
             return None
         return tree(*map(int, sizes.groups()))
 
-    return TreeSyntax(example, read)
+    return TreeSyntax(example, read, needs)
 
 
 def read_levels(text: str) -> Policy | None:
@@ -83,9 +86,9 @@ TREE_FORMS_TABLE: dict[str, TreeSyntax] = {
     "auto": build_options_form(AutoTree),
     "eagle": build_sized_form("eagle", "", build_eagle_tree),
     "medusa": build_sized_form("medusa", "", build_medusa_tree),
-    "chain": build_sized_form("chain:5", r"(\d+)", build_chain),
-    "balanced": build_sized_form("2x4", r"(\d+)x(\d+)", build_balanced_tree),
-    "levels": TreeSyntax("levels:3x2x1", read_levels),
+    "chain": build_sized_form("chain:5", r"(\d+)", build_chain, "a length"),
+    "balanced": build_sized_form("2x4", r"(\d+)x(\d+)", build_balanced_tree, "children and depth"),
+    "levels": TreeSyntax("levels:3x2x1", read_levels, "the children of each level"),
     "dynamic": build_options_form(DynamicTree, "nodes"),
     "ddtree": build_options_form(DDTree, "nodes"),
     "confident": build_options_form(ConfidentChain),
@@ -184,11 +187,14 @@ def parse_policy(spec: str) -> Policy:
     # 2. A file, or an error.
     if spec.endswith(".json"):
         return read_tree_file(spec)
-    if form and name not in TREE_FORMS_TABLE:
+    if form and not text and form.needs:
+        raise TreeError(f"{name} needs {form.needs}, as in {form.example}")
+    if form:
         raise TreeError(f"tree {spec!r} is not understood: write {form.example}")
     hint = ""
-    for close in difflib.get_close_matches(name, list_forms(), n=1):
-        hint = f" (did you mean {close}?)"
+    similar_name = find_similar_name(name, list_forms())
+    if similar_name is not None:
+        hint = f" (did you mean {similar_name}?)"
     forms = ", ".join(list_examples())
     raise TreeError(
         f"unknown tree {spec!r}{hint}: choose {forms}, a JSON file of paths, or {describe_own(spec)}"

@@ -57,6 +57,20 @@ class Range:
         parts = [f"{word} {format_bound(end)}" for word, end in ends.items() if end is not None]
         return " and ".join(parts)
 
+    def describe(self, number: object) -> str:
+        """Describes the range for a number outside of it: without an end that no one reaches, unless it was passed."""
+        if self.least is None or self.most is None or self.most < UNREACHED_END:
+            return str(self)
+        is_number = isinstance(number, int | float)
+        if isinstance(number, int | float) and number > self.most:
+            return str(self)
+        least = f"{format_bound(self.least)} or more"
+        if self.whole:
+            return f"a whole number, {least}"
+        if not is_number:
+            return f"a number, {least}"
+        return least
+
     def __str__(self) -> str:
         kind = "a number"
         if self.whole:
@@ -66,6 +80,7 @@ class Range:
         return f"{kind} {self.bounds}"
 
 
+UNREACHED_END = 10**9  # ends from here on are not shown
 # Nodes of a tree, root included. A mask has N² entries.
 NODES_RANGE = Range(least=2, most=4096, whole=True)
 # Levels of drafted tokens; the draft model runs once for each.

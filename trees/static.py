@@ -105,7 +105,9 @@ class StaticTree(Policy):
 
 
 def build_chain(depth: int) -> StaticTree:
-    """Builds a chain: one draw at each of `depth` nodes."""
+    """Builds a chain: one draw at each of `depth` nodes. Raises TreeError."""
+    if depth not in DEPTH_RANGE:
+        raise TreeError(f"chain:{depth}: the length must be {DEPTH_RANGE.bounds}")
     return build_balanced_tree(1, depth)
 
 

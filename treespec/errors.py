@@ -1,5 +1,10 @@
 """Errors about input that cannot be used: the command line prints them in one line and exits with code 2."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+MIN_SIMILARITY = 0.7  # of a name that an error suggests, by difflib's ratio
+
 
 class InputError(ValueError):
     """An input that cannot be used. The message says what is wrong, in which file or option, and what to do.
@@ -27,6 +32,14 @@ class Busy(InputError):
 
 class TooLong(InputError):
     """A prompt that is longer than the target's context."""
+
+
+def find_similar_name(name: str, names: Iterable[str]) -> str | None:
+    """Find the name that is most similar to a mistyped one; None if none is similar enough to be meant."""
+    similar_names = get_close_matches(name, list(names), n=1, cutoff=MIN_SIMILARITY)
+    if not similar_names:
+        return None
+    return similar_names[0]
 
 
 def is_input_error(error: BaseException) -> bool:

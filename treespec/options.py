@@ -6,7 +6,6 @@ torch nor transformers; tests compare them with the registries.
 """
 
 import dataclasses
-import difflib
 import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping
@@ -15,7 +14,7 @@ from numbers import Integral, Real
 from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
-from treespec.errors import InputError
+from treespec.errors import InputError, find_similar_name
 from treespec.trees.policy import TREE_EXAMPLES
 from treespec.trees.ranges import Range
 
@@ -33,6 +32,18 @@ TREE_FILE = "a JSON file of paths"
 LOAD_IN = ("4bit", "8bit", "fp8", "int8")
 LOAD_IN_FORMS = LOAD_IN + ("gguf:FILE",)
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16", "float64")
+# other tools' names of precisions -> torch's
+DTYPE_ALIASES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "f16": "float16",
+    "fp32": "float32",
+    "f32": "float32",
+    "float": "float32",
+    "fp64": "float64",
+    "double": "float64",
+}
 # values of --device-map: accelerate's placements, torch's devices, device numbers
 DEVICE_MAPS = (
     r"auto|balanced|balanced_low_0|sequential|(cpu|cuda|mps|xpu|npu|hpu|mlu|musa|meta)(:\d+)?|\d+"
@@ -54,6 +65,7 @@ def option(
     *,
     words: Iterable[str] = (),
     choices: Iterable[str] = (),
+    aliases: Mapping[str, str] | None = None,
     line: object = "",
     **ends: Any,
 ) -> Any:
@@ -64,6 +76,7 @@ def option(
         default: default value. Without one the option is required.
         words: words that a list of numbers may hold in addition to numbers. Default: ().
         choices: values that a str field may have. Default: (), any.
+        aliases: {other name of a choice: the choice}, such as those of other tools. Default: None, no other names.
         line: how the command line reads the option: (type, function from its words to the value). Default: "", by
             the field's type. None: the option is for Python and HTTP only.
         ends: `least`, `most`, `above`, `below`: the range of a number (`Range`). Every int and float option needs a
@@ -77,6 +90,7 @@ def option(
         "help": help,
         "words": tuple(words),
         "choices": tuple(choices),
+        "aliases": aliases or {},
         "line": line,
         "range": allowed,
     }
@@ -151,6 +165,8 @@ def check_options(options: "DataclassInstance", flag: str = "--") -> None:
         value = getattr(options, field.name)
         if value is None and NoneType in list_types(field):
             continue
+        if isinstance(value, str):
+            value = field.metadata["aliases"].get(value, value)
         name = format_flag(field.name, flag)
         check_choice(name, value, field, flag)
         object.__setattr__(options, field.name, check_type(name, value, field, flag))
@@ -194,7 +210,7 @@ def check_type(name: str, value: Any, field: Field, flag: str) -> Any:
         check_number(name, value, allowed)
         if field.type is float:
             value = float(value)
-    elif field.type is bool:
+    elif field.type in (bool, bool | None):
         check_boolean(name, value)
     # Values of the command line are strings already.
     elif not flag and set(types) <= {str, NoneType} and not isinstance(value, str):
@@ -212,7 +228,7 @@ def is_empty(value: object) -> bool:
 def check_number(name: str, number: object, allowed: Range) -> None:
     """Raises InputError for a number outside of its option's range."""
     if number not in allowed:
-        raise InputError(f"{name} is {number!r:.40}, must be {allowed}")
+        raise InputError(f"{name} is {number!r:.40}, must be {allowed.describe(number)}")
 
 
 def check_boolean(name: str, value: object) -> None:
@@ -301,7 +317,8 @@ def format_command_line(
     for field in fields(options):
         value = config.get(field.name)
         flag = format_flag(field.name, "--")
-        if value is None or value == field.default:
+        is_on_the_line = field.metadata.get("line", ()) is not None
+        if value in (None, [], field.default) or not is_on_the_line:
             continue
         if value is True:
             words.append(flag)
@@ -314,7 +331,7 @@ def format_command_line(
 
 def find_nearest_name(name: str, names: Iterable[str]) -> str:
     """Suggest the most similar name, as in ` (did you mean rrs-wo?)`; "" if no name is similar."""
-    similar_names = difflib.get_close_matches(name, list(names), n=1)
-    if not similar_names:
+    similar_name = find_similar_name(name, names)
+    if similar_name is None:
         return ""
-    return f" (did you mean {similar_names[0]}?)"
+    return f" (did you mean {similar_name}?)"

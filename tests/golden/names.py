@@ -99,7 +99,7 @@ def find_unknown_keys(command: str, keys: Iterable[str]) -> set[str]:
     unknown = set[str]()
     while END not in unknown:
         Path("keys.yaml").write_text("".join(f"{key}:\n" for key in (*keys, END) if key not in unknown))
-        wrong = re.search(r"keys\.yaml: '(.*?)' is no option", get_refusal(f"{command} --config keys.yaml"))
+        wrong = re.search(r"keys\.yaml: no option (\S+?)(:|$)", get_refusal(f"{command} --config keys.yaml"))
         if wrong is None:  # there is no such command
             return set(keys)
         unknown.add(wrong[1])

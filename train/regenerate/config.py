@@ -5,6 +5,7 @@ from typing import Any
 
 from treespec.api.options import ModelOptions, SamplingOptions
 from treespec.errors import InputError
+from treespec.files.openai_client import check_address
 from treespec.options import MAX_COUNT, MAX_SEED, MAX_TEXT_TOKENS, join_or, option
 from treespec.train.data.known import DATA_SETS
 from treespec.train.regenerate.questions import QUESTION_FILTERS
@@ -46,13 +47,13 @@ class RegenerateConfig(ModelOptions, SamplingOptions):
         choices=QUESTION_FILTERS,
     )
     question_tokens: int = option(
-        "most tokens of a question; a longer one ends its conversation before it",
+        "maximum number of tokens of a question; a longer one ends its conversation before it",
         512,
         least=1,
         most=MAX_TEXT_TOKENS,
     )
     max_length: int = option(
-        "most tokens of a conversation; a question that might lead beyond ends it before",
+        "maximum number of tokens of a conversation; it ends before a question that might exceed this",
         2048,
         least=3,
         most=MAX_TEXT_TOKENS,
@@ -80,10 +81,8 @@ class RegenerateConfig(ModelOptions, SamplingOptions):
             raise InputError("give one of --data and --from-template")
         if self.allow_lossy:
             raise InputError("a head learns the target's own distribution: leave out --allow-lossy")
-        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
-            raise InputError(
-                f"--endpoint is {endpoint!r}, must be a URL such as http://localhost:8000/v1"
-            )
+        if endpoint is not None:
+            check_address("--endpoint", endpoint)
         if samples_questions and self.temperature == 0:
             raise InputError(
                 "--from-template samples questions: --temperature 0 would repeat a single one"

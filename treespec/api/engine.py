@@ -11,10 +11,11 @@ from typing import Unpack, final
 import psutil
 import torch
 
+from treespec.api.async_stream import AsyncStream
 from treespec.api.spec import Spec
 from treespec.engine.batch import pop_admissible
 from treespec.engine.options import RequestKeywords, Seed
-from treespec.engine.output import Completion, OnPiece
+from treespec.engine.output import Completion, OnPiece, Output
 from treespec.engine.prefill import IDLE_CHUNK_TOKENS, PREFILL_CHUNK_TOKENS
 from treespec.engine.request import Piece, Request
 from treespec.errors import Busy, InputError
@@ -39,7 +40,8 @@ class Engine:
     the cycle that runs; the others go on. An error of the models ends all requests that run; later
     requests start with an empty cache.
     The engine decodes with a cache and a drafter of its own, so callers may use the Spec meanwhile;
-    they take turns with the engine, a cycle each. Call `close`, or use the engine in a `with` block.
+    they take turns with the engine, a cycle each. In asyncio use `generate` and `stream`.
+    Call `close`, or use the engine in a `with` block.
 
     Attributes:
         spec: The engine's own Spec, with the parts of the one it was given.
@@ -126,6 +128,31 @@ class Engine:
         `close`; Busy if the queue is full.
         """
         return self.submit_n(prompt, 1, seed=seed, on_pieces=[on_piece], **options)[0]
+
+    async def generate(
+        self, prompt: Prompt, *, seed: Seed = None, **options: Unpack[RequestKeywords]
+    ) -> Output:
+        """Answer a prompt in asyncio: `await engine.generate(prompt)`. The event loop goes on meanwhile.
+
+        prompt, seed, options: as for `Spec.stream`. If the task is cancelled, so is the answer.
+        Raises what `submit` raises, and the error that ended the answer.
+        """
+        async with self.stream(prompt, seed=seed, **options) as stream:
+            async for _ in stream:
+                pass
+            return stream.output
+
+    def stream(
+        self, prompt: Prompt, *, seed: Seed = None, **options: Unpack[RequestKeywords]
+    ) -> AsyncStream:
+        """Begin an answer in asyncio: `async for piece in engine.stream(prompt)`.
+
+        prompt, seed, options: as for `Spec.stream`. To leave early, use it in an `async with` block.
+        Raises what `submit` raises, and RuntimeError without a running event loop.
+        """
+        return AsyncStream(
+            lambda on_piece: self.submit(prompt, seed=seed, on_piece=on_piece, **options)
+        )
 
     def submit_n(
         self,

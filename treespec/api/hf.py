@@ -31,6 +31,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from treespec.api.load import load
 from treespec.api.spec import Spec
+from treespec.demo.fetch import find_model_path as find_model_path
 from treespec.engine.prepare import count_answer_room
 from treespec.engine.request import Request
 from treespec.engine.stats import Stats
@@ -76,7 +77,7 @@ class Trees:
     trees do not support, and names the option.
 
     Args:
-        head: As for `treespec.load`. Give exactly one of head and drafter.
+        head: As for `treespec.load`. Without head and drafter the text itself drafts.
         tree: As for `treespec.load`.
         verifier: As for `treespec.load`.
         drafter: As for `treespec.load`.
@@ -97,8 +98,8 @@ class Trees:
         drafter: str | None = None,
         streamer: BaseStreamer | None = None,
     ) -> None:
-        if (head is None) == (drafter is None):
-            raise InputError("give Trees exactly one of head= and drafter=")
+        if head is not None and drafter is not None:
+            raise InputError("Trees got both head= and drafter=: leave out one")
         self.head = head
         self.tree = tree
         self.verifier = verifier

@@ -9,13 +9,15 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import Annotated, final
+from typing import Annotated, Any, final
 
 import typer
 
 from treespec.cli import answer, datastore, make, measure
 from treespec.cli.chat import chat
+from treespec.cli.heads import list_heads
 from treespec.cli.terminal import end_notice
+from treespec.cli.words import CommandGroup, explain_unknown_command, explain_unknown_option
 from treespec.errors import get_first_line, is_input_error
 from treespec.files.distribution import find_version
 from treespec.files.printable import to_one_line
@@ -28,6 +30,7 @@ INTERRUPTED_EXIT_CODE = 130  # as in shells: 128 plus the signal's number
 app = typer.Typer(
     name="treespec",
     help="Lossless tree drafting: train a draft head, chat with it, measure it.",
+    cls=CommandGroup,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
@@ -39,12 +42,14 @@ app.command("eval")(measure.evaluate)
 app.command()(measure.acceptance)
 app.command()(answer.generate)
 app.command()(answer.trace)
+app.command("heads")(list_heads)
 app.command()(measure.calibrate)
 app.command()(measure.tree)
 app.command("skip-search")(measure.skip_search)
 app.command()(measure.doctor)
 app.command()(measure.certify)
 app.command()(measure.tau)
+app.command("report")(measure.rebuild_report)
 app.command()(answer.serve)
 app.command()(make.export)
 app.add_typer(datastore.app, name="datastore")
@@ -149,7 +154,15 @@ def find_parser_message(error: Exception) -> str | None:
     format_message = getattr(error, "format_message", None)
     if format_message is None:
         return None
-    return str(format_message())
+    message = str(format_message())
+    context: Any = getattr(error, "ctx", None)
+    unknown = re.match(r"No such (option|command):? '?(-*[^\s']*)", message)
+    if unknown is None or context is None:
+        return message
+    kind, name = unknown.groups()
+    if kind == "option":
+        return explain_unknown_option(name, context.command.params)
+    return explain_unknown_command(name, list(context.command.commands))
 
 
 def format_error(error: Exception) -> str:

@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from treespec.api.options import DemoOptions, ModelOptions, TargetOptions
 from treespec.cli.early import begin_answers, check_inputs_early
+from treespec.cli.early_requests import check_request
+from treespec.cli.endings import ClosingLines, end_answers, judge, print_ending
 from treespec.cli.libraries import import_libraries
 from treespec.cli.options import build_command
-from treespec.cli.terminal import end_notice, print_remark, read_standard_input
+from treespec.cli.terminal import end_notice, read_standard_input, show_notice
+from treespec.cli.wrapping import WordWrapper, find_terminal_width
 from treespec.demo.known import DEMO_NAME, choose_default_drafter
 from treespec.engine.options import RequestOptions
 from treespec.errors import InputError, describe_os_error
@@ -61,6 +64,8 @@ def load_spec(config: ModelOptions) -> "Spec":
     from treespec.api.load import load_options
 
     spec = load_options(config)
+    show_notice("measuring what drafts cost here, once for each model and machine …")
+    spec.measure()
     end_notice()
     return spec
 
@@ -75,6 +80,9 @@ class GenerateConfig(AnswerConfig):
     n: int = option("give this number of answers to each message", 1, least=1, most=4096)
     batch: int | None = option("answers decoded at a time; default: all", None, least=1, most=4096)
     raw: bool = option("continue the prompt as plain text, without the chat template", False)
+    json: bool = option(
+        "print each answer as a line of JSON: text, token ids, why it ended, figures", False
+    )
 
 
 @build_command(GenerateConfig)
@@ -89,39 +97,50 @@ def generate(config: GenerateConfig) -> None:
         texts = ["-"]
     prompts = [read_prompt(text, config.raw) for text in texts]
     begin_answers(config, chats=not config.raw)
+    check_request(config, list_prompt_texts(prompts))
 
     # 2. Print one answer as it arrives, or several once all have ended; then the figures.
     spec = load_spec(config)
     from treespec.engine.stats import format_stats
 
-    if len(prompts) == 1 and config.n == 1:
+    if len(prompts) == 1 and config.n == 1 and not config.json:
         stats = print_stream(spec, prompts[0], config)
     else:
         stats = print_answers(spec, prompts, config)
-    print_remark(format_stats(stats, explain=True))
+    figures = format_stats(stats, explain=True)
+    print_ending(end_answers(config, figures, stats.new_tokens, stats.cycles))
 
 
 def print_stream(spec: "Spec", prompt: "Single", config: GenerateConfig) -> "Stats":
     """Print an answer as it arrives, and return its figures."""
     stream = spec.stream(prompt, **config.requested)
-    for piece in stream:
-        print(show_text(piece.text), end="", flush=True)
+    wrapper = WordWrapper(find_terminal_width())
+    try:
+        for piece in stream:
+            wrapper.add(show_text(piece.text), {})
+    finally:
+        wrapper.finish()
     print()
     return stream.stats
 
 
 def print_answers(spec: "Spec", prompts: "list[Single]", config: GenerateConfig) -> "Stats":
-    """Print the answers to prompts once all have ended, and return their summed figures."""
+    """Print the answers to prompts once all have ended, as text or JSON, and return their summed figures."""
     from treespec.engine.stats import Stats
 
     total = Stats()
     texts = []
+    lines = []
     several: Any = prompts
     for outputs in spec.generate(several, n=config.n, batch=config.batch, **config.requested):
         for output in outputs:
             texts.append(show_text(output.text))
+            lines.append(json.dumps(output.to_json(), ensure_ascii=False))
             total.add(output.stats)
-    print("\n\n".join(texts))
+    if config.json:
+        print("\n".join(lines))
+    else:
+        print("\n\n".join(texts))
     return total
 
 
@@ -145,10 +164,21 @@ def read_prompt(text: str, raw: bool) -> "Single":
     return [{"role": "user", "content": text}]
 
 
+def list_prompt_texts(prompts: "list[Single]") -> list[str]:
+    """The text of each prompt: of plain text, or of the message that `read_prompt` makes."""
+    texts = []
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            message: Any = prompt[0]
+            prompt = message["content"]
+        texts.append(prompt)
+    return texts
+
+
 @dataclass(frozen=True, kw_only=True)
 class TraceConfig(AnswerConfig):
     prompt: str = option("message to answer; - reads standard input", "-")
-    json: bool = option("print a JSON object a cycle, for tools", False)
+    json: bool = option("print a JSON object per cycle, for tools", False)
     raw: bool = reuse_option(GenerateConfig, "raw")
     max_new_tokens: int = reuse_option(AnswerConfig, "max_new_tokens", 64)
 
@@ -161,17 +191,15 @@ def trace(config: TraceConfig) -> None:
     """
     # 1. Refuse bad input before anything is loaded.
     prompt = read_prompt(config.prompt, config.raw)
-    if config.source is None:
-        raise InputError(
-            "a trace shows drafted trees, and nothing drafts: give --head or --drafter"
-        )
+    config.check_one_source()
     begin_answers(config, chats=not config.raw)
+    check_request(config, list_prompt_texts([prompt]))
 
     # 2. Answer, and show each cycle as it arrives.
     spec = load_spec(config)
     from treespec.api.trace import trace as cycles_of
     from treespec.cli.trace import show
-    from treespec.engine.stats import TAU_MEANING
+    from treespec.engine.stats import format_tau
 
     tokens = 0
     count = 0
@@ -181,7 +209,8 @@ def trace(config: TraceConfig) -> None:
             print(json.dumps(cycle.to_json() | {"text": cycle.text}), flush=True)
         else:
             show(cycle, tokens / count)
-    print_remark(f"{tokens} tokens · τ {tokens / max(count, 1):.2f} ({TAU_MEANING})")
+    figures = format_tau(tokens, count)
+    print_ending(end_answers(config, figures, tokens, count))
 
 
 @build_command(ServeConfig)
@@ -195,11 +224,15 @@ def serve(config: ServeConfig) -> None:
     listening = bind_socket(config.host, config.port)
     spec = load_spec(config)
     spec.warm_up()
+    from treespec.engine.stats import format_tau
     from treespec.serve import run
 
     if config.target == DEMO_NAME and not config.name:
         config = replace(config, name=DEMO_NAME)
-    run.serve(spec, config, listening)
+    served = run.serve(spec, config, listening)
+    if served.tokens:
+        figures = format_tau(served.tokens, served.cycles)
+        print_ending(end_answers(config, figures, served.tokens, served.cycles))
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
@@ -231,13 +264,18 @@ class QuickstartConfig(CommandOptions):
 def quickstart(config: QuickstartConfig) -> None:
     """See a chat model answer faster, side by side, and verifiers measured, in about a minute."""
     # 1. Load the target. Without a head, drafts are looked up in the text itself.
-    drafter = choose_default_drafter(config.target) or "suffix:tokens=0"
+    drafter = choose_default_drafter(config.target)
     check_inputs_early(TargetOptions(target=config.target), [drafter], chats=True)
     import_libraries(config.target)
     from rich.console import Console
 
     from treespec.api.load import load
-    from treespec.cli.side_by_side import measure_verifiers, show_side_by_side
+    from treespec.cli.side_by_side import (
+        build_verifier_table,
+        explain_wide_trees,
+        measure_verifiers,
+        show_side_by_side,
+    )
 
     spec = load(config.target, drafter=drafter)
     end_notice()
@@ -246,15 +284,26 @@ def quickstart(config: QuickstartConfig) -> None:
 
     # 2. Compare one token at a time with treespec.
     console.print("2/3  Three questions at temperature 0, one token at a time and with treespec")
-    console.print(show_side_by_side(spec, config.max_new_tokens, console))
+    comparison = show_side_by_side(spec, config.max_new_tokens, console)
+    console.print(str(comparison))
 
     # 3. Compare verifiers. Look-up drafters have no draft distribution, so few verifiers apply.
     console.print("\n3/3  Verifiers on the same questions at temperature 1")
     verifiers = ["auto", "topk"]
     if spec.head:
         verifiers = ["auto", "single", "rrs-wo", "traversal", "block-optimal"]
-    console.print(measure_verifiers(spec, verifiers, config.max_new_tokens))
-    command = [str(Path(sys.executable).parent / "treespec"), "chat"]
+    totals = measure_verifiers(spec, verifiers, config.max_new_tokens)
+    console.print(build_verifier_table(totals))
+    explanation = explain_wide_trees(totals)
+    if explanation:
+        console.print(explanation)
+
+    # 4. Nothing is written, so the figures stand for it in the ending.
+    words = [str(Path(sys.executable).parent / "treespec"), "chat"]
     if config.target != DEMO_NAME:
-        command += ["--target", config.target, "--drafter", drafter]
-    console.print(f"\nNow talk to it: {shlex.join(command)}")
+        words += ["--target", config.target, "--drafter", drafter]
+    finding = f"treespec is {comparison.speedup:.2f} times as fast as one token at a time"
+    verdict = judge(comparison.speedup > 1, finding)
+    print_ending(
+        ClosingLines("Nothing was written: the figures are above", verdict, shlex.join(words))
+    )

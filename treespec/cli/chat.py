@@ -15,8 +15,13 @@ import typer
 
 from treespec.cli.answer import AnswerConfig, load_spec
 from treespec.cli.early import begin_answers
+from treespec.cli.early_requests import check_request
+from treespec.cli.endings import end_answers, explain_cut, explain_no_gain, print_ending
 from treespec.cli.options import build_command
+from treespec.cli.terminal import build_prompt_reader
+from treespec.cli.wrapping import WordWrapper, find_terminal_width
 from treespec.engine.stats import Stats, format_stats
+from treespec.engine.synonyms import find_synonym
 from treespec.errors import InputError, describe_os_error, is_input_error
 from treespec.files.printable import to_one_line, to_printable
 from treespec.options import find_nearest_name, option
@@ -25,7 +30,15 @@ if TYPE_CHECKING:
     from treespec.api.spec import Spec
     from treespec.engine.output import Stream
 
-CHAT_HINTS = "/help: commands · Alt-Enter: new line · Ctrl-C: stop an answer · Ctrl-D: quit"
+CHAT_HINTS = "Alt-Enter begins a new line, Ctrl-C stops an answer, Ctrl-D ends the chat"  # keys of a terminal
+# other chats' names of commands -> ours
+CHAT_ALIASES = {
+    "/exit": "/quit",
+    "/bye": "/quit",
+    "/clear": "/reset",
+    "/new": "/reset",
+    "/?": "/help",
+}
 SETTABLE_OPTIONS = (  # options that a slash command of the same name sets
     "system",
     "temperature",
@@ -49,12 +62,13 @@ class ChatConfig(AnswerConfig):
 
 @build_command(ChatConfig)
 def chat(config: ChatConfig) -> None:
-    """Chat with a target; drafted tokens are green, or underlined under NO_COLOR. /help: commands.
+    """Chat with a model; drafted tokens are green, or underlined under NO_COLOR. /help: commands.
 
     Through a pipe every line is a message. Answers go to standard output, figures to standard error.
     """
     # 1. Check what needs no weights, load, and render one prompt, so that a missing template shows now.
     begin_answers(config)
+    check_request(config)
     conversation = ChatSession(load_spec(config), config)
     conversation.spec.request(conversation.opening + [build_message("user", "Hello")])
 
@@ -62,12 +76,13 @@ def chat(config: ChatConfig) -> None:
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     read_line: Callable[[], str] = input
     if is_terminal:
-        read_line = build_prompt_reader()
-        note(f"{conversation.spec}\n{CHAT_HINTS}")
+        read_line = build_prompt_reader([*CHAT_COMMANDS, *CHAT_ALIASES])
+        note(f"{describe_chat(conversation.spec)}\n/help lists the commands. {CHAT_HINTS}.")
     while True:
         try:
             run_line(conversation, read_line())
         except EOFError:
+            conversation.end()
             break
         except KeyboardInterrupt:  # on a terminal Ctrl-C ends only the line or the answer
             if not is_terminal:
@@ -76,6 +91,14 @@ def chat(config: ChatConfig) -> None:
             if not is_input_error(error):
                 raise
             note(f"treespec: {error}")
+
+
+def describe_chat(spec: "Spec") -> str:
+    """Say who answers and what drafts, in a sentence each."""
+    dtype = str(spec.target.dtype).removeprefix("torch.")
+    answers = f"You are chatting with {spec.name}, in {dtype} on {spec.target.device}."
+    sentence = spec.drafting_sentence
+    return f"{answers} {sentence[0].upper()}{sentence[1:]}."
 
 
 def run_line(conversation: "ChatSession", line: str) -> None:
@@ -107,12 +130,14 @@ class ChatSession:
         config: the settings, which slash commands change.
         messages: the questions and answers so far, without the system message.
         total: summed figures of all answers, replaced ones included.
+        warned: whether it has said that the head's drafts do not pay.
     """
 
     spec: "Spec"
     config: ChatConfig
     messages: list[dict[str, str]] = field(default_factory=list)
     total: Stats = field(default_factory=Stats)
+    warned: bool = False
 
     @property
     def opening(self) -> list[dict[str, str]]:
@@ -125,7 +150,7 @@ class ChatSession:
     def last_message(self) -> str:
         """The last message of the user. Raises InputError if nothing has been asked."""
         if not self.messages:
-            raise InputError("nothing has been asked yet")
+            raise InputError("there is no message yet")
         return self.messages[-2]["content"]
 
     def show_answer(self, text: str, again: bool = False) -> None:
@@ -158,12 +183,27 @@ class ChatSession:
         if interrupted:
             notes.append("interrupted")
         if not reply:
-            notes.append("nothing was said, the turn is dropped")
+            notes.append("the answer is empty: the turn is dropped")
         if stats.truncated:
-            notes.append("cut: /max-new-tokens N, or /undo if the context is full")
+            notes.append(explain_cut(stats, self.config.max_new_tokens))
         note(" · ".join(notes) + "\n")
+        self.warn_if_unprofitable()
         if interrupted:
             raise KeyboardInterrupt
+
+    def warn_if_unprofitable(self) -> None:
+        """Say once that the drafts of a head do not pay in this conversation."""
+        warning = explain_no_gain(self.total)
+        if self.spec.head and warning and not self.warned:
+            self.warned = True
+            note(f"{warning}: treespec doctor looks for the reason\n")
+
+    def end(self) -> None:
+        """Print the ending of the conversation, if anything was answered."""
+        total = self.total
+        if total.cycles:
+            figures = format_stats(total, explain=True)
+            print_ending(end_answers(self.config, figures, total.new_tokens, total.cycles))
 
 
 def show_stream(stream: "Stream") -> bool:
@@ -180,19 +220,21 @@ def show_stream(stream: "Stream") -> bool:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         stopped.set()
 
+    wrapper = WordWrapper(find_terminal_width())
     signal.signal(signal.SIGINT, stop)
     try:
         for piece in stream:
             style: dict[str, Any] = {}
             if piece.drafted:
                 style = draft_style
-            typer.secho(to_printable(piece.text), nl=False, **style)
+            wrapper.add(to_printable(piece.text), style)
             if stopped.is_set():
                 break
     except KeyboardInterrupt:
         pass
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        wrapper.finish()
         typer.echo()
     return stopped.is_set()
 
@@ -219,6 +261,10 @@ def run_chat(conversation: ChatSession, line: str) -> str:
         EOFError: at the end of the conversation.
     """
     name, _, value = line.strip().partition(" ")
+    name = CHAT_ALIASES.get(name, name)
+    setting = find_synonym(name.removeprefix("/"), SETTABLE_OPTIONS)
+    if setting is not None:
+        name = f"/{setting.replace('_', '-')}"
     if name not in CHAT_COMMANDS:
         raise InputError(
             f"unknown command {name}{find_nearest_name(name, CHAT_COMMANDS)}: /help lists them"
@@ -281,7 +327,7 @@ def remove_last_turn(conversation: ChatSession, _: str) -> str:
     """Run /undo."""
     message = conversation.last_message
     conversation.messages = conversation.messages[:-2]
-    return f"forgotten: {to_one_line(message)}"
+    return f"removed: {to_one_line(message)}"
 
 
 def retry(conversation: ChatSession, _: str) -> str:
@@ -300,9 +346,9 @@ def show_stats(conversation: ChatSession, _: str) -> str:
 def save_chat(conversation: ChatSession, value: str) -> str:
     """Run /save: append the conversation as a line of JSON, which `treespec train --data` reads."""
     if not value:
-        raise InputError("where to? /save FILE")
+        raise InputError("/save needs a file name: /save FILE")
     if not conversation.messages:
-        raise InputError("nothing has been said yet")
+        raise InputError("there is no message to save yet")
     path = Path(value).expanduser().resolve()
     messages = conversation.opening + conversation.messages
     line = json.dumps({"messages": messages}, ensure_ascii=False).encode() + b"\n"
@@ -334,8 +380,8 @@ def leave(_: ChatSession, __: str) -> str:
 
 
 CHAT_COMMANDS = {
-    "/reset": ChatCommand(reset, "forget what was said"),
-    "/undo": ChatCommand(remove_last_turn, "forget the last message and its answer"),
+    "/reset": ChatCommand(reset, "begin a new conversation; also /clear"),
+    "/undo": ChatCommand(remove_last_turn, "remove the last message and its answer"),
     "/retry": ChatCommand(retry, "answer the last message again"),
 }
 CHAT_COMMANDS |= {
@@ -345,36 +391,5 @@ CHAT_COMMANDS |= {
     "/stats": ChatCommand(show_stats, "acceptance in this conversation"),
     "/save": ChatCommand(save_chat, "append the conversation as a line of JSON", "FILE"),
     "/help": ChatCommand(show_help, "this list"),
-    "/quit": ChatCommand(leave, "end"),
+    "/quit": ChatCommand(leave, "end; also /exit and /bye"),
 }
-
-
-def build_prompt_reader() -> Callable[[], str]:
-    """Build the function that reads a line, with completion, Alt-Enter for line breaks, and a history file."""
-    from prompt_toolkit import PromptSession
-    from prompt_toolkit.completion import WordCompleter
-    from prompt_toolkit.history import FileHistory, InMemoryHistory
-    from prompt_toolkit.key_binding import KeyBindings
-
-    # 1. Open the history, which only the user may read. If it cannot be written, it lasts for this process.
-    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
-    file = state / "treespec" / "history"
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch(0o600)
-        file.open("ab").close()
-        history: FileHistory | InMemoryHistory = FileHistory(str(file))
-    except OSError:
-        history = InMemoryHistory()
-
-    # 2. Bind the keys.
-    keys = KeyBindings()
-    keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
-    session: PromptSession[str] = PromptSession(
-        "> ",
-        history=history,
-        key_bindings=keys,
-        completer=WordCompleter(list(CHAT_COMMANDS), sentence=True),
-        prompt_continuation="  ",
-    )
-    return session.prompt

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from treespec.api.options import TargetOptions
+from treespec.api.options import DemoOptions, TargetOptions
 from treespec.cli.early import check_data, check_inputs_early, check_text
+from treespec.cli.endings import ClosingLines, judge_training_tokens, print_ending, write_command
 from treespec.cli.options import build_command
 from treespec.cli.terminal import end_notice
+from treespec.cli.words import CommandGroup
 from treespec.files.atomic import check_writable
 from treespec.options import MAX_TEXT_TOKENS, option
 from treespec.text.sources import FILE_ENDINGS
@@ -22,7 +24,9 @@ if TYPE_CHECKING:
 
 BLOCK_LINES = 1000  # lines of plain text that are encoded at once
 
-app = typer.Typer(help="Texts that --drafter rest:FOLDER drafts from.", no_args_is_help=True)
+app = typer.Typer(
+    help="Texts that --drafter rest:FOLDER drafts from.", cls=CommandGroup, no_args_is_help=True
+)
 app.callback()(lambda: None)  # a group, though it has a single command
 
 
@@ -37,7 +41,7 @@ class DatastoreConfig(TargetOptions):
 @app.command()
 @build_command(DatastoreConfig)
 def build(config: DatastoreConfig) -> None:
-    """Encode texts and sort them by what stands before each token, for --drafter rest:FOLDER."""
+    """Build the suffix index of texts that --drafter rest:FOLDER drafts from."""
     # 1. Check the options and files.
     from treespec.draft.lookup.datastore import DATASTORE_FILE
 
@@ -67,10 +71,10 @@ def build(config: DatastoreConfig) -> None:
     store = build_datastore(texts, len(tokenizer))
     write_datastore(store, file, hash_vocabulary(tokenizer))
     seconds = time.perf_counter() - started
-    print(
-        f"{len(store.slots)} tokens of {len(texts)} texts in {seconds:.1f} s. Draft from them with "
-        f"--drafter rest:{config.out}"
-    )
+    tokens = len(store.slots)
+    written = f"{file.parent} holds {tokens} tokens of {len(texts)} texts, after {seconds:.1f} s"
+    command = write_command("chat", DemoOptions, config, drafter=f"rest:{config.out}")
+    print_ending(ClosingLines(written, judge_training_tokens(tokens), command))
 
 
 def is_plain_text(source: str) -> bool:

@@ -9,9 +9,8 @@ from treespec.cli.terminal import show_notice
 from treespec.demo.known import is_demo
 from treespec.draft.preflight import check_there
 from treespec.draft.spec import DrafterSpec
-from treespec.errors import InputError
+from treespec.errors import InputError, find_similar_name
 from treespec.model.folder import check_model_files, resolve_model
-from treespec.options import find_nearest_name
 
 if TYPE_CHECKING:
     from treespec.api.options import TargetOptions
@@ -52,6 +51,7 @@ def check_inputs_early(
 
         check_template(None, template)
     placement.check_package()
+    placement.check_device()
     if has_files:
         path = str(Path(target).expanduser())
         resolve_model(path, placement)
@@ -73,14 +73,14 @@ def begin_answers(config: ModelOptions, words: bool = True, chats: bool = True) 
 
 
 def refuse_unused(tree: str | None, verifier: str) -> None:
-    """Raises InputError for `--tree` or `--verifier` without a drafter: they would change nothing."""
+    """Raises InputError for `--tree` or `--verifier` with `--drafter none`: they would change nothing."""
     unused = []
     if tree is not None:
         unused.append(f"--tree {tree}")
     if verifier != ModelOptions.verifier:
         unused.append(f"--verifier {verifier}")
     if unused:
-        raise InputError(f"{' and '.join(unused)}: nothing drafts; give --head or --drafter too")
+        raise InputError(f"{' and '.join(unused)}: --drafter none drafts nothing; leave out one")
 
 
 def find_folder(target: str) -> str:
@@ -112,8 +112,13 @@ def check_readable(**files: str | None) -> None:
     for name, file in files.items():
         if file is None or Path(file).exists():
             continue
-        neighbours = [path.name for path in Path(file).parent.glob("*")]
-        hint = find_nearest_name(Path(file).name, neighbours)
+        path = Path(file)
+        # Compared without their endings: nosuch.jsonl is not like rows.jsonl.
+        names_by_stem = {neighbour.stem: neighbour.name for neighbour in path.parent.glob("*")}
+        hint = ""
+        similar_stem = find_similar_name(path.stem, names_by_stem)
+        if similar_stem is not None:
+            hint = f" (did you mean {names_by_stem[similar_stem]}?)"
         raise InputError(f"cannot read --{name} {file}: there is no such file{hint}")
 
 

@@ -8,20 +8,23 @@ calibrate: false
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields, replace
+from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
 import typer
 
+from treespec.engine.synonyms import find_synonym, suggest_option
 from treespec.errors import InputError
-from treespec.options import MAX_COUNT, find_nearest_name, get_range
+from treespec.options import MAX_COUNT, format_flag, get_range
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Config = TypeVar("Config", bound="DataclassInstance")
 CONFIG_FLAG = "--config"
+NUMBER_METAVARS = {int: "INTEGER", float: "FLOAT"}
 TYPE_WORDS = {int: "a whole number", float: "a number"}
 
 
@@ -47,9 +50,19 @@ def build_command(
             kind, readers[name] = line
             types[name] = kind | None
             default = None
+        annotation: Any = types[name]
+        metavar = None
+        number_type = find_number_type(field.type)
+        if number_type is not None and not line:
+            # Parsed here and not by typer, whose errors leave the value out.
+            metavar = NUMBER_METAVARS[number_type]
+            readers[name] = partial(parse_number, format_flag(name, "--"), number_type)
+            annotation = str | None
+            if default not in (None, MISSING):
+                default = str(default)
         panel = vars(find_declaring_class(config, name)).get("PANEL")
-        option = typer.Option(help=_format_help(field), rich_help_panel=panel)
-        parameters.append(_build_keyword(name, default, Annotated[types[name], option]))
+        option = typer.Option(help=_format_help(field), rich_help_panel=panel, metavar=metavar)
+        parameters.append(_build_keyword(name, default, Annotated[annotation, option]))
 
     # 2. Add --config.
     def read_file(context: typer.Context, files: list[str] | None) -> None:
@@ -83,6 +96,25 @@ def build_command(
         return run
 
     return decorate
+
+
+def find_number_type(kind: Any) -> Any:
+    """The type int or float of an option such as `int` or `int | None`; None for other types."""
+    for number_type in NUMBER_METAVARS:
+        if kind in (number_type, number_type | None):
+            return number_type
+    return None
+
+
+def parse_number(flag: str, number_type: Callable[[str], float], text: str) -> float:
+    """Parse an option's number. Raises InputError that names the option and the value."""
+    try:
+        return number_type(text)
+    except ValueError:
+        words = TYPE_WORDS[int]
+        if number_type is float:
+            words = TYPE_WORDS[float]
+        raise InputError(f"{flag} is {text!r:.40}: give {words}") from None
 
 
 def sort_fields(config: type["DataclassInstance"]) -> list[Field]:
@@ -136,10 +168,10 @@ def read_option_file(file: str, types: Mapping[str, Any]) -> dict[str, Any]:
     where = f"{CONFIG_FLAG} {file}"
     options: dict[str, Any] = {}
     for key, value in load_yaml(file, where).items():
-        name = str(key).replace("-", "_")
-        if name not in types:
-            hint = find_nearest_name(name, types).replace("_", "-")
-            raise InputError(f"{where}: {key!r} is no option of this command{hint}")
+        name = find_synonym(str(key), types)
+        if name is None:
+            hint = suggest_option(str(key), types, flag="").replace("_", "-")
+            raise InputError(f"{where}: no option {key}{hint}")
         if value is not None:
             options[name] = to_command_words(f"{where}: {key}", value, types[name])
     return options

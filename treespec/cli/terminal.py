@@ -3,10 +3,12 @@
 Progress goes to standard error: a bar on a terminal, plain lines elsewhere.
 """
 
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from io import TextIOWrapper
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from treespec.errors import InputError
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from treespec.eval.common import ProgressStep
+    from treespec.eval.header import RunHeader
     from treespec.eval.report import EvalReport
 
 Config = TypeVar("Config")
@@ -61,7 +64,7 @@ def resumes(out: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         end_notice()
-        print(f"\nStopped. The same command goes on with what lies in {out}", file=sys.stderr)
+        print(f"\nStopped. The same command resumes from {out}", file=sys.stderr)
         raise
 
 
@@ -113,8 +116,8 @@ def run_with_progress(
         return work(config, report)
 
 
-def show_result(report: "EvalReport") -> None:
-    """Print a report as Markdown; on a terminal its tables fit the width."""
+def show_result(report: "EvalReport", header: "RunHeader | None" = None) -> None:
+    """Print a report, with what was measured, as Markdown; on a terminal its tables fit the width."""
     from shutil import get_terminal_size
 
     from treespec.eval.report import render_markdown
@@ -122,10 +125,44 @@ def show_result(report: "EvalReport") -> None:
     width = None
     if sys.stdout.isatty():
         width = get_terminal_size().columns
-    print(render_markdown(report, width), end="")
+    print(render_markdown(report, width, header), end="")
 
 
 def print_remark(*lines: str) -> None:
     """Print lines on standard error, so that a pipe receives only results."""
     for line in lines:
         print(line, file=sys.stderr, flush=True)
+
+
+def build_prompt_reader(words: Sequence[str]) -> Callable[[], str]:
+    """Build the function that reads a line, with completion, Alt-Enter for line breaks, and a history file.
+
+    words: what is completed at the beginning of a line.
+    """
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+    from prompt_toolkit.key_binding import KeyBindings
+
+    # 1. Open the history, which only the user may read. If it cannot be written, it lasts for this process.
+    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+    file = state / "treespec" / "history"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch(0o600)
+        file.open("ab").close()
+        history: FileHistory | InMemoryHistory = FileHistory(str(file))
+    except OSError:
+        history = InMemoryHistory()
+
+    # 2. Bind the keys.
+    keys = KeyBindings()
+    keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
+    session: PromptSession[str] = PromptSession(
+        "> ",
+        history=history,
+        key_bindings=keys,
+        completer=WordCompleter(list(words), sentence=True),
+        prompt_continuation="  ",
+    )
+    return session.prompt

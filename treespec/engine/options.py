@@ -5,22 +5,27 @@ import torch.
 """
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
+from treespec.engine.synonyms import rename_keywords, suggest_option
 from treespec.errors import InputError
 from treespec.files.distribution import check_extra
-from treespec.options import MAX_COUNT, find_nearest_name, option
+from treespec.options import MAX_COUNT, option
 from treespec.sampling.compiled_grammar import GRAMMAR_KINDS
 from treespec.sampling.params import LogitOptions, SamplingParams
-from treespec.text.strings import decode_command_line
+from treespec.text.strings import decode_command_line, is_file, read_option_text
 
 if TYPE_CHECKING:
     import torch
 
     from treespec.engine.events import Cycle
     from treespec.sampling.processors import Processor, TreeLogitsProcessor
+
+log = logging.getLogger(__name__)
 
 Seed: TypeAlias = "int | torch.Generator | None"
 Seeds: TypeAlias = "Seed | Sequence[Seed]"
@@ -40,6 +45,27 @@ def parse_template_variables(text: str) -> Any:
             f"--chat-template-kwargs {text!r:.40} is no JSON object, such as "
             '{"enable_thinking": false}'
         ) from None
+
+
+def read_schema(text: str) -> str:
+    """Read `--json-schema`: JSON text, or a file of it. Raises InputError for a value that is neither."""
+    if is_file(text):
+        text = read_option_text("--json-schema", text)
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"--json-schema {text!r:.60} is neither a file nor JSON text: {error}"
+        ) from None
+    return text
+
+
+def read_pattern(option: str, text: str) -> str:
+    """Read `--regex` or `--grammar`: its text, or a file of it. A warning says that a file was read."""
+    if not is_file(text):
+        return text
+    log.warning("%s is read from the file %s", option, text)
+    return read_option_text(option, text).rstrip("\n")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +106,20 @@ class RequestOptions(SamplingParams, LogitOptions):
     )
     ignore_eos: bool = option("go on after end-of-sequence tokens", False)
     json_schema: Mapping[str, object] | str | bool | None = option(
-        "the answer must be JSON of this schema", None, line=(str, str)
+        "the answer must be JSON of this schema; the command line takes a file, too",
+        None,
+        line=(str, read_schema),
     )
-    regex: str | None = option("the answer must match this regular expression", None)
-    grammar: str | None = option("the answer must be of this grammar in llguidance's Lark", None)
+    regex: str | None = option(
+        "the answer must match this regular expression; the command line takes a file, too",
+        None,
+        line=(str, partial(read_pattern, "--regex")),
+    )
+    grammar: str | None = option(
+        "the answer must be of this grammar in llguidance's Lark; the command line takes a file, too",
+        None,
+        line=(str, partial(read_pattern, "--grammar")),
+    )
     chat_template_kwargs: Mapping[str, object] | None = option(
         'variables for the chat template, as in {"enable_thinking": false}',
         None,
@@ -156,12 +192,15 @@ def parse_request_options(options: Mapping[str, Any], *other_names: str) -> Requ
     other_names: names that the error lists too, and that are left out of the result.
     """
     valid_names = REQUEST_OPTION_NAMES + other_names
-    for name in options:
+    renamed = rename_keywords(options, valid_names)
+    for name in renamed:
         if name not in valid_names:
-            hint = find_nearest_name(name, valid_names)
-            raise InputError(f"unknown option {name}{hint}: there are {', '.join(valid_names)}")
+            hint = suggest_option(name, valid_names, flag="")
+            if not hint:
+                hint = f": there are {', '.join(valid_names)}"
+            raise InputError(f"no option {name}{hint}")
     return RequestOptions(
-        **{name: value for name, value in options.items() if name in REQUEST_OPTION_NAMES}
+        **{name: value for name, value in renamed.items() if name in REQUEST_OPTION_NAMES}
     )
 
 

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from threading import Condition, Event, RLock
-from typing import final
+from typing import Any, final
 
 from treespec.engine.request import Piece, Request, TokenLogprob
 from treespec.engine.stats import Stats, format_stats
@@ -29,6 +29,18 @@ class Output:
 
     def __str__(self) -> str:
         return self.text
+
+    def to_json(self) -> dict[str, Any]:
+        """The answer as fields for JSON; log-probabilities are left out."""
+        finish_reason = "stop"
+        if self.stats.truncated:
+            finish_reason = "length"
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "finish_reason": finish_reason,
+            "stats": self.stats.to_json(),
+        }
 
     def __repr__(self) -> str:
         return f"Output({format_stats(self.stats)})"

@@ -1,11 +1,18 @@
 """Counts and seconds of one generation."""
 
 import time
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise, zip_longest
-from typing import final
+from typing import Any, final
+
+
+@final
+class StageSeconds(dict[str, float]):
+    """Seconds by stage; a stage that has not run has 0. Unlike a defaultdict, `dataclasses.asdict` copies it."""
+
+    def __missing__(self, stage: str) -> float:
+        return 0.0
 
 
 @dataclass
@@ -25,8 +32,8 @@ class Stats:
         undrafted: Cycles without a draft token.
         seconds: By stage: prefill, draft, head (the draft model's forwards, a part of draft), target,
             verify, commit, total.
-        truncated: Whether max_new_tokens or the context ended the answer, which may then break off amid
-            a sentence or an object.
+        truncated: Whether max_new_tokens or the context ended the answer, which may then break off
+            mid-sentence or mid-object.
     """
 
     prompt_tokens: int = 0
@@ -35,7 +42,7 @@ class Stats:
     accepted: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
     undrafted: int = 0
-    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    seconds: StageSeconds = field(default_factory=StageSeconds)
     truncated: bool = False
 
     @property
@@ -71,6 +78,15 @@ class Stats:
         """α at depth 1, 2, …: Pr(a cycle accepts this depth | it accepted the one above)."""
         cycles_by_depth = [self.cycles, *self.accepted_by_depth]
         return [below / above for above, below in pairwise(cycles_by_depth) if above]
+
+    def to_json(self) -> dict[str, Any]:
+        """All counts and seconds as fields for JSON, with the figures that follow from them."""
+        figures = {
+            "cycles": self.cycles,
+            "acceptance_length": self.acceptance_length,
+            "tokens_per_second": self.tokens_per_second,
+        }
+        return asdict(self) | figures
 
     def read_clock(self) -> float:
         """Read the clock that times stages, in seconds."""
@@ -119,12 +135,17 @@ class StageTimer:
 TAU_MEANING = "tokens per target forward"
 
 
+def format_tau(tokens: int, cycles: int, explain: bool = True) -> str:
+    """Write `32 tokens · τ 2.46`. explain: add the meaning of τ."""
+    tau = tokens / cycles if cycles else 0.0
+    meaning = f" ({TAU_MEANING})" if explain else ""
+    return f"{tokens} tokens · τ {tau:.2f}{meaning}"
+
+
 def format_figures(tokens: int, cycles: int, seconds: float, explain: bool = False) -> str:
     """Write a run's figures: `32 tokens · τ 2.46 · 45.1 tokens/s`. explain: add the meaning of τ."""
-    tau = tokens / cycles if cycles else 0.0
     speed = tokens / seconds if seconds else 0.0
-    meaning = f" ({TAU_MEANING})" if explain else ""
-    return f"{tokens} tokens · τ {tau:.2f}{meaning} · {speed:.1f} tokens/s"
+    return f"{format_tau(tokens, cycles, explain)} · {speed:.1f} tokens/s"
 
 
 def format_stats(stats: Stats, explain: bool = False) -> str:

@@ -5,11 +5,10 @@ hub's client takes 23.
 """
 
 import os
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 
-from treespec.errors import InputError, get_first_line
+from treespec.errors import InputError, find_similar_name, get_first_line
 
 HUB_TIMEOUT_SECONDS = 10.0  # for the first response of the hub
 
@@ -49,10 +48,10 @@ def find_nearest_path(path: Path) -> Path | None:
     for part in path.parts:
         if not (existing_path / part).is_dir():
             directories = next(os.walk(existing_path), ("", [], []))[1]
-            similar = get_close_matches(part, directories, n=1)
-            if not similar:
+            similar = find_similar_name(part, directories)
+            if similar is None:
                 return None
-            part = similar[0]
+            part = similar
         existing_path /= part
     return existing_path
 
@@ -124,6 +123,18 @@ def is_hub_unreachable(name: str, revision: str | None = None) -> bool:
     if is_cached(name, revision):
         return True
     raise ValueError(problem)
+
+
+def check_push(name: str) -> None:
+    """Raises InputError if a repository cannot be pushed to, because the hub cannot be reached or knows no login."""
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().whoami()
+    except Exception as error:  # of many classes; the first line of the message has the reason
+        raise InputError(
+            f"--push {name}: the hub cannot be written to ({get_first_line(error)}); nothing was exported"
+        ) from error
 
 
 def push(folder: Path, name: str) -> str:

@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from treespec.errors import InputError
 from treespec.files.printable import to_one_line
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"  # environment variable that holds the server's API key
 ENDPOINT_TIMEOUT_SECONDS = 600.0  # without a byte from the server
+FIRST_ANSWER_SECONDS = 20.0  # for the first answer of a server, before anything is loaded
 ENDPOINT_ERRORS = (
     OSError,
     http.client.HTTPException,
@@ -100,8 +102,51 @@ def read_delta(choice: Mapping[str, Any]) -> EndpointDelta:
     return EndpointDelta(delta.get("content") or "", thought, ids)
 
 
-def open_request(url: str, body: Mapping[str, object] | None = None) -> Any:
-    """Send a request, and return the open response. body: JSON fields to post; None sends a GET. Raises OSError."""
+def check_address(option: str, value: str, model: bool = False) -> None:
+    """Raises InputError, with what to write, for an address that is no URL.
+
+    Args:
+        option: the option that has it, for the message.
+        value: URL, or URL,MODEL.
+        model: whether a model's name stands behind the URL. Default: False.
+    """
+    if value.startswith(("http://", "https://")):
+        return
+    host, _, name = value.partition(",")
+    url = f"http://{host}"
+    if "/" not in host:
+        url += "/v1"
+    if model:
+        url += f",{name or 'MODEL'}"
+    raise InputError(f"{option} is {value!r}: write {url}")
+
+
+def check_server(option: str, value: str) -> None:
+    """Raises InputError if no server answers at an address. An HTTP error is an answer.
+
+    option, value: as for `check_address`.
+    """
+    address = value.partition(",")[0].rstrip("/")
+    try:
+        open_request(f"{address}/models", timeout=FIRST_ANSWER_SECONDS).close()
+    except urllib.error.HTTPError:
+        return
+    except ENDPOINT_ERRORS as error:
+        raise InputError(f"{option} {address}: {describe_error(error)}") from error
+
+
+def open_request(
+    url: str,
+    body: Mapping[str, object] | None = None,
+    timeout: float = ENDPOINT_TIMEOUT_SECONDS,
+) -> Any:
+    """Send a request, and return the open response. Raises OSError.
+
+    Args:
+        url: the address.
+        body: JSON fields to post. Default: None, which sends a GET.
+        timeout: seconds without a byte from the server.
+    """
     headers = {"Content-Type": "application/json"}
     key = os.environ.get(API_KEY_VARIABLE)
     if key:
@@ -109,9 +154,7 @@ def open_request(url: str, body: Mapping[str, object] | None = None) -> Any:
     data = None
     if body is not None:
         data = json.dumps(body).encode()
-    return urllib.request.urlopen(
-        urllib.request.Request(url, data, headers), timeout=ENDPOINT_TIMEOUT_SECONDS
-    )
+    return urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=timeout)
 
 
 def find_served_model(address: str) -> str:

@@ -31,6 +31,7 @@ ERROR_REASONS = {  # part of an error -> what it means
     # A table that `quiet` hides.
     "`CONVERSION` entries": "transformers cannot bring its tensors into the form of the model; "
     "AutoModelForCausalLM.from_pretrained of the same path shows which",
+    "Torch not compiled with CUDA": "this torch has no CUDA: use --device-map cpu",
     "backend tokenizer": "its files are missing or damaged (tokenizer.json)",
 }
 

@@ -1,11 +1,14 @@
 """How a model is loaded: which of its files are read, in which form and where its weights are held."""
 
+import runpy
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 from treespec.errors import InputError
-from treespec.options import LOAD_IN, LOAD_IN_FORMS, find_nearest_name, join_or
+from treespec.options import DTYPE_ALIASES, LOAD_IN, LOAD_IN_FORMS, find_nearest_name, join_or
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +49,9 @@ class Placement:
     max_memory: dict[Any, Any] | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.dtype, str):
+            dtype = self.dtype.removeprefix("torch.")
+            object.__setattr__(self, "dtype", DTYPE_ALIASES.get(dtype, dtype))
         if self.load_in is None:
             return
         if self.gguf == "":
@@ -93,6 +99,21 @@ class Placement:
             raise InputError(
                 f"--load-in {self.load_in} takes the package {package}: pip install {package}"
             )
+
+    def check_device(self) -> None:
+        """Raise InputError for CUDA devices if the installed torch was built without them. It imports no torch."""
+        if str(self.device_map).partition(":")[0] == "cuda" and not is_torch_built_for_cuda():
+            raise InputError(
+                f"--device-map {self.device_map}: this torch has no CUDA: use --device-map cpu"
+            )
+
+
+def is_torch_built_for_cuda() -> bool:
+    """Whether the installed torch was built for CUDA or ROCm, by its version.py; True if there is no such file."""
+    with suppress(PackageNotFoundError, OSError):
+        build = runpy.run_path(str(distribution("torch").locate_file("torch/version.py")))
+        return bool(build.get("cuda") or build.get("hip"))
+    return True
 
 
 AS_IT_IS = Placement()

@@ -24,6 +24,7 @@ from treespec.errors import InputError
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+NO_LLGUIDANCE = "answers by a grammar need llguidance: pip install llguidance"
 GRAMMAR_KINDS = ("json_schema", "regex", "grammar")
 # They bound the time of a token and the memory of a matcher, far above what common schemas need.
 MATCHER_LIMITS: Any = {
@@ -84,7 +85,7 @@ def to_grammar_text(kind: str, source: object) -> str:
                 schema = {}
             source = json.dumps(schema, allow_nan=False, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError) as error:
-            raise InputError(f"json_schema is no JSON: {error}") from None
+            raise InputError(f"json_schema is no JSON text: {error}") from None
         if not isinstance(schema, dict):
             raise InputError(f"json_schema is {schema!r:.40}, must be an object")
     if not isinstance(source, str):
@@ -92,6 +93,39 @@ def to_grammar_text(kind: str, source: object) -> str:
     if re.search("[\ud800-\udfff]", source):
         raise InputError(f"{kind} holds half of a surrogate pair, which is no character")
     return source
+
+
+def check_syntax(kind: str, source: object) -> None:
+    """Check a grammar without a tokenizer; kind, source: as for `compile_grammar`.
+
+    A Lark grammar that names special tokens, such as <|think|>, passes: only a tokenizer knows them.
+
+    Raises: InputError for a source that no tokenizer can follow, and if llguidance is not installed.
+    """
+    text = to_grammar_text(kind, source)
+    try:
+        from llguidance import LLMatcher
+    except ImportError:
+        raise InputError(NO_LLGUIDANCE) from None
+    if kind == "grammar" and "<" in text:
+        return
+    fault = LLMatcher.validate_grammar(build_llg_grammar(kind, text))
+    if fault:
+        raise InputError(f"{kind}: {' '.join(fault.split())}")
+
+
+def build_llg_grammar(kind: str, text: str) -> str:
+    """Convert a grammar to llguidance's form. Raises InputError for one that is too large."""
+    from llguidance import LLMatcher
+
+    try:
+        if kind == "json_schema":
+            return LLMatcher.grammar_from_json_schema(text, JSON_SPACING)
+        if kind == "regex":
+            return LLMatcher.grammar_from_regex(text)
+        return LLMatcher.grammar_from_lark(text)
+    except ValueError as error:
+        raise InputError(f"{kind} is too large: {error}") from None
 
 
 @lru_cache(maxsize=4)
@@ -115,9 +149,7 @@ def copy_tokenizer(tokenizer: Any, vocab_size: int, ends: frozenset[int]) -> "LL
 
         return LLTokenizer(**copy_of(tokenizer, vocab_size, ends))
     except ImportError:
-        raise InputError(
-            "an answer by a grammar needs llguidance: pip install llguidance"
-        ) from None
+        raise InputError(NO_LLGUIDANCE) from None
     except (ValueError, RuntimeError) as error:
         raise InputError(f"llguidance cannot read the target's {name}: {error}") from error
 
@@ -137,15 +169,7 @@ def build_start_matcher(kind: str, text: str, tokenizer: "LLTokenizer") -> "LLMa
     from llguidance import LLMatcher, LLParserLimits
 
     # 1. The matcher. It compiles without Python's interpreter lock, so other threads go on.
-    try:
-        if kind == "json_schema":
-            grammar = LLMatcher.grammar_from_json_schema(text, JSON_SPACING)
-        elif kind == "regex":
-            grammar = LLMatcher.grammar_from_regex(text)
-        else:
-            grammar = LLMatcher.grammar_from_lark(text)
-    except ValueError as error:
-        raise InputError(f"{kind} is too large: {error}") from None
+    grammar = build_llg_grammar(kind, text)
     start = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**MATCHER_LIMITS))
 
     # 2. Errors of compilation, and of the first token's mask.

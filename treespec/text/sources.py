@@ -242,7 +242,7 @@ def commit_of(repository: str) -> str:
         file = hf_hub_download(repository, ".gitattributes", repo_type="dataset")
     except Exception as error:  # its class depends on the HTTP client of the hub's library
         raise InputError(
-            f"no file or folder {repository}, and the hub does not give it: {get_first_line(error)}"
+            f"no file or folder {repository}, and the hub cannot load it:  {get_first_line(error)}"
         ) from error
     return Path(file).parent.name
 

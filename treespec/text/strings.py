@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treespec.errors import InputError, TooLong
@@ -113,3 +114,19 @@ def decode_command_line(text: str, name: str) -> str:
         raise InputError(
             f"{name} is not UTF-8 text: {text.encode(errors='backslashreplace').decode()[:60]}"
         ) from None
+
+
+def is_file(text: str) -> bool:
+    """Whether a command-line argument is the path of a file. False for texts that can be no path."""
+    try:
+        return Path(text).expanduser().is_file()
+    except (OSError, ValueError, RuntimeError):  # too long, a NUL, or ~ of no user
+        return False
+
+
+def read_option_text(option: str, file: str) -> str:
+    """Read a file of UTF-8 text. Raises InputError if it cannot be read. option: the one that names the file."""
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeError) as error:
+        raise InputError(f"cannot read {option} {file}: {error}") from error

@@ -1,13 +1,12 @@
 """Render messages by a chat template and encode them, in the same way for training, evaluation and chat."""
 
-import difflib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from treespec.errors import InputError, get_first_line
+from treespec.errors import InputError, find_similar_name, get_first_line
 from treespec.text.strings import check_fits_context, require_well_formed
 
 if TYPE_CHECKING:
@@ -213,10 +212,10 @@ def load_fschat_template(name: str) -> "Conversation":
     from fastchat.conversation import conv_templates, get_conv_template
 
     if name not in conv_templates:
-        similar_names = difflib.get_close_matches(name, conv_templates, cutoff=0.4)
-        raise InputError(
-            f"no fschat template is called {name!r}; try {', '.join(similar_names) or TEMPLATE_EXAMPLES}"
-        )
+        similar_name = find_similar_name(name, conv_templates)
+        if similar_name is not None:
+            raise InputError(f"no template {name!r} (did you mean {similar_name}?)")
+        raise InputError(f"no template {name!r}: fschat has {TEMPLATE_EXAMPLES} and others")
     template = get_conv_template(name)
     if template.sep_style is None:
         raise InputError(

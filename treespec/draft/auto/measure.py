@@ -11,7 +11,6 @@ import math
 import os
 import time
 from collections import defaultdict
-from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from pathlib import Path

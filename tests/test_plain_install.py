@@ -105,14 +105,15 @@ def run_lines_of_a_wheel() -> None:
 
 
 def build_wheel(folder):
-    """Build the wheel of a copy of the sources, without git and without an index. Returns its path."""
+    """Build the wheel of a copy of the sources, without git, an index and a C compiler. Returns its path."""
     sources = folder / "sources"
     for room in ROOMS:
         shutil.copytree(ROOT / room, sources / room, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, sources)
     build = "from setuptools.build_meta import build_wheel as build; build('..')"
-    subprocess.run([sys.executable, "-c", build], cwd=sources, check=True, capture_output=True)
+    bare = os.environ | {"PATH": str(folder)}
+    subprocess.run([sys.executable, "-c", build], cwd=sources, env=bare, check=True, capture_output=True)
     (wheel,) = folder.glob("*.whl")
     return wheel
 

@@ -220,17 +220,17 @@ def explain_causes(
     gain = measure_gain(best_fault)
     log_q_gains = (best_fault.agreement.log_q - agreement.log_q).mean(1)  # by completion
     needed_errors = compute_needed_errors(len(log_q_gains))
-    is_certain = gain > MIN_GAIN_SHARE and bound_mean(log_q_gains, needed_errors) > 0
+    is_certain = gain > MIN_GAIN_SHARE and compute_mean_floor(log_q_gains, needed_errors) > 0
     best_shares = agreement.shares
     if is_certain:
         best_shares = best_fault.agreement.shares
 
     # 2. A head of another target is confident and wrong, and no change helps.
-    most_right = bound_share(first_step.right, first_step.positions)
+    most_right = compute_share_ceiling(first_step.right, first_step.positions)
     is_overconfident = first_step.claimed > OVERCONFIDENCE_RATIO * most_right
     is_astray = is_overconfident and first_step.claimed - most_right > 2 * gain
     missing_shares = MIN_FEATURE_GAIN - (best_shares - blind_agreement.shares).mean(1)
-    is_blind = bound_mean(missing_shares, compute_t_quantile(len(missing_shares) - 1)) > 0
+    is_blind = compute_mean_floor(missing_shares, compute_t_quantile(len(missing_shares) - 1)) > 0
     if is_blind or is_astray:
         yield (
             f"Untrained, or for another target: confidence {first_step.claimed:.1%}, agreement "
@@ -243,7 +243,9 @@ def explain_causes(
         fault = best_fault.trial.fault
         change = best_fault.trial.change
         yield f"{fault}: {share + gain:.1%} of the drafts agree with {change}, {share:.1%} as it is."
-    most_right_where_sure = bound_share(first_step.right_where_sure, first_step.sure_positions)
+    most_right_where_sure = compute_share_ceiling(
+        first_step.right_where_sure, first_step.sure_positions
+    )
     if most_right_where_sure < MIN_CERTAIN_AGREEMENT and gain < WHOLE_FAULT_SHARE:
         yield (
             f"Little trained: where the target is at least {CERTAIN_TARGET_PROBABILITY:.0%} sure, "
@@ -252,12 +254,12 @@ def explain_causes(
         )
 
 
-def bound_mean(values: Tensor, errors: float) -> float:
+def compute_mean_floor(values: Tensor, errors: float) -> float:
     """Return the mean of values [C] less so many standard errors, which are estimated from their spread."""
     return float(values.mean() - errors * values.std() / len(values) ** 0.5)
 
 
-def bound_share(share: float, positions: int) -> float:
+def compute_share_ceiling(share: float, positions: int) -> float:
     """Return the upper end of the 95 % interval of a share that was measured at so many positions."""
     high = share_of(round(share * positions), positions)["high"]
     assert high is not None

@@ -32,7 +32,6 @@ from typing import Any
 import numpy as np
 
 from treespec.errors import InputError
-from treespec.eval.config import EvalConfig
 from treespec.eval.header import format_days
 from treespec.eval.intervals import (
     MIN_QUESTIONS,
@@ -134,14 +133,13 @@ def summarize_ledger(ledger: Ledger) -> Summary:
     head = ledger.head
     if head is None:
         raise InputError(f"{ledger.file} holds no evaluation")
-    config = EvalConfig(**head["options"])
     timed = head["processes"] == 1
     evaluation = read_evaluation(ledger, timed)
     groups = evaluation.collect_groups()
     questions = groups["overall"]
     if not questions:
         raise InputError(
-            f"{config.out}: no question is completed; is every one longer than the target's context?"
+            f"{head['options']['out']}: no question is completed; is every one longer than the target's context?"
         )
     failed = evaluation.list_failed(questions)
 
@@ -164,9 +162,7 @@ def summarize_ledger(ledger: Ledger) -> Summary:
         "left_out": head["left_out"],
         "timed": timed,
         "questions": len(questions),
-        "few_questions": [
-            name for name, group_questions in groups.items() if len(group_questions) < MIN_QUESTIONS
-        ],
+        "few_questions": [name for name, ids in groups.items() if len(ids) < MIN_QUESTIONS],
         "again": repeat_rows,
         "rows": rows,
         "failed": failed,

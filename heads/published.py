@@ -17,7 +17,7 @@ PUBLISHED_HEADS = Path(__file__).with_name("published.toml")
 HUB_CACHE_FOLDER = re.compile(
     r"models--([^/\\]+)--([^/\\]+)"
 )  # .../models--OWNER--NAME/snapshots/COMMIT
-MIN_SIMILARITY = 0.7  # of a name that is suggested
+MIN_NAME_SIMILARITY = 0.7  # of a name that is suggested
 NO_HEAD_ADVICE = "treespec heads lists the published ones; without --head the text itself drafts"
 
 
@@ -82,7 +82,9 @@ def find_similar_target(target: str) -> str:
         full_name = row.target.lower()
         targets[full_name] = row.target
         targets.setdefault(full_name.partition("/")[2], row.target)
-    similar = get_close_matches(find_hub_name(target).lower(), targets, n=1, cutoff=MIN_SIMILARITY)
+    similar = get_close_matches(
+        find_hub_name(target).lower(), targets, n=1, cutoff=MIN_NAME_SIMILARITY
+    )
     if not similar:
         return ""
     return f" (did you mean {targets[similar[0]]}?)"

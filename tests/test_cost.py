@@ -101,8 +101,8 @@ def test_a_cost_is_checked_once_every_ten_minutes(tmp_path, monkeypatch, llama_h
 
     first, _ = load(1.0)
     (file,) = tmp_path.iterdir()
-    assert load(1.2) == (first.bend_forward(2.4), 0)  # a new file's cost is checked
-    assert load(1.0) == (first.bend_forward(2.4), 1)  # not again within ten minutes
+    assert load(1.2) == (first.scale_forward(2.4), 0)  # a new file's cost is checked
+    assert load(1.0) == (first.scale_forward(2.4), 1)  # not again within ten minutes
     os.utime(file, (time.time() - 601,) * 2)
     unbent, unused = load(1.0, 1.9)  # a second trial, since the first one was disturbed
     assert unused == 0
@@ -115,13 +115,13 @@ def test_a_cost_is_checked_once_every_ten_minutes(tmp_path, monkeypatch, llama_h
 
 def test_a_bent_cost_has_the_ratio_that_the_trial_measured():
     cost = CycleCost((1, 4, 16, 64), (10.0, 12.0, 20.0, 40.0), level=1.0, check_ratio=2.0)
-    bent = cost.bend_forward(1.5)
+    bent = cost.scale_forward(1.5)
     assert bent.forward[0] == 10.0
     assert bent.forward[2] == pytest.approx(15.0)
     assert bent.forward[3] == pytest.approx(10 * 1.5**2)
-    assert bent.bend_forward(2.0).forward == pytest.approx(cost.forward)
+    assert bent.scale_forward(2.0).forward == pytest.approx(cost.forward)
     flat = replace(cost, check_ratio=1.02)
-    assert flat.bend_forward(1.5) == flat
+    assert flat.scale_forward(1.5) == flat
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,9 @@ def estimate_token_visits(config: TrainConfig, size: TrainingSize) -> int:
     """
     visits = float(config.hyperparameters.epochs * size.tokens)
     if config.max_steps:
-        forwards = config.accumulate or 1
+        forwards = 1
+        if config.accumulate:
+            forwards = config.accumulate
         conversations = config.max_steps * config.forward_size * forwards * size.processes
         visits = conversations * size.tokens / size.conversations
     if config.minutes:
@@ -125,7 +127,9 @@ def choose_recipe(config: TrainConfig, size: TrainingSize) -> TrainConfig:
     # 2. The conversations of a step, in forwards of a few.
     conversations = choose_step_conversations(visits)
     chosen["batch_size"] = min(conversations, MAX_FORWARD_CONVERSATIONS)
-    forward_size = config.batch_size or chosen["batch_size"]
+    forward_size = chosen["batch_size"]
+    if config.batch_size:
+        forward_size = config.batch_size
     chosen["accumulate"] = max(1, round(conversations / (forward_size * size.processes)))
     return set_missing(config, chosen)
 
@@ -138,7 +142,9 @@ def keep_recipe(config: TrainConfig, earlier: dict[str, Any]) -> TrainConfig:
     earlier = {"recipe": "published"} | earlier
     if config.dtype == "auto":
         config = replace(config, dtype=earlier["dtype"])
-    recipe = config.recipe or earlier["recipe"]
+    recipe = earlier["recipe"]
+    if config.recipe:
+        recipe = config.recipe
     if recipe == "published":
         return replace(config, recipe=recipe)
     return set_missing(config, {name: earlier.get(name) for name in OPTIONS_OF_A_RUN})

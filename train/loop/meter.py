@@ -98,9 +98,9 @@ class Meter:
             accelerator.print(
                 f"step {step}: loss {line['total']:,.3f}, {speed:,.0f} tokens/s, {remaining} left"
             )
-        self.comment_on_loss(line["total"])
+        self.describe_loss(line["total"])
 
-    def comment_on_loss(self, loss: float) -> None:
+    def describe_loss(self, loss: float) -> None:
         """Print once what a very large or a rising loss means."""
         self.lowest_loss = min(self.lowest_loss, loss)
         comment = ""

@@ -59,7 +59,9 @@ def format_rows(rows: list[PublishedHead]) -> str:
         if row.target != target:
             target = row.target
             lines.append(target)
-        licence = row.licence or UNSEEN_LICENCE
+        licence = row.licence
+        if not licence:
+            licence = UNSEEN_LICENCE
         head = row.head.ljust(head_width)
         lines.append(f"  {head}  {row.kind:<7}  {row.project:<11}  {row.date}  {licence}")
     return "\n".join(lines)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
 import typer
 
-from treespec.engine.synonyms import find_synonym, suggest_option
+from treespec.engine.synonyms import find_suggestion, find_synonym
 from treespec.errors import InputError
 from treespec.options import MAX_COUNT, format_flag, get_range
 
@@ -170,7 +170,7 @@ def read_option_file(file: str, types: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in load_yaml(file, where).items():
         name = find_synonym(str(key), types)
         if name is None:
-            hint = suggest_option(str(key), types, flag="").replace("_", "-")
+            hint = find_suggestion(str(key), types, flag="").replace("_", "-")
             raise InputError(f"{where}: no option {key}{hint}")
         if value is not None:
             options[name] = to_command_words(f"{where}: {key}", value, types[name])

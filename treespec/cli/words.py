@@ -5,7 +5,7 @@ from typing import Any, final
 
 from typer.core import TyperGroup
 
-from treespec.engine.synonyms import find_synonym, suggest_option
+from treespec.engine.synonyms import find_suggestion, find_synonym
 from treespec.errors import find_similar_name
 
 # what other tools call their commands -> ours, for the hint
@@ -72,7 +72,7 @@ def replace_synonyms(parameters: Sequence[Any], words: Sequence[str]) -> list[st
 def explain_unknown_option(flag: str, parameters: Sequence[Any]) -> str:
     """Explain that a command has no such option, and what to write instead. parameters: the command's."""
     names = list_option_names(list(list_flags(parameters)))
-    hint = suggest_option(flag.lstrip("-"), names)
+    hint = find_suggestion(flag.lstrip("-"), names)
     if not hint:
         hint = ": --help lists the options"
     return f"no option {flag}{hint}"

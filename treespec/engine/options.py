@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
-from treespec.engine.synonyms import rename_keywords, suggest_option
+from treespec.engine.synonyms import find_suggestion, rename_keywords
 from treespec.errors import InputError
 from treespec.files.distribution import check_extra
 from treespec.options import MAX_COUNT, option
@@ -195,7 +195,7 @@ def parse_request_options(options: Mapping[str, Any], *other_names: str) -> Requ
     renamed = rename_keywords(options, valid_names)
     for name in renamed:
         if name not in valid_names:
-            hint = suggest_option(name, valid_names, flag="")
+            hint = find_suggestion(name, valid_names, flag="")
             if not hint:
                 hint = f": there are {', '.join(valid_names)}"
             raise InputError(f"no option {name}{hint}")

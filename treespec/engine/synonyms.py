@@ -110,7 +110,7 @@ def find_synonym(name: str, names: Collection[str]) -> str | None:
     return None
 
 
-def suggest_option(name: str, names: Collection[str], flag: str = "--") -> str:
+def find_suggestion(name: str, names: Collection[str], flag: str = "--") -> str:
     """Say what to write instead of an unknown option: `: did you mean --target?`; "" for a name like no other.
 
     Args:
@@ -160,7 +160,7 @@ def rename_keywords(keywords: Mapping[str, Any], names: Collection[str]) -> dict
     for name, value in keywords.items():
         own_name = find_synonym(name, names)
         if own_name is None and name in OPTION_ADVICE:
-            raise InputError(f"no keyword {name}{suggest_option(name, names, '')}")
+            raise InputError(f"no keyword {name}{find_suggestion(name, names, '')}")
         if own_name is None:
             own_name = name  # Python names it in its TypeError
         if own_name in renamed:

@@ -28,14 +28,14 @@ def explain_missing(name: str | Path, what: str = "directory") -> str | None:
             problem += ": name its folder, and the file by --load-in gguf:FILE"
         return problem
     similar = find_nearest_path(path)
-    if text and not looks_like_path(text) and (similar is None or is_cached(text)):
+    if text and not is_path_like(text) and (similar is None or is_cached(text)):
         return None
     if similar is None:
         return f"no {what} at {name}"
     return f"no {what} at {name}; did you mean {similar}?"
 
 
-def looks_like_path(name: str) -> bool:
+def is_path_like(name: str) -> bool:
     """Whether a name can only be a path. False for a possible hub id, such as owner/name."""
     if name.startswith((".", "/", "~")) or name.endswith("/"):
         return True

@@ -84,9 +84,9 @@ class LayerWeights:
         for product in self.products:
             product.check()
         return LayerStruct(
-            weights=point_at(LAYER_PRODUCTS, [product.numbers for product in self.products]),
-            biases=point_at(LAYER_PRODUCTS, self.biases),
-            norms=point_at(LAYER_NORMS, self.norms),
+            weights=list_addresses(LAYER_PRODUCTS, [product.numbers for product in self.products]),
+            biases=list_addresses(LAYER_PRODUCTS, self.biases),
+            norms=list_addresses(LAYER_NORMS, self.norms),
             texts=1,
             inputs=self.inputs,
             hidden=self.hidden,
@@ -102,7 +102,7 @@ class LayerWeights:
         )
 
 
-def point_at(count: int, tensors: Sequence[Tensor | None]) -> "ctypes.Array[ctypes.c_void_p]":
+def list_addresses(count: int, tensors: Sequence[Tensor | None]) -> "ctypes.Array[ctypes.c_void_p]":
     """Returns the addresses of tensors as an array of C; NULL for None."""
     addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
     return (ctypes.c_void_p * count)(*addresses)

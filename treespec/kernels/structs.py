@@ -14,81 +14,68 @@ LAYER_PRODUCTS = 7  # queries, keys, values, output, gate, up, down
 LAYER_NORMS = 4  # before attention, before the MLP, of queries, of keys
 
 
-class LinearStruct(ctypes.Structure):
-    """A product by a packed weight: `Linear` of kernels.c."""
+def list_fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    """Lists fields of one type. names: of the fields, with spaces between them."""
+    return [(name, kind) for name in names.split()]
 
-    _fields_ = [
-        ("weight", c_void_p),
-        ("bias", c_void_p),  # None: no bias
-        ("inputs", c_int64),
-        ("outputs", c_int64),
-        ("form", c_int),
-        ("half", c_int),
-        ("threads", c_int),
-    ]
+
+class LinearStruct(ctypes.Structure):
+    """A product by a packed weight: `Linear` of kernels.c. `bias` None: no bias."""
+
+    _fields_ = (
+        list_fields(c_void_p, "weight bias")
+        + list_fields(c_int64, "inputs outputs")
+        + list_fields(c_int, "form half threads")
+    )
 
 
 class AttentionStruct(ctypes.Structure):
     """Attention of all nodes of a forward: `Attention` of kernels.c. Strides are in numbers, not bytes."""
 
-    _fields_ = [
-        *((name, c_void_p) for name in ("query", "key", "value", "mask", "out", "sinks", "starts")),
-        *((name, c_int64) for name in ("texts", "heads", "kv_heads", "nodes", "columns")),
-        *((name, c_int64) for name in ("free_columns", "width", "value_width")),
-        *((name, c_int64) for name in ("query_text", "query_head", "query_node")),
-        *((name, c_int64) for name in ("key_text", "key_head", "key_column")),
-        *((name, c_int64) for name in ("value_text", "value_head", "value_column")),
-        *((name, c_int64) for name in ("mask_text", "mask_node")),
-        ("scale", c_float),
-        ("cap", c_float),
-        ("half", c_int),
-        ("threads", c_int),
-    ]
+    _fields_ = (
+        list_fields(c_void_p, "query key value mask out sinks starts")
+        + list_fields(c_int64, "texts heads kv_heads nodes columns free_columns width value_width")
+        + list_fields(c_int64, "query_text query_head query_node key_text key_head key_column")
+        + list_fields(c_int64, "value_text value_head value_column mask_text mask_node")
+        + list_fields(c_float, "scale cap")
+        + list_fields(c_int, "half threads")
+    )
 
 
 class LayerStruct(ctypes.Structure):
     """A decoder layer and what it computes in one forward: `Layer` of layer.c."""
 
-    _fields_ = [
-        ("weights", c_void_p * LAYER_PRODUCTS),
-        ("biases", c_void_p * LAYER_PRODUCTS),
-        ("norms", c_void_p * LAYER_NORMS),
-        *((name, c_void_p) for name in ("x", "residual", "cos", "sin", "mask")),
-        *((name, c_void_p) for name in ("keys", "values", "out", "starts")),
-        *((name, c_int64) for name in ("texts", "nodes", "inputs", "hidden", "heads")),
-        *((name, c_int64) for name in ("kv_heads", "head_width", "inner", "angle_width")),
-        *((name, c_int64) for name in ("columns", "capacity", "first", "free_columns")),
-        *((name, c_int64) for name in ("angle_text", "angle_node", "mask_text", "mask_node")),
-        ("scale", c_float),
-        ("eps", c_float),
-        ("sign", c_float),
-        ("form", c_int),
-        ("half", c_int),
-        ("threads", c_int),
-    ]
+    _fields_ = (
+        list_fields(c_void_p * LAYER_PRODUCTS, "weights biases")
+        + list_fields(c_void_p * LAYER_NORMS, "norms")
+        + list_fields(c_void_p, "x residual cos sin mask keys values out starts")
+        + list_fields(c_int64, "texts nodes inputs hidden heads kv_heads head_width inner")
+        + list_fields(c_int64, "angle_width columns capacity first free_columns")
+        + list_fields(c_int64, "angle_text angle_node mask_text mask_node")
+        + list_fields(c_float, "scale eps sign")
+        + list_fields(c_int, "form half threads")
+    )
 
 
 class HeadStepStruct(ctypes.Structure):
     """The weights of a draft head's step: `HeadStep` of layer.c."""
 
-    _fields_ = [
-        ("layer", LayerStruct),
-        ("fc", LinearStruct),
-        ("output", LinearStruct),
-        ("embedding", c_void_p),
-    ]
+    _fields_ = (
+        list_fields(LayerStruct, "layer")
+        + list_fields(LinearStruct, "fc output")
+        + list_fields(c_void_p, "embedding")
+    )
 
 
 class HeadNodesStruct(ctypes.Structure):
     """The nodes of a draft head's step: `HeadNodes` of layer.c."""
 
-    _fields_ = [
-        *((name, c_void_p) for name in ("tokens", "parents", "positions", "starts", "drafted")),
-        *((name, c_void_p) for name in ("vocabulary", "features", "cos", "sin", "mask")),
-        *((name, c_void_p) for name in ("keys", "values", "states", "drafted_states", "logits")),
-        *((name, c_int64) for name in ("texts", "nodes", "drafted_nodes", "angle_width")),
-        *((name, c_int64) for name in ("columns", "capacity", "free_columns", "threads")),
-    ]
+    _fields_ = (
+        list_fields(c_void_p, "tokens parents positions starts drafted vocabulary")
+        + list_fields(c_void_p, "features cos sin mask keys values states drafted_states logits")
+        + list_fields(c_int64, "texts nodes drafted_nodes angle_width columns capacity")
+        + list_fields(c_int64, "free_columns threads")
+    )
 
 
 KERNEL_STRUCTURES = (
@@ -120,10 +107,7 @@ KERNEL_PARAMETERS: dict[str, list[Any]] = {
     # logits, noise; vocabulary; temperature, half
     "choose": [c_void_p, c_void_p, c_int64, c_float, c_int],
     # logits, noise, tokens, scores; rows, size; factor, temperature, half
-    "score": [
-        *(c_void_p, c_void_p, c_void_p, c_void_p),
-        *(c_int64, c_int64, c_float, c_float, c_int),
-    ],
+    "score": [c_void_p] * 4 + [c_int64, c_int64, c_float, c_float, c_int],
     # addresses of blocks, moves; their numbers; heads, capacity, bytes, threads
     "copy_columns": [c_char_p, c_char_p, c_int64, c_int64, c_int64, c_int64, c_int64, c_int],
 }

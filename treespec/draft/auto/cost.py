@@ -128,7 +128,7 @@ class CycleCost:
         ratio = several_nodes / max(one_node, math.ulp(1.0))
         return self.level * float(ratio - 1) / (ROW_PRICE_NODES - 1)
 
-    def bend_forward(self, ratio: float) -> "CycleCost":
+    def scale_forward(self, ratio: float) -> "CycleCost":
         """Returns the cost with another ratio T(n) / T(1) of the check, `ratio`.
 
         T'(n) = T(1) · (T(n) / T(1)) ^ (log ratio / log check_ratio) is T(n) for the old ratio, and several bends are

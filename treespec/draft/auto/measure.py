@@ -111,7 +111,7 @@ def adapt_cost(target: Target, cost: CycleCost) -> CycleCost | None:
     for _ in range(CHECK_TRIALS):
         ratio = measure_check_ratio(target, cost)
         if abs(math.log(ratio / cost.check_ratio)) < math.log(MAX_COST_DRIFT):
-            return cost.bend_forward(ratio)
+            return cost.scale_forward(ratio)
     return None
 
 

@@ -67,7 +67,7 @@ class Fusion:
             layers = (previous.layer, fused.layer)
             if layers[0]._forward_hooks or layers[1]._forward_pre_hooks:
                 break
-            if not (previous.is_called and fused.is_called and fused.parts.are_unchanged()):
+            if not (previous.is_called and fused.is_called and fused.parts.is_unchanged()):
                 break
             previous = fused
             j += 1
@@ -143,7 +143,7 @@ class FusedForward:
 
     def can_run(self, hidden_states: Tensor) -> bool:
         """Whether the fused forward computes what the model asks for."""
-        if hidden_states.dtype != self.weights.dtype or not self.parts.are_unchanged():
+        if hidden_states.dtype != self.weights.dtype or not self.parts.is_unchanged():
             return False
         return self.layer.self_attn.config._attn_implementation == ATTENTION_NAME
 
@@ -257,7 +257,7 @@ class FusedHeadForward:
         store = arguments.get("cache")
         if mask is None or store is None or "context" in arguments:
             return self.plain_forward(x, attend)
-        if not self.parts.are_unchanged():
+        if not self.parts.is_unchanged():
             return self.plain_forward(x, attend)
         angles = [part.flatten(0, -3) for part in arguments["angles"]]
         attention_input, residual = self.layer.split_inputs(x)

@@ -43,7 +43,7 @@ class LayerParts:
         self.addresses = list(map(Tensor.data_ptr, self.tensors))
         self.forward_names = ["forward"] * len(self.attributes)
 
-    def are_unchanged(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Whether the layer has the same submodules and parameters, and no submodule has a hook or another forward.
 
         Each line looks at all entries in C: it is asked for every layer in every forward.
@@ -51,10 +51,9 @@ class LayerParts:
         modules = map(dict.get, self.module_tables, self.module_names)
         parameters = map(dict.get, self.parameter_tables, self.parameter_names)
         forwards = map(dict.get, self.attributes, self.forward_names)
-        return (
-            not any(self.hooks)
-            and all(map(is_, modules, self.modules))
-            and all(map(is_, parameters, self.parameters))
-            and all(map(is_, forwards, self.forwards))
-            and list(map(Tensor.data_ptr, self.tensors)) == self.addresses
+        is_same = all(map(is_, modules, self.modules)) and all(
+            map(is_, parameters, self.parameters)
         )
+        if not is_same or any(self.hooks) or not all(map(is_, forwards, self.forwards)):
+            return False
+        return list(map(Tensor.data_ptr, self.tensors)) == self.addresses

@@ -28,6 +28,8 @@ generate --prompt a --drafter suffix --max-new-tokens 3 -> tokens/s
 chat --head HOME/head --max-new-tokens 3 -> tokens/s
 trace --prompt a --head HOME/head --max-new-tokens 3 -> tokens
 eval --head HOME/head ASKED --warm-up 0 --max-new-tokens 3 --out eval -> speedup
+report eval -> report
+heads meta-llama/Llama-3.1-8B-Instruct -> Llama-3.1-8B
 certify --head HOME/head --tokens 20 --limit 1 --length 2 --out certificate.json -> certificate.json
 acceptance --head HOME/head --verifier topk --positions 2 --text talk.txt --out acceptance -> acceptance
 tau --head HOME/head --verifier topk --tree chain:2 ASKED --max-new-tokens 3 --out tau -> tau.html
@@ -103,14 +105,15 @@ def run_lines_of_a_wheel() -> None:
 
 
 def build_wheel(folder):
-    """Build the wheel of a copy of the sources, without git and without an index. Returns its path."""
+    """Build the wheel of a copy of the sources, without git, an index and a C compiler. Returns its path."""
     sources = folder / "sources"
     for room in ROOMS:
         shutil.copytree(ROOT / room, sources / room, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, sources)
     build = "from setuptools.build_meta import build_wheel as build; build('..')"
-    subprocess.run([sys.executable, "-c", build], cwd=sources, check=True, capture_output=True)
+    bare = os.environ | {"PATH": str(folder)}
+    subprocess.run([sys.executable, "-c", build], cwd=sources, env=bare, check=True, capture_output=True)
     (wheel,) = folder.glob("*.whl")
     return wheel
 
@@ -155,7 +158,8 @@ def to_lines(home):
     """(line as words with a target, words of its output) of each line."""
     for line in LINES.strip().splitlines():
         command, _, words = line.replace("ASKED", ASKED).replace("HOME", str(home)).partition(" -> ")
-        if "--target" not in command and not command.startswith("--"):
+        takes_target = command.partition(" ")[0] not in ("--version", "report", "heads")
+        if takes_target and "--target" not in command:
             command += f" --target {home}/target"
         yield command.split(), words
 

@@ -143,3 +143,11 @@ def test_an_offloaded_recurrent_target_scores_the_same_tree(tmp_path):
         model.prefill(cache, random_prefix())
         outs.append(model.forward_tree(cache, random_tree()).logits)
     close(*outs, LOGITS_TOLERANCE)
+
+
+def test_a_transformers_that_renames_the_cache_is_told():
+    """From 5.24 on the argument past_key_values of every forward is called cache."""
+    model = random_model(CONFIGS["llama"]())
+    model.model.forward = lambda input_ids=None, cache=None: None
+    with complains(r"which treespec does not know: pip install 'transformers<5\.24'$"):
+        Target(model)

@@ -7,6 +7,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -45,6 +46,11 @@ def find_state_obstacle(model: PreTrainedModel) -> str:
     if unknown:
         return f"its {', '.join(sorted(unknown))} layers cannot branch into a tree"
     takes = list_forward_arguments(find_decoder(model))
+    if "cache" in takes and "past_key_values" not in takes:
+        return (
+            f"transformers {transformers.__version__} calls the past_key_values of its forward cache, "
+            "which treespec does not know: pip install 'transformers<5.24'"
+        )
     if "past_key_values" not in takes and not has_recurrent_state(model):
         return "its forward takes no cache of keys and values, which a tree is written into"
     return ""

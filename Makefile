@@ -5,7 +5,7 @@ UPSTREAM := .venv/upstream
 INSTALL = $(BIN)/python -m pip --python $(UPSTREAM)/bin/python install --quiet --disable-pip-version-check -c constraints.txt
 PURELIB = 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
-.PHONY: quickstart test upstream types pages setup clean
+.PHONY: quickstart test kernels-check upstream types pages wheel setup clean
 
 quickstart: setup
 	$(BIN)/treespec quickstart
@@ -15,6 +15,10 @@ test: setup
 	$(BIN)/ruff check .
 	$(MAKE) --no-print-directory types
 	$(BIN)/pytest -n 2 -m "not slow" --durations 20
+
+# The C kernels, under sanitizers, by each compiler and instruction set that is installed.
+kernels-check:
+	tests/kernels/check.sh
 
 # Without the package the tests are skipped, and pytest says so.
 upstream: setup
@@ -34,11 +38,21 @@ setup: .venv/ready
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("treespec needs Python 3.11 or newer: make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv .venv
+	$(BIN)/pip uninstall --quiet --quiet --yes treespec && rm -rf treespec.egg-info # treespec-llm under its earlier name
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
 pages: setup
 	$(BIN)/python docs/scripts/pages.py
+
+# What a release uploads, in dist; and a plain install of it in a fresh environment runs every command.
+wheel: setup
+	rm -rf dist .venv/wheel
+	$(BIN)/python -m venv .venv/wheel
+	.venv/wheel/bin/pip install --quiet --disable-pip-version-check build twine
+	.venv/wheel/bin/python -m build --outdir dist
+	.venv/wheel/bin/twine check --strict dist/*
+	$(BIN)/pytest -m slow tests/test_plain_install.py
 
 # mypy looks for treespec.heads below treespec/, where it does not lie: show it a tree of links.
 types: setup
@@ -47,4 +61,4 @@ types: setup
 	cd .venv/types && ../bin/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
 
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv build dist *.egg-info

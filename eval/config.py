@@ -20,10 +20,12 @@ from treespec.api.options import (
     TargetOptions,
     TextOptions,
 )
+from treespec.demo.known import NO_DRAFTER
 from treespec.draft.spec import DrafterSpec
 from treespec.engine.options import read_schema
 from treespec.errors import InputError
 from treespec.eval.common import split_list
+from treespec.files.distribution import check_extra
 from treespec.files.openai_client import check_address
 from treespec.options import (
     DTYPE_ALIASES,
@@ -43,7 +45,7 @@ PEER_PATTERN = re.compile(rf"({TRANSFORMERS_PEER}|https?://[^\s,]+)(,[^,]+)?")
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig(TargetOptions, PlacementOptions, DrafterOptions, SamplingOptions, QuestionOptions):
-    """The options of `treespec eval`. Raises InputError for a number out of its range and for a missing drafter."""
+    """The options of `treespec eval`. Raises InputError for a number out of its range."""
 
     out: str = option("folder for ledger, report and completions; the same command resumes there")
     drafter: str | None = option(
@@ -91,7 +93,7 @@ class EvalConfig(TargetOptions, PlacementOptions, DrafterOptions, SamplingOption
         "short generations per configuration before anything is timed", 2, least=0, most=10**6
     )
     seed: int = option(
-        "each answer's seed follows from it, the question, the turn and the configuration",
+        "seed of the run; each answer's own seed follows from it, the question, the turn and the configuration",
         0,
         least=0,
         most=MAX_SEED,
@@ -99,11 +101,10 @@ class EvalConfig(TargetOptions, PlacementOptions, DrafterOptions, SamplingOption
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_one_source()
         if self.assistant and not any(
             peer.startswith(TRANSFORMERS_PEER) for peer in parse_peers(self)
         ):
-            raise InputError("--assistant is transformers' alone: add --peers transformers")
+            raise InputError("--assistant is only for transformers: add --peers transformers")
 
 
 def parse_peers(config: EvalConfig) -> list[str]:
@@ -126,15 +127,22 @@ def parse_whole_numbers(name: str, values: str | None) -> list[int]:
 
 
 def parse_drafters(config: EvalConfig) -> list[DrafterSpec]:
-    """Parse `--head`, or the list in `--drafter`. Raises InputError for an empty part."""
-    if config.drafter is None:
+    """Parse `--head`, or the list in `--drafter`; [] for `none`. Raises InputError for an empty part."""
+    if config.head is not None:
         return [DrafterSpec.parse(f"head:{config.head}")]
-    return DrafterSpec.parse_all(config.drafter)
+    if config.source is None:
+        return []
+    if NO_DRAFTER in split_list("drafter", config.source):
+        raise InputError(
+            f"--drafter {config.source}: {NO_DRAFTER} is the baseline, which eval measures unless "
+            f"--no-baseline is given: leave {NO_DRAFTER} out of the list"
+        )
+    return DrafterSpec.parse_all(config.source)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CertifyConfig(ModelOptions, QuestionOptions, LogitOptions):
-    """The options of `treespec certify`. Raises InputError for a number out of its range and for a missing drafter."""
+    """The options of `treespec certify`. Raises InputError for a number out of its range and for `--drafter none`."""
 
     out: str = option("JSON file for the report", "certificate.json")
     endpoint: str | None = option(
@@ -181,15 +189,19 @@ class CertifyConfig(ModelOptions, QuestionOptions, LogitOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.json_schema is not None:
+            check_extra("grammar", "--json-schema")
         for flag, address in (("--endpoint", self.endpoint), ("--plain", self.plain)):
             if address:
                 check_address(flag, address, model=True)
         if self.plain and not self.endpoint:
-            raise InputError("--plain is what --endpoint is compared with: give that, too")
+            raise InputError("--plain needs --endpoint, the server to compare it with")
         if self.endpoint is None:
             self.check_one_source()
         elif self.head:
-            raise InputError("a server drafts by itself: give --endpoint or --head")
+            raise InputError(
+                "--endpoint and --head are both given: a server has its own drafter, so leave out --head"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,31 +256,31 @@ class DoctorConfig(FitOptions):
 
     answers_temperature: ClassVar[float] = 0.0
     data: str | None = option(
-        "conversations that the head learnt on, a JSONL or JSON file; default: some that train keeps "
-        "in the head's folder",
+        "the head's training data, a JSONL or JSON file; default: the sample that train keeps in the "
+        "head's folder",
         None,
     )
-    out: str = option("file for the report, a page of HTML", "runs/doctor.html")
+    out: str = option("HTML file for the report", "runs/doctor.html")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TreeConfig(FitOptions):
     """The options of `treespec tree`. Raises InputError for a number out of its range, and for an unknown kind."""
 
-    out: str = option("file for the tree, which --tree then reads; its name ends in .json")
+    out: str = option("JSON file for the tree, which --tree reads")
     kind: str = option(
         "medusa: greedy, by the accuracy at each depth and rank; sequoia: optimal, by their means",
         "medusa",
         choices=("medusa", "sequoia"),
     )
     nodes: int = option(
-        "nodes of the tree, root included; 0 (sequoia): the size and depth that decode fastest on "
+        "number of nodes, root included; 0 (sequoia): the size and depth that decode fastest on "
         "this machine",
         64,
         least=0,
         most=4096,
     )
-    depth: int = option("most levels", 6, least=1, most=64)
+    depth: int = option("maximum depth", 6, least=1, most=64)
     temperature: float = option(
         "compare drafts with the target's distribution at this temperature", 0.0, least=0, most=100
     )
@@ -299,7 +311,7 @@ class SkipSearchConfig(TargetOptions, PlacementOptions, TextOptions):
     out: str = option("JSON file for the sublayers, which --drafter self:FILE reads")
     evaluations: int = option("sets of sublayers to try", 200, least=1, most=MAX_COUNT)
     chains: int = option(
-        "chains of draft tokens that a set is tried on, spread over the text",
+        "chains of draft tokens per set to try, spread over the text",
         128,
         least=1,
         most=MAX_COUNT,

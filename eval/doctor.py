@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from treespec.api.calibrate import Row, fit_sharpness, iterate_draft_steps
+from treespec.api.calibrate import Row
 from treespec.api.spec import Spec
 from treespec.draft.heads.loading import draft_steps, load_full_vocabulary_head, roll_out_drafts
 from treespec.errors import InputError
@@ -19,35 +19,33 @@ from treespec.eval.ablations import FaultTrial, iterate_fault_trials
 from treespec.eval.common import ProgressStep, ignore_report
 from treespec.eval.common import Report as Say
 from treespec.eval.config import DoctorConfig
+from treespec.eval.diagnosis import write_diagnosis
+from treespec.eval.first_drafts import CERTAIN_TARGET_PROBABILITY, FirstStep, draft_first_step
 from treespec.eval.fit import iterate_feature_rows
-from treespec.eval.report import EvalReport, Table, render_page
-from treespec.eval.texts import Passage, iterate_passages, load_models
+from treespec.eval.intervals import compute_needed_errors, compute_t_quantile, share_of
+from treespec.eval.report import EvalPage, EvalReport, Table
+from treespec.eval.texts import Passage, describe, iterate_passages, load_models
 from treespec.eval.training_text import diagnose_training_text
-from treespec.files.atomic import write_text
-from treespec.sampling.probs import SamplingParams, compute_probs
 
 # Agreement is the share of drafts that are the target's most likely token.
 DOCTOR_STEPS = 4  # draft steps that are measured
+MIN_COMPLETIONS = 2  # a standard error needs two
 MIN_GAIN_SHARE = 0.005  # a change that raises agreement by less names no fault
 WHOLE_FAULT_SHARE = 0.1  # a change that raises agreement by so much explains the whole fault
-MIN_GAIN_ERRORS = (
-    3.5  # the gain in log q in standard errors over completions; a dozen changes are tried
-)
 MIN_LOG_Q = -14.0  # log q is clamped here: a draft vocabulary may lack the token
 OVERCONFIDENCE_RATIO = (
     2.0  # if mean confidence exceeds agreement by this factor, the head has another target
 )
 MIN_FEATURE_GAIN = 0.05  # agreement that the right features add to the tokens' own, at least
-CERTAIN_TARGET_PROBABILITY = 0.9  # the target is certain if its largest probability reaches this
 MIN_CERTAIN_AGREEMENT = 0.8  # agreement where the target is certain; published heads have more
 MIN_SHARPENING_GAIN = (
     1.03  # ratio of accepted drafts, sharper over calibrated, that makes a new factor pay
 )
-ALL_POSITIONS = 10**6  # more positions than any text has
+NO_FAULT = "No usual fault shows"
 
 
-def examine(config: DoctorConfig, say: Say = ignore_report) -> EvalReport:
-    """Diagnose a head on the target's own completions, or on `--text`, and write OUT, a page of HTML.
+def examine(config: DoctorConfig, say: Say = ignore_report) -> EvalPage:
+    """Diagnose a head on the target's own completions, or on `--text`; write OUT, a page of HTML, and its JSON.
 
     Raises InputError for models and texts that cannot be used.
     """
@@ -61,18 +59,20 @@ def examine(config: DoctorConfig, say: Say = ignore_report) -> EvalReport:
     for passage in iterate_passages(config, spec, say):
         if int(passage.counts.sum()) > 2 * DOCTOR_STEPS:
             completions.append(passage)
-    if len(completions) < 2:
-        raise InputError("the completions are too short or too few: give more of them")
+    if len(completions) < MIN_COMPLETIONS:
+        raise InputError(
+            f"doctor needs at least {MIN_COMPLETIONS} answers of more than {2 * DOCTOR_STEPS} tokens, and got "
+            f"{len(completions)}: give more --text or --questions, or a larger --max-new-tokens"
+        )
 
     # 3. The findings.
     tables, verdict = diagnose_head(spec, completions, loaded_spec.sharpness, say)
-    text_tables, text_verdict = diagnose_training_text(config, spec, completions, say)
+    text_tables, text_verdict = diagnose_training_text(config, spec, say)
     verdict += text_verdict
     if not verdict:
-        verdict = ["No usual fault shows."]
+        verdict = [f"{NO_FAULT} in {len(completions)} completions."]
     report = EvalReport(tables + text_tables, [DOCTOR_NOTE], verdict)
-    write_text(config.out, render_page(report, "Head doctor", f"{config.head} for {config.target}"))
-    return report
+    return write_diagnosis(config, describe(target), len(completions), report)
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def diagnose_head(
 
     # 3. The faults.
     verdict = list(explain_causes(agreement, tried_faults, blind_agreement, first_step))
-    if first_step.sharper > MIN_SHARPENING_GAIN:
+    if first_step.least_sharper > MIN_SHARPENING_GAIN:
         verdict.append(
             f"Flat: sharper drafts would be accepted {first_step.sharper - 1:.1%} more often at temperature 1. Run "
             "treespec calibrate, which fits the factor."
@@ -200,7 +200,7 @@ def explain_causes(
     agreement: Agreement,
     tried_faults: Sequence[TriedFault],
     blind_agreement: Agreement,
-    first_step: "FirstStep",
+    first_step: FirstStep,
 ) -> Iterator[str]:
     """Yield a sentence for each fault that the figures show.
 
@@ -212,7 +212,6 @@ def explain_causes(
     """
     # 1. The change that helps most. Log q decides whether its gain is certain, as it is less noisy than agreement.
     share = float(agreement.shares.mean())
-    blind_share = float(blind_agreement.shares.mean())
 
     def measure_gain(tried_fault: TriedFault) -> float:
         return float((tried_fault.agreement.shares - agreement.shares).mean())
@@ -220,17 +219,22 @@ def explain_causes(
     best_fault = max(tried_faults, key=measure_gain)
     gain = measure_gain(best_fault)
     log_q_gains = (best_fault.agreement.log_q - agreement.log_q).mean(1)  # by completion
-    error = float(log_q_gains.std()) / len(log_q_gains) ** 0.5
-    is_certain = gain > MIN_GAIN_SHARE and float(log_q_gains.mean()) > MIN_GAIN_ERRORS * error
-    certain_gain = gain if is_certain else 0.0
+    needed_errors = compute_needed_errors(len(log_q_gains))
+    is_certain = gain > MIN_GAIN_SHARE and bound_mean(log_q_gains, needed_errors) > 0
+    best_shares = agreement.shares
+    if is_certain:
+        best_shares = best_fault.agreement.shares
 
     # 2. A head of another target is confident and wrong, and no change helps.
-    is_overconfident = first_step.claimed > OVERCONFIDENCE_RATIO * first_step.right
-    is_astray = is_overconfident and first_step.claimed - first_step.right > 2 * gain
-    if share + certain_gain < blind_share + MIN_FEATURE_GAIN or is_astray:
+    most_right = bound_share(first_step.right, first_step.positions)
+    is_overconfident = first_step.claimed > OVERCONFIDENCE_RATIO * most_right
+    is_astray = is_overconfident and first_step.claimed - most_right > 2 * gain
+    missing_shares = MIN_FEATURE_GAIN - (best_shares - blind_agreement.shares).mean(1)
+    is_blind = bound_mean(missing_shares, compute_t_quantile(len(missing_shares) - 1)) > 0
+    if is_blind or is_astray:
         yield (
-            f"Another target's weights, or an untrained head: it is {first_step.claimed:.1%} sure of its first "
-            f"drafts, and {first_step.right:.1%} of them agree. Was it trained on this very checkpoint?"
+            f"Untrained, or for another target: confidence {first_step.claimed:.1%}, agreement "
+            f"{first_step.right:.1%}. Was it trained on this very checkpoint?"
         )
         return
 
@@ -239,7 +243,8 @@ def explain_causes(
         fault = best_fault.trial.fault
         change = best_fault.trial.change
         yield f"{fault}: {share + gain:.1%} of the drafts agree with {change}, {share:.1%} as it is."
-    if first_step.right_where_sure < MIN_CERTAIN_AGREEMENT and gain < WHOLE_FAULT_SHARE:
+    most_right_where_sure = bound_share(first_step.right_where_sure, first_step.sure_positions)
+    if most_right_where_sure < MIN_CERTAIN_AGREEMENT and gain < WHOLE_FAULT_SHARE:
         yield (
             f"Little trained: where the target is at least {CERTAIN_TARGET_PROBABILITY:.0%} sure, "
             f"{first_step.right_where_sure:.1%} of the first drafts agree, and no change helps much. "
@@ -247,109 +252,13 @@ def explain_causes(
         )
 
 
-@dataclass(frozen=True)
-class FirstStep:
-    """Figures of the drafts of step 1.
-
-    Attributes:
-        bins: table rows by the target's largest probability.
-        claimed: mean of the head's largest probability.
-        right: agreement with the target.
-        right_where_sure: agreement where the target is certain.
-        sharper: ratio of accepted drafts at temperature 1, sharper logits over calibrated ones.
-    """
-
-    bins: list[dict[str, str]]
-    claimed: float
-    right: float
-    right_where_sure: float
-    sharper: float
+def bound_mean(values: Tensor, errors: float) -> float:
+    """Return the mean of values [C] less so many standard errors, which are estimated from their spread."""
+    return float(values.mean() - errors * values.std() / len(values) ** 0.5)
 
 
-@dataclass(frozen=True)
-class FirstDrafts:
-    """The drafts of step 1 at n positions.
-
-    Attributes:
-        target_top: [n] the target's largest probability.
-        head_top: [n] the head's largest probability.
-        agrees: [n] 1 if both have the same most likely token, else 0.
-        accepted: [n] Pr(a draft is accepted) at temperature 1, with the head's calibration.
-        accepted_sharper: [n] the same with the factor that maximises it.
-    """
-
-    target_top: Tensor
-    head_top: Tensor
-    agrees: Tensor
-    accepted: Tensor
-    accepted_sharper: Tensor
-
-    @classmethod
-    def concat(cls, parts: Sequence["FirstDrafts"]) -> "FirstDrafts":
-        """Concatenate the positions of all parts."""
-        return cls(
-            target_top=torch.cat([part.target_top for part in parts]),
-            head_top=torch.cat([part.head_top for part in parts]),
-            agrees=torch.cat([part.agrees for part in parts]),
-            accepted=torch.cat([part.accepted for part in parts]),
-            accepted_sharper=torch.cat([part.accepted_sharper for part in parts]),
-        )
-
-
-def draft_first_step(spec: Spec, rows: Sequence[Row], sharpness: tuple[float, ...]) -> FirstStep:
-    """Measure the drafts of step 1 on `rows`. sharpness: factors of the head's calibration; (): no calibration."""
-    # 1. Figures of each position.
-    params = SamplingParams(1.0)
-    calibrated_factor = sharpness[0] if sharpness else 1.0
-    head = spec.head
-    assert head is not None
-    (sharpest_factor,) = fit_sharpness(head, spec.target, rows, 1, ALL_POSITIONS)
-    parts = list[FirstDrafts]()
-    for step in iterate_draft_steps(head, spec.target, rows, 1, ALL_POSITIONS):
-        p = compute_probs(step.target[step.chosen], params)
-        logits = step.draft[step.chosen]
-        q = compute_probs(logits, params)
-        calibrated = compute_probs(logits * calibrated_factor, params)
-        sharp = compute_probs(logits * sharpest_factor, params)
-        part = FirstDrafts(
-            target_top=p.amax(-1),
-            head_top=q.amax(-1),
-            agrees=(q.argmax(-1) == p.argmax(-1)).to(p.dtype),
-            accepted=torch.minimum(p, calibrated).sum(-1),
-            accepted_sharper=torch.minimum(p, sharp).sum(-1),
-        )
-        parts.append(part)
-    drafts = FirstDrafts.concat(parts)
-
-    # 2. Their means, over all positions and over those where the target is certain.
-    agrees_where_sure = drafts.agrees[drafts.target_top >= CERTAIN_TARGET_PROBABILITY]
-    if len(agrees_where_sure) == 0:
-        agrees_where_sure = drafts.agrees
-    return FirstStep(
-        bins=make_certainty_cells(drafts),
-        claimed=float(drafts.head_top.mean()),
-        right=float(drafts.agrees.mean()),
-        right_where_sure=float(agrees_where_sure.mean()),
-        sharper=float(drafts.accepted_sharper.mean() / drafts.accepted.mean()),
-    )
-
-
-def make_certainty_cells(drafts: FirstDrafts) -> list[dict[str, str]]:
-    """Make table rows of the first drafts, by the target's largest probability."""
-    rows = []
-    for low, high in (
-        (0, 0.5),
-        (0.5, CERTAIN_TARGET_PROBABILITY),
-        (CERTAIN_TARGET_PROBABILITY, 1.01),
-    ):
-        in_bin = (drafts.target_top >= low) & (drafts.target_top < high)
-        if in_bin.any():
-            row = {
-                "probability": f"{low:g} to {min(high, 1):g}",
-                "positions": f"{in_bin.float().mean():.1%}",
-                "agreement": f"{drafts.agrees[in_bin].mean():.1%}",
-                "the head's own probability": f"{drafts.head_top[in_bin].mean():.1%}",
-                "accepted at temperature 1": f"{drafts.accepted[in_bin].mean():.1%}",
-            }
-            rows.append(row)
-    return rows
+def bound_share(share: float, positions: int) -> float:
+    """Return the upper end of the 95 % interval of a share that was measured at so many positions."""
+    high = share_of(round(share * positions), positions)["high"]
+    assert high is not None
+    return high

@@ -3,6 +3,7 @@
 The fields about all systems:
 
     options, environment, left_out    as in the ledger's head
+    date             first and last day of the completions
     timed            whether the seconds count; not if several processes shared the machine
     questions        number of questions
     few_questions    categories with fewer than `MIN_QUESTIONS` questions, too few for their intervals
@@ -32,6 +33,7 @@ import numpy as np
 
 from treespec.errors import InputError
 from treespec.eval.config import EvalConfig
+from treespec.eval.header import format_days
 from treespec.eval.intervals import (
     MIN_QUESTIONS,
     Array,
@@ -158,6 +160,7 @@ def summarize_ledger(ledger: Ledger) -> Summary:
     return {
         "options": head["options"],
         "environment": head["environment"],
+        "date": format_days(entry["time"] for entry in ledger.list_entries("completion")),
         "left_out": head["left_out"],
         "timed": timed,
         "questions": len(questions),

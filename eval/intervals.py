@@ -6,11 +6,12 @@ from typing import TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import binomtest, t
+from scipy.stats import binomtest, norm, t
 
 Array = NDArray[np.float64]
 
 MIN_QUESTIONS = 10  # with fewer questions one slow answer may decide which system is called faster
+CERTAIN_ERRORS = 3.5  # a dozen faults are tried at once, so 2 would name one by chance
 Z = 1.959964  # half-width of a 95 % interval in standard errors, if the standard error is known
 
 
@@ -80,6 +81,18 @@ def compute_t_quantile(freedom: int) -> float:
     freedom: degrees of freedom.
     """
     return float(t.ppf(0.975, freedom))
+
+
+@cache
+def compute_needed_errors(samples: int) -> float:
+    """Compute by how many estimated standard errors a mean must differ from 0 before a fault is named.
+
+    It is `CERTAIN_ERRORS` of a known error; an error that few samples estimate needs more, by Student's t:
+
+        samples      2      4     10     70
+        errors    1368   16.7   5.35   3.68
+    """
+    return float(t.isf(norm.sf(CERTAIN_ERRORS), samples - 1))
 
 
 def share_of(right: int, answers: int) -> Figure:

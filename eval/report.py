@@ -1,7 +1,6 @@
-"""Render results as Markdown and as an HTML page: tables, plots, notes and a verdict.
+"""Results as tables, plots, notes and a verdict, and their Markdown.
 
-The page is one file that loads no other. Jinja escapes every value that it fills in, so that neither a model's text
-nor a name becomes markup.
+Jinja escapes every value that a template of eval/ fills in, so that neither a model's text nor a name becomes markup.
 """
 
 import re
@@ -14,6 +13,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from rich.cells import cell_len
 
+from treespec.eval.header import RunHeader
 from treespec.eval.intervals import Figure
 from treespec.files.printable import to_one_line
 
@@ -30,12 +30,14 @@ class Table:
         labels: the columns that name a row; they come first.
         rows: the cells of each row, by column.
         reference: value at which the bars have a dashed line; None: no line.
+        reference_name: what has that value.
     """
 
     title: str
     labels: Sequence[str]
     rows: Sequence[Mapping[str, Cell]]
     reference: float | None = None
+    reference_name: str = ""
 
     @property
     def columns(self) -> dict[str, list[str]]:
@@ -54,23 +56,15 @@ class Plot:
 
     Attributes:
         title: heading of the chart.
-        along: name of the horizontal axis.
+        along: title of the horizontal axis.
+        measure: title of the vertical axis.
         lines: points (x, figure) of each line by its name, x ascending.
     """
 
     title: str
     along: str
+    measure: str
     lines: Mapping[str, Sequence[tuple[float, Figure]]]
-
-    @property
-    def ends(self) -> tuple[float, float, float, float]:
-        """The smallest and largest x, then the smallest and largest value."""
-        positions: list[float] = []
-        values: list[Any] = []
-        for position, figure in chain.from_iterable(self.lines.values()):
-            positions.append(position)
-            values.append(figure["value"])
-        return min(positions), max(positions), min(values), max(values)
 
 
 @dataclass(frozen=True)
@@ -81,7 +75,7 @@ class EvalReport:
         tables: the figures.
         notes: how to read the tables, one paragraph each.
         verdict: the conclusions, one sentence each.
-        plots: charts of the figures, on HTML pages only.
+        plots: charts of the figures, which Markdown has not.
     """
 
     tables: Sequence[Table]
@@ -90,11 +84,25 @@ class EvalReport:
     plots: Sequence[Plot] = ()
 
 
-def render_markdown(report: EvalReport, width: int | None = None) -> str:
+@dataclass(frozen=True)
+class EvalPage:
+    """A report that may leave the machine: its header says what it is evidence of."""
+
+    title: str
+    header: RunHeader
+    report: EvalReport
+
+
+def render_markdown(
+    report: EvalReport, width: int | None = None, header: RunHeader | None = None
+) -> str:
     """Render the whole report as Markdown, with aligned columns.
 
-    width: width of a terminal in characters; a wider table is cut between columns, and each part repeats the labels.
-        None does not cut.
+    Args:
+        report: the report.
+        width: width of a terminal in characters; a wider table is cut between columns, and each part repeats the
+            labels. Default: None, do not cut.
+        header: what was measured, for the last section. Default: None, no such section.
     """
     parts = []
     for table in report.tables:
@@ -105,6 +113,11 @@ def render_markdown(report: EvalReport, width: int | None = None) -> str:
         parts.append("\n".join(map(wrap_list_item, report.notes)))
     if report.verdict:
         parts.append("## Verdict\n\n" + "\n".join(map(wrap_list_item, report.verdict)))
+    if header is not None:
+        facts = [f"{name}: {value}" for name, value in header.facts.items()]
+        if header.caution:
+            facts.insert(0, header.caution)
+        parts.append("## Run\n\n" + "\n".join(map(wrap_list_item, facts)))
     return "\n\n".join(parts) + "\n"
 
 
@@ -160,18 +173,11 @@ def split_columns(
     return parts
 
 
-def render_page(
-    report: EvalReport, title: str, subtitle: str = "", setup: Sequence[tuple] = ()
-) -> str:
-    """Render the report as a page of HTML. setup: (name, value) of everything that the figures depend on."""
-    return fill_template("page.html", report=report, title=title, subtitle=subtitle, setup=setup)
-
-
 def fill_template(template: str, **values: Any) -> str:
     """Fill a Jinja template of eval/ with values."""
     environment = Environment(
         loader=PackageLoader("treespec.eval", "."),
-        autoescape=select_autoescape(["html"]),
+        autoescape=select_autoescape(["html", "svg"]),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -211,10 +217,28 @@ def escape_cell(cell: Cell) -> str:
         return to_one_line(re.sub(r"\s", " ", cell))
     if cell is None or cell["value"] is None:
         return ""
-    low = cell["low"]
-    high = cell["high"]
-    digits = 1 if abs(cell["value"]) >= 10 else 2
-    text = f"{cell['value']:.{digits}f}"
-    if low is not None and high is not None:
-        text += f" ({low:.{digits}f}–{high:.{digits}f})"
+    digits = count_figure_digits(cell["value"])
+    figure = round_figure(cell)
+    text = f"{figure['value']:.{digits}f}"
+    if figure["low"] is not None and figure["high"] is not None:
+        text += f" ({figure['low']:.{digits}f}–{figure['high']:.{digits}f})"
     return text
+
+
+def count_figure_digits(value: float) -> int:
+    """Return how many decimals a figure is printed with."""
+    if abs(value) >= 10:
+        return 1
+    return 2
+
+
+def round_figure(figure: Figure) -> Figure:
+    """Round a figure as it is printed; a value that rounds to -0.0 becomes 0.0. None stays None."""
+    digits = 2
+    if figure["value"] is not None:
+        digits = count_figure_digits(figure["value"])
+    rounded: Any = dict(figure)
+    for name, value in rounded.items():
+        if value is not None:
+            rounded[name] = round(value, digits) + 0.0
+    return rounded

@@ -106,6 +106,10 @@ def list_systems(config: EvalConfig) -> list[System]:
     answerers += list_drafter_pairs(config)[0]
     for peer in parse_peers(config):
         answerers += list_peer_methods(peer, config)
+    if not answerers:
+        raise InputError(
+            "nothing is asked: name a --head, a --drafter or --peers, or leave out --no-baseline"
+        )
 
     # 2. The systems of all temperatures and batch sizes, with names.
     temperatures = split_list("temperature", config.temperature)
@@ -159,8 +163,11 @@ def name_system(system: System, config: EvalConfig) -> System:
     if len(parse_whole_numbers("batch", config.batch)) > 1:
         batch = str(system.batch)
     tree = PurePath(system.tree or "").name
-    repeat_suffix = " again" if system.again else ""
-    method = system.method + repeat_suffix
+    method = system.method
+    repeat_suffix = ""
+    if system.again:
+        method = "A/A control"
+        repeat_suffix = " again"
     if not system.lossless:
         method += " (lossy)"
     if system.peer:
@@ -194,6 +201,8 @@ def list_drafter_pairs(config: EvalConfig) -> tuple[list[System], list[str]]:
         InputError: the only drafter misfits a verifier or tree, or no drafter fits any.
     """
     drafters = parse_drafters(config)
+    if not drafters:
+        return [], []
     fitting_pairs: list[System] = []
     reasons: list[str] = []
     for drafter in drafters:

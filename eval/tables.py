@@ -7,21 +7,21 @@ from pathlib import Path, PurePath
 
 from treespec.eval.config import EvalConfig
 from treespec.eval.figures import Row, Summary, summarize_ledger
+from treespec.eval.header import build_header
 from treespec.eval.intervals import MIN_QUESTIONS
 from treespec.eval.ledger import Completion, Ledger
+from treespec.eval.page import write_page
 from treespec.eval.report import (
     Cell,
+    EvalPage,
     EvalReport,
     Table,
     escape_cell,
     list_notes,
-    render_markdown,
-    render_page,
     to_percent,
 )
 from treespec.eval.verdict import estimate_noise, write_verdict
 from treespec.files.atomic import write_json, write_text
-from treespec.options import format_command_line
 
 LABEL_COLUMNS = ("Drafter", "Method", "Tree", "T", "Batch")  # the columns that name a system
 
@@ -29,20 +29,12 @@ Cells = dict[str, Cell]  # a row's cells by column
 
 
 def write_report(ledger: Ledger, out: Path) -> Summary:
-    """Write OUT/report.json, .md and .html, and OUT/answers/<system>.jsonl; return the figures."""
-    # 1. The figures, the report, and the page, which also has the setup.
+    """Write OUT/report.json, the page OUT/report.html, and OUT/answers/<system>.jsonl; return the figures."""
+    # 1. The figures, and the page.
     text = json.dumps(summarize_ledger(ledger))
     summary = json.loads(text, parse_constant=lambda _: None)  # NaN: no time was measured
-    report = build_eval_report(summary)
-    config = EvalConfig(**summary["options"])
-    setup = {"command": format_command_line("eval", EvalConfig, summary["options"])}
-    for name, value in summary["environment"].items():
-        setup[name] = str(value)
-    title = f"{PurePath(config.target).name}: acceptance and speed"
-    subtitle = f"{config.source}, {summary['questions']} of the questions {config.questions}"
     write_json(out / "report.json", summary)
-    write_text(out / "report.md", render_markdown(report))
-    write_text(out / "report.html", render_page(report, title, subtitle, list(setup.items())))
+    write_page(build_eval_page(summary), out / "report.html")
 
     # 2. The completions.
     lines: dict[str, list[str]] = {}
@@ -80,6 +72,21 @@ def build_answer_line(completion: Completion) -> dict[str, object]:
     }
 
 
+def build_eval_page(summary: Summary) -> EvalPage:
+    """Make the page of an evaluation."""
+    options = summary["options"]
+    header = build_header(
+        "eval",
+        EvalConfig,
+        options,
+        summary["environment"],
+        summary["questions"],
+        summary["date"],
+    )
+    title = f"{PurePath(options['target']).name}: acceptance and speed"
+    return EvalPage(title, header, build_eval_report(summary))
+
+
 def build_eval_report(summary: Summary) -> EvalReport:
     """Make the report of an evaluation: tables, notes and a verdict."""
     # 1. The rows of each table.
@@ -91,7 +98,7 @@ def build_eval_report(summary: Summary) -> EvalReport:
     bounded_rows = [row for row in timed_rows if row["drafter"] and row["overall"]["bound"]]
 
     # 2. The speeds, with the baseline's repeat and the peers that failed.
-    speed = build_table(
+    speed = build_speed_table(
         "Acceptance length τ (tokens per target forward) and speed", rows, build_speed_cells
     )
     speed_rows = list(speed.rows)
@@ -109,7 +116,9 @@ def build_eval_report(summary: Summary) -> EvalReport:
         build_table("Right answers", [row for row in rows if row["right"]], build_accuracy_cells),
         build_table("Acceptance rate α by depth", own_rows, build_rate_cells),
         build_table("A cycle's time in ms (share)", timed_rows, build_cycle_cells),
-        build_table("Speedup without prompts, and its bound", bounded_rows, build_bound_cells),
+        build_speed_table(
+            "Speedup without prompts, and its bound", bounded_rows, build_bound_cells
+        ),
     ]
     config = EvalConfig(**summary["options"])
     notes = list_notes(
@@ -120,7 +129,13 @@ def build_eval_report(summary: Summary) -> EvalReport:
 
 def build_table(title: str, rows: Sequence[Row], cells: Callable[[Row], Cells]) -> Table:
     """Make a table with a row for each system, labelled by the options that differ between systems."""
-    return Table(title, LABEL_COLUMNS, [cells(row) | label_row(row) for row in rows], reference=1.0)
+    return Table(title, LABEL_COLUMNS, [cells(row) | label_row(row) for row in rows])
+
+
+def build_speed_table(title: str, rows: Sequence[Row], cells: Callable[[Row], Cells]) -> Table:
+    """Make a table as `build_table` does whose figures are 1 for plain decoding."""
+    table = build_table(title, rows, cells)
+    return replace(table, reference=1.0, reference_name="one token at a time")
 
 
 def label_row(row: Row) -> Cells:

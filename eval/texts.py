@@ -15,6 +15,7 @@ from treespec.errors import InputError
 from treespec.eval.common import ProgressStep, Report
 from treespec.eval.questions import load_questions
 from treespec.files.atomic import check_writable, read_json, write_json
+from treespec.files.distribution import find_version
 from treespec.kernels.processor import describe_processor
 from treespec.model.target import Target
 from treespec.sampling.probs import SamplingParams
@@ -256,5 +257,5 @@ def describe(target: Target) -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
-        "treespec": version("treespec"),
+        "treespec": find_version(),
     }

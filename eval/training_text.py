@@ -23,14 +23,17 @@ from treespec.errors import InputError
 from treespec.eval.common import ProgressStep, ignore_report
 from treespec.eval.common import Report as Say
 from treespec.eval.config import DoctorConfig
+from treespec.eval.intervals import compute_needed_errors
 from treespec.eval.report import Table
 from treespec.eval.texts import ANSWER_BATCH, Passage, iterate_counted_runs, read_text_file
 from treespec.sampling.probs import SamplingParams, compute_probs
 from treespec.text.conversations import SAMPLE_CONVERSATIONS, SAMPLE_FILE
+from treespec.text.templates import get_template_source
 
 MIN_ANSWER_TOKENS = 8  # shorter answers are left out
 MIN_EXCESS_NATS = 0.1  # nats a token by which off-policy text costs more, at least
-MIN_EXCESS_ERRORS = 3.5  # the same in standard errors over answers
+PROBE_QUESTIONS = ("Why a", "Why b")  # they differ in their last character
+MAX_ENDING_CHARACTERS = 60  # of the training prompts' shared ending that a sentence quotes
 MAX_COST_SLOPE = 2.0  # steepest slope of the line of own text
 
 
@@ -61,14 +64,13 @@ def load_training_passages(config: DoctorConfig, spec: Spec) -> list[Passage]:
 
 
 def diagnose_training_text(
-    config: DoctorConfig, spec: Spec, completions: Sequence[Passage], say: Say = ignore_report
+    config: DoctorConfig, spec: Spec, say: Say = ignore_report
 ) -> tuple[list[Table], list[str]]:
     """Diagnose the text that a head was trained on.
 
     Args:
         config: names the text, and has the largest length of an answer.
         spec: has the target, which answers the training's prompts.
-        completions: the target's completions of today's prompts.
         say: called with the progress.
 
     Returns:
@@ -80,16 +82,9 @@ def diagnose_training_text(
     if len(training_answers) < 2 or tokenizer is None:
         return [], []
 
-    # 1. The tokens before an answer.
+    # 1. The text between a question and its answer.
     prompts = list_prompts(training_answers)
-    ending = find_shared_ending(list_prompts(completions))
-    verdict = []
-    matching_prompts = sum(prompt[-len(ending) :] == ending for prompt in prompts)
-    if ending and 2 * matching_prompts < len(prompts):
-        verdict.append(
-            f"Chat template: it learnt answers behind {tokenizer.decode(find_shared_ending(prompts))!r}, and prompts "
-            f"here end in {tokenizer.decode(ending)!r}. Give the --template that it was trained with."
-        )
+    verdict = diagnose_template(spec, prompts)
 
     # 2. The cost of the training's answers, and of the target's own answers to the same prompts.
     progress = f"the target answers {len(training_answers)} prompts of the training"
@@ -106,10 +101,12 @@ def diagnose_training_text(
         make_cost_cells("its samples", sampled_costs),
     ]
     excess_nats, error = measure_excess_cost(learnt_costs, greedy_costs, sampled_costs)
-    if excess_nats > MIN_EXCESS_NATS and excess_nats > MIN_EXCESS_ERRORS * error:
+    needed_errors = compute_needed_errors(len(training_answers))
+    if excess_nats > MIN_EXCESS_NATS and excess_nats > needed_errors * error:
         verdict.append(
-            f"Off-policy text: what it learnt costs the target {excess_nats:.2f} nats a token more than own answers of "
-            "the same entropy. Let the target answer the prompts: treespec regenerate, then train on that."
+            f"Off-policy text: what the head learned costs the target {excess_nats:.2f} nats a token more than the "
+            "target's own answers of the same entropy. Let the target answer the prompts: treespec regenerate, then "
+            "train on that."
         )
     return [Table("What the head learnt, in nats a token", ["text"], rows)], verdict
 
@@ -143,11 +140,53 @@ def make_cost_cells(text: str, figures: Tensor) -> dict[str, str]:
     return {"text": text, "entropy": f"{entropy:.2f}", "cost": f"{cost:.2f}"}
 
 
-def find_shared_ending(prompts: Sequence[list[int]]) -> list[int]:
-    """Find the longest run of tokens that all prompts end in."""
-    reversed_prompts = [ids[::-1] for ids in prompts]
-    ending: list[int] = list(commonprefix(reversed_prompts))  # noqa: RUF071 - no paths
-    return ending[::-1]
+def diagnose_template(spec: Spec, training_prompts: Sequence[list[int]]) -> list[str]:
+    """Say whether most prompts of the training lack what the chat template puts before an answer.
+
+    No sentence if the template puts nothing there. A thought that follows it in the training is no fault.
+    """
+    tokenizer = spec.target.tokenizer
+    assert tokenizer is not None
+    ending = find_template_ending(spec)
+    texts = [str(tokenizer.decode(ids)) for ids in training_prompts]
+    missing = sum(ending not in text for text in texts)
+    if not ending.strip() or 2 * missing <= len(texts):
+        return []
+    sentence = (
+        f"Chat template: {missing} of {len(texts)} training prompts lack {ending!r}, which prompts here have before "
+        "the answer. Give the --template that the head was trained with."
+    )
+    training_ending = find_shared_ending(texts)[-MAX_ENDING_CHARACTERS:]
+    if training_ending:
+        sentence += f" The training prompts end in {training_ending!r}."
+    return [sentence]
+
+
+def find_template_ending(spec: Spec) -> str:
+    """Find the text that the chat template puts between a question and its answer.
+
+    Two prompts that differ in the last character of their question share only that:
+
+        <s>user: Why a</s>assistant:
+        <s>user: Why b</s>assistant:        </s>assistant:
+
+    It is "" without a chat template.
+    """
+    tokenizer = spec.target.tokenizer
+    assert tokenizer is not None
+    if spec.template is None and not get_template_source(tokenizer):
+        return ""
+    prompts = []
+    for question in PROBE_QUESTIONS:
+        ids = spec.encode([{"role": "user", "content": question}])
+        prompts.append(str(tokenizer.decode(ids)))
+    return find_shared_ending(prompts)
+
+
+def find_shared_ending(texts: Sequence[str]) -> str:
+    """Find the longest text that all texts end in."""
+    reversed_texts = [text[::-1] for text in texts]
+    return commonprefix(reversed_texts)[::-1]  # noqa: RUF071 - no paths
 
 
 @torch.no_grad()

@@ -14,9 +14,9 @@ from treespec.eval.report import escape_cell
 
 LEAST_TAU = 1.02  # below this acceptance length drafts save nothing, so a difference in speed is the clock's noise
 VERDICT_SIDES = {
-    1: "these are faster than plain decoding, the fastest first",
-    0: "these are neither faster nor slower for certain",
-    -1: "these are slower than plain decoding",
+    1: "faster than plain decoding, the fastest first",
+    0: "no significant difference",
+    -1: "slower than plain decoding",
 }
 
 
@@ -31,12 +31,12 @@ def write_verdict(summary: Summary) -> list[str]:
             pairs.setdefault((row["batch"], row["temperature"]), []).append(row)
     lines = []
     for (batch, temperature), rows in sorted(pairs.items()):
-        conditions = f"At temperature {temperature:g}"
+        conditions = f"Temperature {temperature:g}"
         if batch > 1:
-            conditions += f", in batches of {batch},"
+            conditions += f", in batches of {batch}"
         noise = noises.get((batch, temperature))
         for sentence in write_sentences(rows, summary["questions"], noise):
-            lines.append(f"{conditions} {sentence}")
+            lines.append(f"{conditions}: {sentence}")
     return lines
 
 
@@ -49,7 +49,9 @@ def write_sentences(pairs: Sequence[Row], questions: int, noise: float | None) -
         noise: the clock's noise as a share; None if it is unknown, and then no pair is called faster or slower.
     """
     if questions < MIN_QUESTIONS:
-        question_count = "1 question is" if questions == 1 else f"{questions} questions are"
+        question_count = f"{questions} questions are"
+        if questions == 1:
+            question_count = "one question is"
         return [
             f"{question_count} too few to say what is faster or slower: ask {MIN_QUESTIONS} or more."
         ]
@@ -75,10 +77,10 @@ def decide_side(row: Row, noise: float) -> tuple[int, str]:
     if tau < LEAST_TAU:
         return 0, f", as drafts brought nothing (τ {tau:.3f})"
     if not compare_with_noise(speedup, 0.0):
-        return 0, ", whose interval holds 1"
+        return 0, ", interval includes 1"
     side = compare_with_noise(speedup, noise)
     if side == 0:
-        return 0, f", inside the clock's noise of ±{100 * noise:.1f} %"
+        return 0, f", within timing noise (±{100 * noise:.1f} %)"
     return side, ""
 
 

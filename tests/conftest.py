@@ -1,4 +1,7 @@
-"""No network, one thread a process, as the suite runs on several, and a cache of its own."""
+"""No network, one thread a process, as the suite runs on several, and a cache of its own.
+
+TEST_THREADS=3 and TEST_DTYPE=float64 run tests with other threads and under another default dtype.
+"""
 
 import os
 import tempfile
@@ -19,7 +22,15 @@ if TYPE_CHECKING:  # torch reads the environment when it is imported
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="treespec-tests-")
-os.environ["OMP_NUM_THREADS"] = "1"  # torch reads it when it is imported, and for each thread
+os.environ["OMP_NUM_THREADS"] = os.environ.get("TEST_THREADS", "1")  # torch reads it when it is imported
+DEFAULT_DTYPE = os.environ.get("TEST_DTYPE")  # what a user's program may have set before it calls treespec
+
+
+def pytest_configure() -> None:
+    if DEFAULT_DTYPE:
+        import torch
+
+        torch.set_default_dtype(getattr(torch, DEFAULT_DTYPE))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -98,7 +98,7 @@ def test_an_adapter_that_changes_no_layer_is_refused_in_one_line(tmp_path):
 def test_without_peft_a_line_says_what_to_install(tmp_path, monkeypatch):
     peft.get_peft_model(base(tmp_path / "base"), ADAPTERS["lora"]()).save_pretrained(tmp_path / "adapter")
     monkeypatch.setitem(sys.modules, "peft", None)
-    with complains("it is a PEFT adapter; pip install peft$"):
+    with complains("it is a PEFT adapter, which needs peft: pip install peft$"):
         Target.load(f"{tmp_path}/adapter")
 
 

@@ -153,7 +153,7 @@ def test_the_command_names_the_server(home, tmp_path):
         )
         done = CliRunner().invoke(app, line.split())
     assert done.exit_code == 0, done.output
-    assert f"Certified: {state.url}/v1" in done.output
+    assert f"No fault found: {state.url}/v1" in done.output
     found = json.loads(report.read_text())
     assert found["tests"][0]["answers"] == 2
 
@@ -163,7 +163,7 @@ def test_what_cannot_be_asked_is_said(home):
         certify(CertifyConfig(target=f"{home}/target", endpoint="http://127.0.0.1:9"))
     with complains("give --endpoint or --head"):
         CertifyConfig(target="t", endpoint="http://x/v1", head="h")
-    with complains("--plain is what --endpoint is compared with"):
+    with complains("--plain needs --endpoint"):
         CertifyConfig(target="t", plain="http://x/v1", head="h")
 
 

@@ -151,7 +151,7 @@ def test_a_retry_is_what_a_fresh_target_says_in_its_place(begun, config):
 
 def test_undo_forgets_the_last_turn(begun):
     first = begun.messages[:2]
-    assert run_chat(begun, "/undo") == "forgotten: And then?"
+    assert run_chat(begun, "/undo") == "removed: And then?"
     assert begun.messages == first
     assert run_chat(begun, "/reset") == "a new conversation"
     assert begun.messages == []
@@ -163,5 +163,5 @@ def test_an_answer_that_says_nothing_is_no_turn(begun, capsys):
     blank = next(token for token in range(260) if decode([token]).isspace())
     begun.config = replace(begun.config, max_new_tokens=1, logit_bias={blank: 1e6})
     begun.show_answer("More")
-    assert "nothing was said" in capsys.readouterr().err
+    assert "the answer is empty" in capsys.readouterr().err
     assert begun.messages == before

@@ -166,7 +166,7 @@ def test_a_conversation_in_a_terminal(tmp_path, chats, conversation):
 
     # What is too long is cut, and says so. A new conversation with the same seed is the same again.
     terminal.say("/max-new-tokens 2")
-    assert "cut: /max-new-tokens N" in say("/retry")
+    assert "stopped at 2 tokens (/max-new-tokens)" in say("/retry")
     for line in ("/verifier topk", f"/tree {chats.tree}", f"/max-new-tokens {chats.max_new_tokens}", "/reset"):
         terminal.say(line)
     conversation.messages = []
@@ -191,6 +191,7 @@ def test_a_conversation_through_a_pipe(tmp_path, chats, conversation, monkeypatc
     assert done.out == "".join(f"{text}\n" for text in expected)
     assert "\x1b" not in done.err
     assert len(FIGURES.findall(done.err)) == 2
+    assert done.err.splitlines()[-1].startswith("Next: treespec ")
     errors = re.findall(r"^treespec: (.*)$", done.err, re.MULTILINE)
     reasons = ["unknown command /nonsense", "dynamic tree cannot go with verifier single", "shorten the prompt"]
     assert len(errors) == len(reasons)

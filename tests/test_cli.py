@@ -53,9 +53,10 @@ def test_a_head_from_elsewhere_gets_a_calibration_and_a_draft_vocabulary(pair, t
     (own / "draft_vocab.json").write_text("damaged")
     text.write_text("the user asks and the assistant answers the question " * 12)
     assert treespec(f"{line} --draft-vocab 20 --text {text}") == 0
-    said = capsys.readouterr().out
-    assert "The head drafts 20 tokens, which are 100.0% of the text" in said
-    assert f"{own}/calibration.json" in said.replace("\n", "")
+    said = capsys.readouterr()
+    assert "The head drafts 20 tokens, which are 100.0% of the text" in said.out
+    assert f"{own}/calibration.json" in said.err
+    assert "of the most likely drafts are right" in said.err
     assert {"0.01", "0.3", "0.6", "1"} == load_calibration(own).rates.keys()
     assert len(load(target, str(own)).head.vocabulary) == 20
     drafting = "--tree eagle --verifier traversal --temperature 1"
@@ -104,19 +105,20 @@ def test_a_pipe_gets_plain_trees(home, capsys):
 
 
 def test_what_cannot_be_traced_is_one_line(home, capsys):
-    assert treespec(f"trace --target {home}/target --prompt a") == 2
-    assert "nothing drafts: give --head or --drafter" in capsys.readouterr().err
+    assert treespec(f"trace --target {home}/target --prompt a --drafter none") == 2
+    assert "--drafter none drafts nothing" in capsys.readouterr().err
 
 
 def test_it_fits_one_screen_on_a_pipe(home, capsys):
     target = f"{home}/target"
     assert treespec(f"quickstart --target {target} --max-new-tokens 6") == 0
-    said = capsys.readouterr().out
-    assert "times as fast; 3 of 3 texts are the same" in said
-    assert "rounding" not in said
-    assert [line[5:27].rstrip() for line in said.splitlines()[-5:-2]] == ["one token at a time", "auto", "topk"]
-    assert said.endswith(f"treespec chat --target {target} --drafter suffix:tokens=0\n")
-    assert len(said.splitlines()) <= 24
+    said = capsys.readouterr()
+    assert "times as fast; 3 of 3 texts are the same" in said.out
+    assert "rounding" not in said.out
+    table = said.out.partition("     verifier")[2].splitlines()
+    assert [line[5:27].rstrip() for line in table[1:4]] == ["one token at a time", "auto", "topk"]
+    assert said.err.endswith(f"treespec chat --target {target} --drafter suffix:tokens=0\n")
+    assert len((said.out + said.err).splitlines()) <= 24
 
 
 def test_each_side_of_a_race_shows_what_it_would_show_alone():

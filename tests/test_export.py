@@ -301,9 +301,11 @@ def test_a_head_goes_out_and_comes_back_by_the_command_line(tmp_path, capsys):
 
     out = f"{tmp_path}/my out"
     assert treespec(f"export --target {tmp_path}/target --head {head} --to vllm --out '{out}'") == 0
-    printed = capsys.readouterr().out
-    assert "holds the eagle3 head. Read back it gives the same 480 logits: difference 0." in printed
-    assert "draft_vocab.json has no place in the format: the engine drafts all tokens of the head" in printed
+    said = capsys.readouterr()
+    printed = said.out + said.err
+    assert "holds the eagle3 head for vLLM" in printed
+    assert "Good: read back it gives the same 480 logits: difference 0" in printed
+    assert "vLLM cannot use the head's draft_vocab.json: it drafts from all tokens of the head" in printed
     assert f"vllm serve {tmp_path / 'target'} --speculative-config" in printed
     spec = Spec(target, source_of(f"eagle3:{out}", target), "chain:3")
     as_undrafted(spec, [[5, 9, 33]], 12)

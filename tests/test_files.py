@@ -2,6 +2,7 @@
 
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from commands import complains
@@ -70,6 +71,35 @@ def test_temporaries_of_processes_that_ended_are_removed(tmp_path):
     (tmp_path / f".b.json.{os.getppid()}.tmp").write_text("being written")
     remove_leftovers(tmp_path)
     assert os.listdir(tmp_path) == [f".b.json.{os.getppid()}.tmp"]
+
+
+def test_threads_write_the_same_file_each_whole(tmp_path):
+    """Another thread that deletes leftovers deletes none that is being written."""
+    barrier = threading.Barrier(4)
+
+    def write(number):
+        with writing(tmp_path / "a.txt", flush=True) as temporary:
+            temporary.write_text(f"{number}")
+            barrier.wait(10)
+            remove_leftovers(tmp_path)
+            barrier.wait(10)
+            assert temporary.read_text() == f"{number}"
+            barrier.wait(10)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(4)))
+    assert os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_temporaries_of_other_machines_are_removed_after_a_day(tmp_path):
+    """Containers count processes anew: one with this process's id may be writing in the same folder."""
+    other = tmp_path / f".a.json.{os.getpid()}.0123abcd.0123abcd.tmp"
+    other.write_text("being written, or left")
+    remove_leftovers(tmp_path)
+    assert other.exists()
+    os.utime(other, (0, 0))
+    remove_leftovers(tmp_path)
+    assert not other.exists()
 
 
 def test_a_waiting_thread_gets_the_next_turn_of_a_busy_one():

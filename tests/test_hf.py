@@ -159,5 +159,5 @@ def test_other_refusals_are_by_name_too(pair, trees):
         )
     with complains("the prompt has 512 tokens"):
         model.generate(PROMPT[:, :1].expand(1, 512), max_new_tokens=1, custom_generate=trees, pad_token_id=0)
-    with complains("exactly one of head= and drafter="):
+    with complains("both head= and drafter="):
         Trees(head, drafter="suffix")

@@ -13,7 +13,7 @@ from torch import nn
 
 from treespec.api.load import load
 from treespec.draft.heads.loading import build_new_head
-from treespec.kernels import library
+from treespec.kernels import build, variants
 from treespec.kernels import ops as kernels
 from treespec.kernels.huge_pages import CACHE_LINE_BYTES, SHARED_MAPPING, allocate_huge_pages
 from treespec.model.attention import CAPS_OR_SINKS
@@ -51,11 +51,33 @@ def test_a_product_is_exact_up_to_rounding_and_rows_are_independent(sizes, rows,
             assert torch.equal(packed(x[first:last]), found[first:last])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("weight", [torch.inf, torch.nan])
-def test_a_weight_that_is_not_finite_stays_so(weight):
-    plain = nn.Linear(40, 20)
+def test_a_weight_that_is_not_finite_stays_so(weight, dtype):
+    """Also in half precision, which holds weights that bfloat16 does not."""
+    plain = nn.Linear(40, 20, dtype=dtype)
     plain.weight.data[3, 4] = weight
     assert not pack_layer(plain)(torch.ones(2, 40))[:, 3].isfinite().any()
+
+
+@pytest.mark.parametrize("bits", [0x7FC00001, 0x7FFFFFFF])
+def test_a_nan_of_any_bits_stays_nan(bits):
+    """An exponential and a rounding to bfloat16 compute with the bits of their numbers."""
+    nan = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    plain = nn.Linear(64, 48)
+    plain.weight.data[:, 4] = nan
+    assert pack_layer(plain)(torch.ones(2, 64, dtype=torch.bfloat16)).isnan().all()
+    x = torch.ones(1, 2, 9, 64)
+    query = x.clone()
+    query[:, 1, 3] = nan
+    found = kernels.attend_packed(query, x, x, torch.zeros(1, 1, 9, 9), 1.0)
+    assert found[:, 3, 1].isnan().all()
+    assert found.isnan().sum() == 64
+    logits = torch.ones(2, 100)
+    logits[1, 50] = nan
+    best, _ = kernels.rank_tokens(logits, 5, 1.0)
+    assert best[1].isnan().all()
+    assert best[0].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -305,10 +327,12 @@ def test_keys_normed_by_the_weight_of_the_queries_are_found(monkeypatch, tmp_pat
     """A fault in layer.c."""
     old = "norm = key ? OF_KEYS : OF_QUERIES;"
     new = "norm = OF_QUERIES;"
-    assert sum(source.read_text().count(old) for source in library.SOURCE_FILES) == 1
-    for source in library.SOURCE_FILES:
+    assert sum(source.read_text().count(old) for source in variants.SOURCE_FILES) == 1
+    for source in variants.SOURCE_FILES:
         (tmp_path / source.name).write_text(source.read_text().replace(old, new))
-    monkeypatch.setattr(library, "SOURCE_FILES", [tmp_path / source.name for source in library.SOURCE_FILES])
+    sources = [tmp_path / source.name for source in variants.SOURCE_FILES]
+    for module in (build, variants):
+        monkeypatch.setattr(module, "SOURCE_FILES", sources)
     kernels.load_kernels.cache_clear()
     try:
         with pytest.raises(AssertionError):

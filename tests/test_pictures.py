@@ -84,7 +84,7 @@ def test_a_model_with_pictures_answers_as_its_own_generate_does(tmp_path, name, 
     wanted = [answers(model, prompts[0]), generate_plainly(model), answers(model, prompts[2])]
     assert wanted[0] != wanted[2]
     monkeypatch.setattr(prefill, "PREFILL_CHUNK_TOKENS", 3)
-    target = Target(model)
+    target = load(tmp_path, device_map="cpu", dtype="float32").target  # with the kernels, if there are any
     for spec in (Spec(target, random_head(target), "2x2"), Spec(target, None)):
         for size in (1, 3):
             outs = spec.generate(prompts, max_new_tokens=24, ignore_eos=True, batch=size)

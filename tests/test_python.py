@@ -1,7 +1,6 @@
 """treespec from Python: what the package shows, models that are loaded already, and drafters of one's own."""
 
 import copy
-from importlib.metadata import version
 from inspect import signature
 
 import pytest
@@ -22,6 +21,7 @@ from treespec.draft.source import as_source
 from treespec.draft.spec import DrafterSpec
 from treespec.engine.options import RequestKeywords
 from treespec.errors import InputError
+from treespec.files.distribution import find_version
 from treespec.trees.tree import build_root_tree
 from treespec.verify.topk import TopK
 from treespec.verify.walk import Walk
@@ -31,7 +31,7 @@ TEXT = "the user asks"
 
 def test_the_package_knows_its_names():
     assert {"load", "Spec", "InputError", "__version__"} <= set(dir(treespec))
-    assert treespec.__version__ == version("treespec")
+    assert treespec.__version__ == find_version()
     assert treespec.Spec is Spec
     assert treespec.InputError is InputError
     assert all(hasattr(treespec, name) for name in dir(treespec))

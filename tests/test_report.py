@@ -18,8 +18,10 @@ from treespec.engine.stats import TAU_MEANING, Stats, format_figures, format_sta
 from treespec.eval.benchmark import evaluate
 from treespec.eval.common import ProgressStep
 from treespec.eval.config import EvalConfig
+from treespec.eval.header import RunHeader
 from treespec.eval.intervals import MIN_QUESTIONS
-from treespec.eval.report import EvalReport, Table, render_markdown, render_markdown_table, render_page
+from treespec.eval.page import render_page
+from treespec.eval.report import EvalPage, EvalReport, Plot, Table, render_markdown, render_markdown_table
 from treespec.eval.verdict import estimate_noise, write_sentences
 from treespec.kernels.processor import describe_processor
 from treespec.options import format_command_line
@@ -98,10 +100,9 @@ def test_the_verdict_names_the_faster_ones_first_then_the_slower():
         summary_row("single", figure(0.9), 60.0),
     ]
     assert write_sentences(pairs, MIN_QUESTIONS, 0.02) == [
-        "these are faster than plain decoding, the fastest first: "
-        "typical (lossy) 1.30 (1.20–1.40); rrs 1.20 (1.10–1.30).",
-        "these are neither faster nor slower for certain: kseq 1.05 (0.97–1.12), whose interval holds 1.",
-        "these are slower than plain decoding: single 0.90; topk 0.70 (0.65–0.75).",
+        "faster than plain decoding, the fastest first: typical (lossy) 1.30 (1.20–1.40); rrs 1.20 (1.10–1.30).",
+        "no significant difference: kseq 1.05 (0.97–1.12), interval includes 1.",
+        "slower than plain decoding: single 0.90; topk 0.70 (0.65–0.75).",
     ]
 
 
@@ -109,7 +110,7 @@ def test_the_verdict_names_the_faster_ones_first_then_the_slower():
     "measured, questions, noise, said",
     [
         (summary_row("auto", figure(1.13, 1.07, 1.2), tau=1.0), 80, 0.01, "as drafts brought nothing (τ 1.000)."),
-        (summary_row("auto", figure(1.1, 1.04, 1.2)), 80, 0.05, "(1.04–1.20), inside the clock's noise of ±5.0 %."),
+        (summary_row("auto", figure(1.1, 1.04, 1.2)), 80, 0.05, "(1.04–1.20), within timing noise (±5.0 %)."),
         (summary_row("auto", figure(2.0, 1.9, 2.1)), 9, 0.01, f"9 questions are {FEW_SAID}"),
         (summary_row("auto", None), 80, None, "not measured twice, so the clock's noise is unknown."),
     ],
@@ -156,9 +157,11 @@ class Tags(HTMLParser):
 def page_with(text):
     """A page that shows a text wherever a model, a file or an option may bring one."""
     figure = {"value": 2.0, "low": 1.5, "high": 2.5}
-    report = EvalReport([Table(text, [text], [{text: text, f"{text} ": text, "b": figure}], 1.0)], [text], [text])
-    more = {"setup": [("command", text), (text, text)], "subtitle": text}
-    return render_page(report, text, **more)
+    table = Table(text, [text], [{text: text, f"{text} ": text, "b": figure}], 1.0, text)
+    plot = Plot(text, text, text, {text: [(1.0, figure), (2.0, figure)]})
+    facts = dict.fromkeys(("target", "head", "questions", "command", "device", "versions", "date"), text)
+    report = EvalReport([table], [text], [text], [plot])
+    return render_page(EvalPage(text, RunHeader(**facts, number=3), report))
 
 
 def test_text_from_outside_never_becomes_markup():
@@ -204,10 +207,10 @@ def test_a_page_says_what_it_was_measured_on(measured):
     text = " ".join(Tags((out / "report.html").read_text()).text.split())
     assert "treespec eval --" in text
     assert "--verifier topk,rrs@2x2" in text
-    for what in ("device", "dtype", "torch", "transformers"):
+    for what in ("Device", "float32", "torch", "transformers", "Small sample (1 of at least 10"):
         assert what in text
     if not torch.cuda.is_available():
-        assert text.count(describe_processor()) == 2  # among the settings, and below the tables
+        assert describe_processor() in text
     words = format_command_line(
         "eval", EvalConfig, {"out": "a b", "baseline": False, "turns": None, "max_new_tokens": 1024}
     )

@@ -178,9 +178,11 @@ def test_the_command_builds_what_is_drafted_from(tmp_path, capsys):
     out = f"{tmp_path}/store"
     line = f"datastore build --target {model} --data {tmp_path}/said.txt --data {tmp_path}/said.jsonl --out {out}"
     assert treespec(line) == 0
-    printed = capsys.readouterr().out
+    said = capsys.readouterr()
+    printed = said.out + said.err
     assert "1 conversations used, 1 left out" in printed
-    assert f"of 2 texts in 0.0 s. Draft from them with --drafter rest:{out}" in printed
+    assert "of 2 texts, after 0.0 s" in printed
+    assert f"--drafter rest:{out}" in printed
     store = open_datastore(out, hash_vocabulary(words), len(words))
     assert words.encode((tmp_path / "said.txt").read_text()) == store.tokens[: store.tokens.tolist().index(-1)].tolist()
     drafted = load(model, drafter=f"rest:{out}", dtype="float32", verifier="topk").generate(prompt, max_new_tokens=24)

@@ -15,7 +15,7 @@ from treespec.text import sources
 from treespec.text.answers import place_answers
 from treespec.text.conversations import read_conversations
 from treespec.text.encoding import encode_conversations
-from treespec.text.sources import hash_source
+from treespec.text.sources import check_source_packages, hash_source
 
 TURNS = [["u Hi", "a Hello", "u Bye", "a So long"], ["u 1+1?", "a 2"]]
 TEXTS = [[turn[2:] for turn in talk] for talk in TURNS]
@@ -141,9 +141,10 @@ def test_without_their_packages_parquet_and_the_hub_are_one_line(tmp_path, monke
     monkeypatch.setitem(sys.modules, "datasets", None)
     file = tmp_path / "rows.parquet"
     file.write_bytes(b"PAR1 and so on")
-    for source in (file, "owner/name", "owner/name:train"):
-        with complains(r"pip install 'treespec\[data\]'"):
-            read_conversations(source)
+    for source, package in ((file, "pyarrow"), ("owner/name", "datasets"), ("owner/name:train", "datasets")):
+        for read in (read_conversations, check_source_packages):
+            with complains(f"needs {package}: pip install {package}$"):
+                read(source)
     with complains(r"no file named \*\.jsonl"):
         read_conversations(tmp_path.joinpath("empty").mkdir() or tmp_path / "empty")
 
@@ -188,14 +189,14 @@ def test_without_their_packages_zstd_and_saved_data_sets_are_one_line(tmp_path, 
         monkeypatch.setitem(sys.modules, package, None)
     file = tmp_path / "rows.jsonl.zst"
     file.write_bytes(b"\x28\xb5\x2f\xfd and so on")
-    with complains(r"rows\.jsonl\.zst is packed with zstd, which needs pyarrow: pip install 'treespec\[data\]'"):
+    with complains(r"rows\.jsonl\.zst is packed with zstd, which needs pyarrow: pip install pyarrow"):
         read_conversations(file)
     saved = tmp_path / "saved"
     saved.mkdir()
     for name in ("state.json", "dataset_info.json"):
         (saved / name).write_text("{}")
     (saved / "data-00000-of-00001.arrow").write_bytes(b"rows")
-    with complains(r"saved is a data set that save_to_disk wrote, which needs the package datasets: pip install"):
+    with complains(r"saved is a data set that save_to_disk wrote, which needs datasets: pip install datasets"):
         read_conversations(saved)
 
 

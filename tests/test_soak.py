@@ -26,7 +26,7 @@ def resident():
 
 @pytest.mark.parametrize("requests", [32, pytest.param(500, marks=pytest.mark.slow)])
 def test_a_soak_over_http_gives_each_client_its_own_answer(requests):
-    """32 clients; some leave amid a stream."""
+    """32 clients; some leave mid-stream."""
     spec = tiny_spec()
     prompts = random_prompts(requests)
     wanted = [answer.text for answer in answers_of(spec, prompts)]

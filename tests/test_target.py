@@ -18,6 +18,7 @@ from models import (
     tiny,
 )
 
+from treespec.api.load import load
 from treespec.model.target import Target
 
 CANNOT_BRANCH = {
@@ -90,6 +91,29 @@ def test_a_model_whose_logits_depend_on_more_than_hidden_states_is_refused():
     model.forward = shifted
     with complains("output path"):
         Target(model)
+
+
+def model_that_garbles_trees():
+    """Its rows depend on their number, as in bitsandbytes' 8 bits: those of three, as a tree's, come out wrong."""
+    model = random_model(CONFIGS["llama"]())
+    model.model.norm.register_forward_hook(lambda _, __, out: out.flip(-1) if out.shape[1] == 3 else out)
+    return model
+
+
+def test_a_target_whose_trees_fail_decodes_one_token_at_a_time(caplog):
+    spec = load(model_that_garbles_trees())
+    (line,) = caplog.messages
+    assert line.startswith("one token at a time, since trees fail a check: LlamaForCausalLM cannot be used: its logits")
+    assert spec.drafting_sentence == "one token at a time, without drafts"
+    plain = load(random_model(CONFIGS["llama"]()), drafter="none")
+    prompts = [random_prefix()[0].tolist(), [3, 4]]
+    wanted = [output.token_ids for output in plain.generate(prompts, max_new_tokens=6)]
+    assert [output.token_ids for output in spec.generate(prompts, max_new_tokens=6)] == wanted
+
+
+def test_a_drafter_by_name_is_refused_where_trees_fail():
+    with complains("LlamaForCausalLM cannot be used: its logits"):
+        load(model_that_garbles_trees(), drafter="suffix")
 
 
 PARTS = ["model.embed_tokens", "model.layers", "model.norm", "lm_head"]

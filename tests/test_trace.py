@@ -142,11 +142,11 @@ def test_a_cycle_survives_json():
 
 
 def test_the_sentence_says_why_the_path_ends():
-    leaf = "1 of 2 drafted nodes is accepted, down to a leaf; then the target said “␣sat” (p 0.70)."
+    leaf = "1 of 2 drafted tokens accepted, down to a leaf; then the target said “␣sat” (p 0.70)."
     assert explain_end(cycle_of()) == leaf
     refused = cycle_of(path=[], own=own(0, " eel", 0.1, 0.001, 7))
     assert explain_end(refused) == (
-        "0 of 2 drafted nodes are accepted. The target went elsewhere at once: the 2 children there hold 0.90 of "
+        "0 of 2 drafted tokens accepted. The target went elsewhere at once: the 2 children there hold 0.90 of "
         "its distribution, and it said “␣eel” (p 0.10), the draft model's choice number 7 (q < 0.01)."
     )
     one = {"tokens": [1], "texts": ["the"], "parents": [-1], "q": [None], "p": [None], "path": []}

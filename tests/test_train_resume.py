@@ -170,7 +170,7 @@ def test_without_held_out_conversations_no_numbers_are_made_up(config, tmp_path,
     result = train(replace(config, data=str(same), max_steps=1, calibrate=True))
     said = capsys.readouterr().out
     assert "none is held out, so the head is neither validated nor calibrated" in said
-    assert "the head was not validated" in said
+    assert "not validated: --validate-on is 0" in said
     assert "0.0%" not in said
     assert "not validated" in str(result)
 

@@ -125,15 +125,15 @@ PUBLISHED = {  # of Medusa and Hydra++ the commands in the README.md of FasterDe
 
 @pytest.mark.parametrize("kind", PUBLISHED)
 def test_a_kind_has_its_published_recipe_where_nothing_is_said(kind):
-    assert PUBLISHED[kind].items() <= vars(config_without_files(head=kind).recipe).items()
-    assert config_without_files(head=kind, learning_rate=0.0).recipe.learning_rate == 0.0
+    assert PUBLISHED[kind].items() <= vars(config_without_files(head=kind).hyperparameters).items()
+    assert config_without_files(head=kind, learning_rate=0.0).hyperparameters.learning_rate == 0.0
 
 
 @pytest.mark.parametrize("kind", PUBLISHED)
 @pytest.mark.parametrize("warm_up", [None, 7, 10**6])
 def test_minutes_and_steps_of_the_same_run_give_the_same_rates(kind, warm_up):
     """1,000 steps of 0.6 s, ended by steps or by ten minutes: the highest rate is reached, the last is the recipe's."""
-    recipe = config_without_files(head=kind, warm_up=warm_up).recipe
+    recipe = config_without_files(head=kind, warm_up=warm_up).hyperparameters
     rates = []
     by_steps = Clock(1000)
     by_minutes = Clock(10**9, minutes=10)

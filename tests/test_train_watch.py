@@ -51,7 +51,7 @@ def test_the_decoded_length_is_what_a_spec_over_the_saved_head_counts(model_fold
 def test_validations_hold_what_was_decoded_beside_what_was_predicted(config):
     result = train(replace(config, decode_on=2, validate_every=3))
     assert result.decoded_length >= 1
-    assert f"decoding accepts {result.decoded_length:.2f}" in str(result)
+    assert f"decoding commits {result.decoded_length:.2f}" in str(result)
     (line,) = [line for line in metrics_of(config) if "acceptance_length" in line]
     assert line["step"] == 3
     assert line["decoded_length"] >= 1
@@ -59,7 +59,7 @@ def test_validations_hold_what_was_decoded_beside_what_was_predicted(config):
 
 def test_the_best_validated_head_and_the_last_one_are_saved(config, monkeypatch):
     found = iter([2.0, 3.0, 1.5])
-    monkeypatch.setattr(watch, "validate_head", lambda run: Validation([0.5], next(found), 10))
+    monkeypatch.setattr(watch, "validate_head", lambda run, limit, rows=None: Validation([0.5], next(found), 10))
     train_to_end(config, max_steps=4, validate_every=1, checkpoint_every=1)
     names = ("best", "checkpoint-000003", "checkpoint-000004")
     best, third, last = (load_file(folder_of(config) / name / "model.safetensors") for name in names)
@@ -122,7 +122,7 @@ def test_a_run_writes_a_card_unless_someone_completed_the_old_one(config):
     card = Path(config.out) / "README.md"
     result = train(config)
     said = card.read_text()
-    assert f"--data {config.data} --out {config.out} --max-steps 1" in said
+    assert f"--data {config.data} --out {config.out} --recipe published --max-steps 1" in said
     assert f"{config.data}: 19 conversations, " in said
     assert f"{result.agreement[0]:.1%}" in said
     assert "license: FILL IN" in said
@@ -138,7 +138,7 @@ def test_a_run_writes_a_card_unless_someone_completed_the_old_one(config):
 
 def test_later_draft_steps_are_trained_in_the_second_half(config):
     for growing in (replace(config, unrolled_steps=3), replace(config, head="eagle3")):
-        assert [draft_steps_at(growing.recipe, behind) for behind in (0.0, 0.49, 0.5, 1.0)] == [1, 1, 3, 3]
+        assert [draft_steps_at(growing.hyperparameters, behind) for behind in (0.0, 0.49, 0.5, 1.0)] == [1, 1, 3, 3]
     published = replace(config, head="eagle3", unrolled_steps=7, grow_at=0.0)
-    assert draft_steps_at(published.recipe, 0.0) == 7
+    assert draft_steps_at(published.hyperparameters, 0.0) == 7
     assert train(replace(config, unrolled_steps=3, max_steps=4, draft_vocab=20)).positions > 0

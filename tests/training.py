@@ -298,13 +298,14 @@ def small_run(model, data, out, **changes):
         "calibrate": False,
         "decode_on": 0,
         "accumulate": 1,
+        "recipe": "published",
     }
     return TrainConfig(target=str(model), data=str(data), out=str(out), **(options | changes))
 
 
 def config_without_files(**changes):
     """Of a run that reads no files."""
-    return TrainConfig(target="target", data="data", out="out", **changes)
+    return TrainConfig(target="target", data="data", out="out", **({"recipe": "published"} | changes))
 
 
 def batch_of(model, head, steps=1):

@@ -21,7 +21,14 @@ from treespec.options import (
 from treespec.train.recipes import TRAINING_BY_KIND, name_kind
 
 TOKEN_LOSS_NAMES = ("published", "cross-entropy", "tv")
-DRAFT_VOCAB = 32_000  # eagle3's default, that of its published heads
+DRAFT_VOCAB = 32_000  # eagle3's published heads have that many draft tokens
+BUDGET_DRAFT_VOCAB = 8192  # draft tokens by default, of targets with more than twice as many
+PUBLISHED_OPTIONS: dict[str, object] = {  # the papers' values of options that are not in `Recipe`
+    "first_weights": "random",
+    "batch_size": 4,
+    "token_weight": 0.1,
+    "bias": True,
+}
 TRACKER_NAMES = (
     "aim",
     "clearml",
@@ -82,9 +89,10 @@ class Eagle3Options(CommandOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(TargetOptions, Eagle3Options):
-    """The options of `treespec train`. Defaults are the papers' and their code's; None: the kind's recipe.
+    """The options of `treespec train`. None: `train.budget` chooses the value by the run's budget.
 
-    `train.recipes` has the recipes. Sources: Li et al. 2024 (2401.15077) and 2025 (2503.01840),
+    With `--recipe published` the papers' and their code's values are set here, and those of `Recipe` come from
+    `train.recipes`. Sources: Li et al. 2024 (2401.15077) and 2025 (2503.01840),
     Cai et al. 2024 (2401.10774), Ankner et al. 2024 (2402.05109).
     """
 
@@ -99,15 +107,22 @@ class TrainConfig(TargetOptions, Eagle3Options):
         least=1,
         most=64,
     )
-    first_weights: str = option(
-        "eagle: random, or fitted: the head begins with the least-squares map to the next feature",
-        "random",
+    recipe: str | None = option(
+        "defaults of the options below: budget, for the tokens that the run will visit, or published, the papers' "
+        "numbers; default: budget, and a run that goes on keeps its own",
+        None,
+        choices=("budget", "published"),
+    )
+    first_weights: str | None = option(
+        "eagle: random, or fitted: the head begins with the least-squares map to the next feature; "
+        "default: fitted, published: random",
+        None,
         choices=("random", "fitted"),
     )
     from_head: str | None = option(
         "go on from the weights of this trained head: a directory, a hub id or demo", None
     )
-    features: str | None = option("store the target's features once in this directory", None)
+    features: str | None = option("cache the target's hidden states in this directory", None)
     epochs: int | None = option(
         "passes over the data; default: the kind's recipe", None, least=1, most=MAX_COUNT
     )
@@ -115,24 +130,38 @@ class TrainConfig(TargetOptions, Eagle3Options):
         "end after this number of optimizer steps; 0: after the epochs", 0, least=0, most=MAX_COUNT
     )
     minutes: float = option(
-        "end after this number of minutes of training; 0: no limit", 0.0, least=0, most=MAX_COUNT
+        "end this number of minutes after the start, of which storing features may take half; 0: no limit",
+        0.0,
+        least=0,
+        most=MAX_COUNT,
     )
-    batch_size: int = option("conversations per forward in each process", 4, least=1, most=65536)
+    batch_size: int | None = option(
+        "conversations per forward in each process; default: at most 4, published: 4",
+        None,
+        least=1,
+        most=65536,
+    )
     accumulate: int | None = option(
-        "forwards of a process per optimizer step; default: medusa 128 conversations a step, "
-        "hydra++ 32, the others 1 forward",
+        "forwards of a process per optimizer step; default: 2 to 32 conversations a step by the budget; "
+        "published: medusa 128, hydra++ 32, the others 1 forward",
         None,
         least=1,
         most=65536,
     )
     max_length: int = option(
-        "most tokens of a conversation; longer ones are cut", 2048, least=3, most=MAX_TEXT_TOKENS
+        "maximum number of tokens of a conversation; longer ones are cut",
+        2048,
+        least=3,
+        most=MAX_TEXT_TOKENS,
     )
     learning_rate: float | None = option(
-        "AdamW: highest learning rate; default: the kind's recipe", None, least=0, most=10
+        "AdamW: highest learning rate; default: 1e-3, published: the kind's recipe",
+        None,
+        least=0,
+        most=10,
     )
     warm_up: int | None = option(
-        "steps of linear warm-up, at most a tenth of the run; default: the kind's recipe",
+        "steps of linear warm-up, at most a tenth of the run; default: 30, published: the kind's recipe",
         None,
         least=0,
         most=MAX_COUNT,
@@ -140,8 +169,11 @@ class TrainConfig(TargetOptions, Eagle3Options):
     noise: float = option(
         "eagle: uniform noise on input features, ± this · 512 / length", 0.1, least=0, most=1000
     )
-    token_weight: float = option(
-        "eagle: weight of the loss between token distributions", 0.1, least=0, most=MAX_COUNT
+    token_weight: float | None = option(
+        "eagle: weight of the loss between token distributions; default: 10, published: 0.1",
+        None,
+        least=0,
+        most=MAX_COUNT,
     )
     loss: str = option(
         f"loss between the token distributions of head and target: {join_or(TOKEN_LOSS_NAMES)}; published: the kind's "
@@ -163,7 +195,9 @@ class TrainConfig(TargetOptions, Eagle3Options):
         least=0,
         below=1,
     )
-    bias: bool = option("eagle: give fc a bias; vLLM serves heads without one", True)
+    bias: bool | None = option(
+        "eagle: give fc a bias, which vLLM has no place for; default: no, published: yes", None
+    )
     held_out: float = option(
         "share of the conversations held out for validation", 0.02, above=0, below=1
     )
@@ -185,7 +219,8 @@ class TrainConfig(TargetOptions, Eagle3Options):
     )
     draft_vocab: int | None = option(
         "restrict drafts to the N tokens most frequent in the data (FR-Spec); 0: draft all; "
-        f"default: {DRAFT_VOCAB:,} for eagle3, all for the others",
+        f"default: {BUDGET_DRAFT_VOCAB:,} for eagle, eagle3, dflash and p-eagle; published: {DRAFT_VOCAB:,} for "
+        "eagle3, all for the others",
         None,
         least=0,
         most=MAX_TEXT_TOKENS * 10,
@@ -198,7 +233,8 @@ class TrainConfig(TargetOptions, Eagle3Options):
         aliases={"bfloat16": "bf16", "float16": "fp16"},
     )
     dtype: str = option(
-        f"precision of the target's weights: {join_or(DTYPE_NAMES)}; auto takes the checkpoint's",
+        f"precision of the target's weights: {join_or(DTYPE_NAMES)}; auto takes the checkpoint's, on a CPU without "
+        "bfloat16 float32 where that fits the memory",
         "auto",
         choices=DTYPE_NAMES,
         aliases=DTYPE_ALIASES,
@@ -224,20 +260,30 @@ class TrainConfig(TargetOptions, Eagle3Options):
                 raise InputError(
                     "--from-head brings the draft vocabulary of such a head: leave --draft-vocab out"
                 )
-            if self.first_weights != "random":
+            if self.first_weights not in (None, "random"):
                 raise InputError("--from-head brings first weights: leave --first-weights out")
         if self.tracker is not None:
             check_tracker(self.tracker)
+        if self.recipe == "published":
+            self.set_published()
+
+    def set_published(self) -> None:
+        """Set the published values of options that are not set."""
+        for name, value in PUBLISHED_OPTIONS.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
 
     def check_head_has(self, field: Field) -> None:
         """Raises InputError for an option that is set, and only for other kinds of head."""
         kinds = [
             kind for kind, training in TRAINING_BY_KIND.items() if field.name in training.options
         ]
-        if not kinds or self.head in kinds or getattr(self, field.name) == field.default:
+        value = getattr(self, field.name)
+        unset = (field.default, PUBLISHED_OPTIONS.get(field.name))
+        if not kinds or self.head in kinds or value in unset:
             return
         name = field.name.replace("_", "-")
-        if field.default is True:
+        if value is False:
             name = f"no-{name}"
         raise InputError(f"--{name} is for --head {', '.join(kinds)}: leave it out for {self.head}")
 
@@ -247,8 +293,8 @@ class TrainConfig(TargetOptions, Eagle3Options):
         return TRAINING_BY_KIND[self.head]
 
     @property
-    def recipe(self) -> Recipe:
-        """The kind's recipe, with the options that the run sets."""
+    def hyperparameters(self) -> Recipe:
+        """The kind's published recipe, with the options that the run sets."""
         changes = {}
         for field in fields(Recipe):
             value = getattr(self, field.name, None)
@@ -260,9 +306,19 @@ class TrainConfig(TargetOptions, Eagle3Options):
         """Count the forwards of a process per optimizer step: as set, or as the recipe's batch needs."""
         if self.accumulate is not None:
             return self.accumulate
-        if self.recipe.batch is None:
+        batch = self.hyperparameters.batch
+        if batch is None:
             return 1
-        return max(1, round(self.recipe.batch / (self.batch_size * processes)))
+        return max(1, round(batch / (self.forward_size * processes)))
+
+    def count_conversations(self, processes: int) -> int:
+        """Count the conversations of an optimizer step, in all processes."""
+        return self.forward_size * self.count_forwards(processes) * processes
+
+    @property
+    def forward_size(self) -> int:
+        """Conversations per forward in each process; the published number where nothing is chosen yet."""
+        return self.batch_size or int(str(PUBLISHED_OPTIONS["batch_size"]))
 
 
 def check_tracker(tracker: str) -> None:

@@ -7,22 +7,32 @@ Without stored features the target stays loaded. With stored features, only its 
     validate    the whole target; released afterwards
 """
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import release_memory
+from transformers.utils import cached_file
 
+from treespec.demo.fetch import find_model_path
 from treespec.errors import InputError, get_first_line
 from treespec.kernels.processor import is_bfloat16_fast
 from treespec.model.target import Target
 from treespec.model.tokenizers import load_tokenizer
-from treespec.model.weights import load_ends
+from treespec.model.weights import load_config, load_ends
 from treespec.train.config import TrainConfig
+
+SAFETENSORS_FILE = "model.safetensors"
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+FLOAT32_MEMORY_FACTOR = (
+    4  # a target of 16 bits takes twice its files in float32; half of the memory stays free
+)
 
 
 def choose_precision(config: TrainConfig) -> str:
@@ -32,6 +42,45 @@ def choose_precision(config: TrainConfig) -> str:
     if is_bfloat16_fast():
         return "bf16"
     return "no"
+
+
+def choose_dtype(config: TrainConfig) -> str:
+    """Choose the precision of the target: float32 instead of 16 bits where the CPU has no instructions for them.
+
+    There float32 is several times as fast. The choice of the user stays, and `auto` stays for quantised weights
+    and where float32 may not fit the memory.
+    """
+    on_gpu = torch.accelerator.is_available() or config.device_map not in (None, "cpu")
+    if config.dtype != "auto" or config.load_in is not None or on_gpu or is_bfloat16_fast():
+        return config.dtype
+    model = load_config(config.target, config.placement)
+    half_precision = str(getattr(model, "dtype", None)) in ("torch.bfloat16", "torch.float16")
+    if not half_precision or getattr(model, "quantization_config", None) is not None:
+        return "auto"
+    weight_bytes = count_weight_bytes(find_model_path(os.path.expanduser(config.target)))
+    if weight_bytes and FLOAT32_MEMORY_FACTOR * weight_bytes < count_memory_bytes():
+        return "float32"
+    return "auto"
+
+
+def count_weight_bytes(path: str) -> int:
+    """Count the bytes of a model's safetensors files, in a directory or the hub's cache; 0 if there are none."""
+    index = cached_file(path, SAFETENSORS_INDEX, _raise_exceptions_for_missing_entries=False)
+    if index is not None:
+        about = json.loads(Path(index).read_text(encoding="utf-8"))
+        return int(about.get("metadata", {}).get("total_size", 0))
+    file = cached_file(path, SAFETENSORS_FILE, _raise_exceptions_for_missing_entries=False)
+    if file is None:
+        return 0
+    return Path(file).stat().st_size
+
+
+def count_memory_bytes() -> int:
+    """Count the bytes of the machine's memory; 0 on systems that do not tell."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 0
 
 
 def make_accelerator(config: TrainConfig) -> Accelerator:

@@ -19,11 +19,12 @@ from treespec.options import format_command_line
 from treespec.text.conversations import SAMPLE_CONVERSATIONS, SAMPLE_FILE
 from treespec.text.sources import hash_source
 from treespec.train.checkpoints import Place, find_latest_step
-from treespec.train.config import TrainConfig
+from treespec.train.config import PUBLISHED_OPTIONS, TrainConfig
 from treespec.train.data.known import find_data_file
 from treespec.train.data.prepare import Data
 
 RECORD_FORMAT = 3
+CARD_OPTIONS = ("token_weight", "first_weights", "bias", "draft_vocab", "batch_size", "accumulate")
 Record = dict[str, Any]  # the options of a run, with digests of its target's and data's content
 RUN_LENGTH_OPTIONS = {"epochs", "max_steps", "minutes"}  # options that say when a run ends
 MAY_CHANGE = RUN_LENGTH_OPTIONS | {
@@ -33,6 +34,7 @@ MAY_CHANGE = RUN_LENGTH_OPTIONS | {
     "checkpoint_every",
     "tracker",
     "calibrate",
+    "recipe",  # its values are compared
     "out",
     "license",
 }
@@ -61,17 +63,17 @@ class Validation:
 
     def __str__(self) -> str:
         if not self.positions:
-            return "the head was not validated: no held-out conversation is long enough"
+            return "not validated: --validate-on is 0, or every held-out conversation is too short"
         steps = " ".join(f"{share:.1%}" for share in self.agreement)
         summary = (
-            f"top-1 agreement by draft step {steps}; a chain would accept "
-            f"{self.acceptance_length:.2f} tokens a cycle ({self.positions} held-out positions)"
+            f"top-1 agreement by draft step {steps}; a chain commits "
+            f"{self.acceptance_length:.2f} tokens per forward ({self.positions} held-out positions)"
         )
         if self.decoded_length is not None:
-            summary += f"; decoding accepts {self.decoded_length:.2f}"
+            summary += f"; decoding commits {self.decoded_length:.2f}"
         if self.trained:
             steps = " ".join(f"{share:.1%}" for share in self.trained)
-            summary += f"; on conversations that it was trained on {steps}"
+            summary += f"; on training data {steps}"
         return summary
 
     def to_figures(self) -> dict[str, float]:
@@ -83,12 +85,15 @@ class Validation:
         return {f"held_out/{name}": value for name, value in figures.items()}
 
 
+NOT_VALIDATED = Validation([], 1.0, 0)  # of a head that was written a moment ago
+
+
 def record_of(config: TrainConfig, processes: int) -> Record:
     """Build the record of a run: its options, with the recipe's values, and digests of its target and data.
 
     Raises InputError if the target or the data is not there.
     """
-    recipe = asdict(config.recipe)
+    recipe = asdict(config.hyperparameters)
     options = {name: recipe.get(name, value) for name, value in asdict(config).items()}
     contents = {
         "format": RECORD_FORMAT,
@@ -100,16 +105,23 @@ def record_of(config: TrainConfig, processes: int) -> Record:
     return options | contents
 
 
+def load_record(folder: Path) -> Record | None:
+    """Load the record of the run in OUT/training; None if no step of a run is there. Raises InputError if damaged."""
+    if not (folder / "result.json").exists() and find_latest_step(folder) is None:
+        return None
+    return read_json(folder / "config.json", f"delete {folder} to begin again", RECORD_FORMAT)
+
+
 def load_finished_result(folder: Path, record: Record) -> Validation | None:
     """Load the result of a finished run with the same record; None if the run is not finished.
 
     folder: OUT/training. Raises InputError if it has a run with other options, target or data, and for a
     damaged file.
     """
-    result = folder / "result.json"
-    if not result.exists() and find_latest_step(folder) is None:
+    earlier = load_record(folder)
+    if earlier is None:
         return None
-    earlier = read_json(folder / "config.json", f"delete {folder} to begin again", RECORD_FORMAT)
+    result = folder / "result.json"
     changed = refuse_changed(folder.parent, earlier, record, MAY_CHANGE)
     if RUN_LENGTH_OPTIONS & changed or not (
         result.exists() and (folder.parent / "model.safetensors").exists()
@@ -159,6 +171,16 @@ def keep_sample(out: str, data: Data) -> None:
     write_text(Path(out) / SAMPLE_FILE, "\n".join(lines) + "\n")
 
 
+def list_card_options(config: TrainConfig) -> dict[str, object]:
+    """The options of the command that repeats a run: what `--recipe published` sets is left out."""
+    options = asdict(config)
+    if config.recipe == "published":
+        for name, value in PUBLISHED_OPTIONS.items():
+            if options[name] == value:
+                options[name] = None
+    return options
+
+
 def write_card(config: TrainConfig, data: Data, place: Place, result: Validation) -> None:
     """Write the model card OUT/README.md, unless there is one that its author has completed.
 
@@ -171,8 +193,12 @@ def write_card(config: TrainConfig, data: Data, place: Place, result: Validation
     file = Path(config.out) / "README.md"
     if file.exists() and UNFILLED_MARK not in file.read_text(encoding="utf-8", errors="replace"):
         return
-    options = asdict(config.recipe).items()
-    recipe = [f"{name.replace('_', ' ')} {value}" for name, value in options if value is not None]
+    options = asdict(config.hyperparameters) | {
+        name: getattr(config, name) for name in CARD_OPTIONS
+    }
+    recipe = [
+        f"{name.replace('_', ' ')} {value}" for name, value in options.items() if value is not None
+    ]
     tokens = sum(len(example.input_ids) for example in data.train)
     trained = len({example.key for example in data.train})
     held_out = len({example.key for example in data.held_out})
@@ -191,9 +217,10 @@ answers keep the target's own distribution.
 
 ## Recipe
 
-{place.step:,} optimizer steps in {place.seconds / 60:.1f} minutes. {", ".join(recipe).capitalize()}.
+Recipe {config.recipe}. {place.step:,} optimizer steps in {place.seconds / 60:.1f} minutes.
+{", ".join(recipe).capitalize()}.
 
-    {format_command_line("train", TrainConfig, asdict(config))}
+    {format_command_line("train", TrainConfig, list_card_options(config))}
 
 ## Figures
 

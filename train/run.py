@@ -1,45 +1,41 @@
 """Train a head: from the checks of the options to the saved head with its calibration and card."""
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from treespec.api.calibrate import calibrate
-from treespec.draft.calibration import save_calibration
-from treespec.draft.vocabulary import restrict
-from treespec.errors import InputError
-from treespec.files.atomic import locked, remove_leftovers, write_json
-from treespec.heads.checkpoint import save_head
-from treespec.train.checkpoints import Place
+from treespec.files.atomic import locked, remove_leftovers
+from treespec.model.weights import load_config
+from treespec.text.encoding import Example
+from treespec.train.budget import TrainingSize, choose_recipe, describe_recipe, keep_recipe
+from treespec.train.checkpoints import find_latest_step
 from treespec.train.config import TrainConfig, check_folders
-from treespec.train.data.prepare import prepare, read_examples
-from treespec.train.loop.run import (
-    DRAFT_STEPS,
-    TrainingRun,
-    check_head_weights,
-    validate,
-    validate_head,
-)
+from treespec.train.data.prepare import Data, prepare, read_examples
+from treespec.train.finish import finish
+from treespec.train.loop.run import TrainingRun
 from treespec.train.loop.steps import run_training_steps
 from treespec.train.machine import (
+    choose_dtype,
     choose_precision,
     load_target,
     make_accelerator,
     start_tracker,
-    whole,
 )
 from treespec.train.record import (
     Validation,
     keep_sample,
     load_finished_result,
+    load_record,
     record_of,
-    write_card,
 )
 from treespec.train.start import build_untrained_head, start_head
+from treespec.train.verdict import describe_end, measure_length, warn_of_little_data
 
 
 def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: None) -> Validation:
@@ -56,21 +52,29 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
         InputError: for options, data or a target that cannot be used, for a run that diverges, and for a
             full disk. The last checkpoint is kept.
     """
-    # 1. Checks that need no weights come before loading them.
+    # 1. Checks that need no weights come before loading them. A run that goes on keeps its recipe.
     check_folders(config)
     folder = Path(config.out) / "training"
+    started = time.monotonic()
     config = replace(config, mixed_precision=choose_precision(config))
     accelerator = make_accelerator(config)
     processes = accelerator.num_processes
     accelerator.print(
         f"processes: {processes}, on {accelerator.device}, mixed precision: {config.mixed_precision}"
     )
-    record = record_of(config, processes)
-    finished = load_finished_result(folder, record)
-    if finished:
-        accelerator.print(f"{config.out} holds this head already: {finished}")
-        return finished
+    earlier = load_record(folder)
+    if earlier is not None:
+        config = keep_recipe(config, earlier)
+        finished = load_finished_result(folder, record_of(config, processes))
+        if finished:
+            accelerator.print(f"{config.out} holds this head already: {finished}")
+            return finished
     examples = read_examples(config, accelerator)
+    if earlier is None:
+        config = replace(config, dtype=choose_dtype(config))
+        config = choose_recipe(config, measure_data(config, examples, accelerator))
+    record = record_of(config, processes)
+    accelerator.print(describe_recipe(config))
 
     # 2. The main process locks the folder until the head is written.
     folder_lock: AbstractContextManager[object] = nullcontext()
@@ -89,7 +93,7 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
         if accelerator.is_main_process:
             keep_sample(config.out, data)
         vocabulary = start_head(config, target, head, data, accelerator)
-        recipe = config.recipe
+        recipe = config.hyperparameters
         optimizer = torch.optim.AdamW(
             [parameter for parameter in head.parameters() if parameter.requires_grad],
             lr=recipe.learning_rate,
@@ -101,43 +105,38 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
         run = TrainingRun(config, record, accelerator, target, data, model, optimizer, vocabulary)
 
         # 4. Run the remaining steps.
-        place = run_training_steps(run, after_step)
+        print_beginning(accelerator, data, find_latest_step(folder))
+        place = run_training_steps(run, after_step, time.monotonic() - started)
 
         # 5. Validate and save the head as it will be served, without mixed precision's wrapper of its forward.
         accelerator.unwrap_model(run.model, keep_fp32_wrapper=False)
-        with whole(target, config, accelerator, "validate and calibrate the head") as target:
-            result = finish(replace(run, target=target), place)
+        result = finish(run, place)
         accelerator.wait_for_everyone()
         accelerator.end_training()
         accelerator.print(str(result))
+        length = measure_length(place.step, config.count_conversations(processes), data)
+        for line in describe_end(config, data, place, length, result):
+            accelerator.print(line)
         return result
 
 
-def finish(run: TrainingRun, place: Place) -> Validation:
-    """Validate the head, and save it with its calibration and its card. place: where the run ended."""
-    config = run.config
-    accelerator = run.accelerator
-    data = run.data
-    out = Path(run.config.out)
-    served = run.copy_as_served()
-    check_head_weights(served, f"the head in {run.target.dtype}", run.folder)
-    result = validate_head(run)
-    training_validation = validate(
-        served, run.target, run.iterate_validation_rows(data.train), DRAFT_STEPS
+def print_beginning(accelerator: Accelerator, data: Data, step: int | None) -> None:
+    """Print from which step a run goes on, and whether it has little data. step: that of its last checkpoint."""
+    if step is not None:
+        accelerator.print(f"going on from step {step}")
+    for line in warn_of_little_data(data):
+        accelerator.print(line)
+
+
+def measure_data(
+    config: TrainConfig, examples: list[Example], accelerator: Accelerator
+) -> TrainingSize:
+    """Measure the size of a run's data and of its target's vocabulary."""
+    model = load_config(config.target, config.placement)
+    return TrainingSize(
+        conversations=len(examples),
+        tokens=sum(len(example.input_ids) for example in examples),
+        vocab_size=model.get_text_config().vocab_size,
+        on_cpu=accelerator.device.type == "cpu",
+        processes=accelerator.num_processes,
     )
-    result = replace(result, trained=training_validation.agreement)
-    accelerator.log(result.to_figures(), step=place.step)
-    if accelerator.is_main_process:
-        save_head(run.head, out, run.target.dtype, leave_out=served.optional)
-        if run.vocabulary is not None:
-            restrict(served, run.target, run.vocabulary)
-        if config.calibrate and data.held_out:
-            try:
-                rows = list(run.iterate_validation_rows(data.held_out))
-                save_calibration(calibrate(served, run.target, rows), out)
-            except InputError as error:
-                accelerator.print(f"no calibration, treespec calibrate makes one: {error}")
-        write_json(run.folder / "config.json", run.record)
-        write_card(config, data, place, result)
-        write_json(run.folder / "result.json", asdict(result))
-    return result

@@ -48,7 +48,7 @@ def build_untrained_head(config: TrainConfig, target: Target) -> Head:
     if "draft_heads" in config.training.options:
         fields["heads"] = config.draft_heads
     if config.training.levels:
-        fields["levels"] = config.recipe.unrolled_steps
+        fields["levels"] = config.hyperparameters.unrolled_steps
     head = build_new_head(config.head, target, **fields)
     head.config = add_sample_tokens(head.config, target)
     for module in head.modules():
@@ -100,8 +100,8 @@ def start_head(
         config.first_weights == "fitted" and find_latest_step(Path(config.out) / "training") is None
     ):
         fit_feature(cast(EagleHead, head), data, config.seed)
-    if config.recipe.dropout:
-        add_dropout(head, config.recipe.dropout)
+    if config.hyperparameters.dropout:
+        add_dropout(head, config.hyperparameters.dropout)
     return tokens
 
 

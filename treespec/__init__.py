@@ -37,9 +37,9 @@ __all__ = ["Engine", "InputError", "Spec", "__version__", "load"]
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
-        from importlib.metadata import version
+        from treespec.files.distribution import find_version
 
-        return version("treespec")
+        return find_version()
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from treespec.files.quiet import quiet

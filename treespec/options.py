@@ -210,7 +210,7 @@ def check_type(name: str, value: Any, field: Field, flag: str) -> Any:
         check_number(name, value, allowed)
         if field.type is float:
             value = float(value)
-    elif field.type is bool:
+    elif field.type in (bool, bool | None):
         check_boolean(name, value)
     # Values of the command line are strings already.
     elif not flag and set(types) <= {str, NoneType} and not isinstance(value, str):
@@ -317,7 +317,8 @@ def format_command_line(
     for field in fields(options):
         value = config.get(field.name)
         flag = format_flag(field.name, "--")
-        if value is None or value == field.default:
+        is_on_the_line = field.metadata.get("line", ()) is not None
+        if value in (None, [], field.default) or not is_on_the_line:
             continue
         if value is True:
             words.append(flag)

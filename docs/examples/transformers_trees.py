@@ -4,11 +4,13 @@ import sys
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from treespec.api.hf import Trees, find_model_path
+from treespec.api.hf import Trees
+from treespec.demo.fetch import find_model_path
 
 target, head = sys.argv[1:3]
-path = find_model_path(target)  # the directory of `demo`; another name as it is
-model, words = (kind.from_pretrained(path) for kind in (AutoModelForCausalLM, AutoTokenizer))
+folder = find_model_path(target)  # that of `demo`; other names as they are
+model = AutoModelForCausalLM.from_pretrained(folder)
+words = AutoTokenizer.from_pretrained(folder)
 inputs = words("Once upon a time", return_tensors="pt")
 trees = Trees(head)
 out = model.generate(**inputs, max_new_tokens=32, do_sample=False, custom_generate=trees)

@@ -42,7 +42,7 @@ PAPER_PRESETS: dict[str, list[dict[str, Any]]] = tomllib.loads(
 class AcceptanceConfig(HeadOptions, VariantOptions, PlacementOptions, TextOptions):
     """The options of `treespec acceptance`. Raises InputError for a number out of its range, and without models."""
 
-    out: str = option("folder for the rates")
+    out: str = option("folder for the report")
     target: str | None = reuse_option(TargetOptions, "target", None)
     preset: str | None = option(
         f"sweeps of a paper: {join_or(PAPER_PRESETS)}", None, choices=PAPER_PRESETS
@@ -57,7 +57,7 @@ class AcceptanceConfig(HeadOptions, VariantOptions, PlacementOptions, TextOption
         most=MAX_COUNT,
     )
     step: int = option(
-        "draft step that q belongs to; from step 2 on the head runs on its own features",
+        "draft step to measure; from step 2 on the head reads its own features",
         1,
         least=1,
         most=64,
@@ -213,20 +213,20 @@ class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
         "chain:4;2x4;4x3;eagle",
     )
     batch: str = option(
-        "batch sizes whose speeds are modelled, separated by commas",
+        "batch sizes to model the speed of, separated by commas",
         "1",
         least=1,
         most=1024,
         whole=True,
     )
     bandwidth: float | None = option(
-        "GB per second of a processor whose speeds are modelled, with --flops; default: this machine is measured",
+        "memory bandwidth in GB/s of the processor to model, with --flops; default: this machine, measured",
         None,
         above=0,
         most=1e6,
     )
     flops: float | None = option(
-        "10^12 operations per second of that processor", None, above=0, most=1e6
+        "TFLOP/s of the processor to model, with --bandwidth", None, above=0, most=1e6
     )
     temperature: str = option("temperatures, separated by commas", "0.3,0.6,1", least=0, most=100)
     top_k: int = reuse_option(AcceptanceConfig, "top_k", 0)

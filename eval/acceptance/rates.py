@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,13 @@ from treespec.eval.acceptance.sources import (
     collect_logits,
     load_published_distributions,
 )
-from treespec.eval.acceptance.table import Row, build_acceptance_report
+from treespec.eval.acceptance.table import Row, build_acceptance_page
 from treespec.eval.common import ProgressStep, Report, ignore_report
+from treespec.eval.header import get_today
 from treespec.eval.intervals import Figure, Z, compute_t_quantile
-from treespec.eval.report import render_markdown, render_page
-from treespec.files.atomic import locked, write_json, write_text
+from treespec.eval.page import write_page
+from treespec.files.atomic import locked, write_json
+from treespec.files.distribution import find_version
 from treespec.sampling.probs import SamplingParams, compute_probs
 from treespec.verify.rates import bound_optimum, find_optimum, measure_rate
 from treespec.verify.registry import load_verifier
@@ -48,7 +49,8 @@ def accept(config: AcceptanceConfig, report: Report = ignore_report) -> dict[str
 
     Returns:
         The content of OUT/acceptance.json: config; environment; left_out, for each scheme that does not fit the
-        reason; sweeps, the rows of each sweep (`build_rate_rows`).
+        reason; left_out_draws, the numbers of draws where it does not; sweeps, the rows of each sweep
+        (`build_rate_rows`).
 
     Raises:
         InputError: bad input.
@@ -70,29 +72,33 @@ def accept(config: AcceptanceConfig, report: Report = ignore_report) -> dict[str
         generator = torch.Generator(device)
         generator.manual_seed(config.seed)
         left_out: dict[str, str] = {}
+        left_out_draws: dict[str, list[int]] = defaultdict(list)
         tables: dict[AcceptanceConfig, list[Row]] = defaultdict(list)
         for done, (sweep, case, schemes) in enumerate(cases):
             text = f"rates at temperature {case.temperature:g} of {case.draws} draws"
             report(ProgressStep(done, len(cases), text))
             case_rates, refusals = compute_scheme_rates(logits, sweep, case, schemes, generator)
             left_out = refusals | left_out
+            for name in refusals:
+                if case.draws not in left_out_draws[name]:
+                    left_out_draws[name].append(case.draws)
             if not case_rates:
                 raise InputError("; ".join(refusals.values()))
             tables[sweep] += build_rate_rows(case_rates, case, logits)
 
         # 3. The files.
-        environment |= {"treespec": version("treespec"), "rates on": str(generator.device)}
+        environment |= {"treespec": find_version(), "rates on": str(generator.device)}
         result = {
             "config": asdict(config),
             "environment": environment,
+            "date": get_today(),
             "left_out": left_out,
+            "left_out_draws": dict(left_out_draws),
             "sweeps": list(tables.values()),
         }
         out = Path(config.out)
-        tables_and_notes = build_acceptance_report(result)
         write_json(out / "acceptance.json", result)
-        write_text(out / "acceptance.md", render_markdown(tables_and_notes))
-        write_text(out / "acceptance.html", render_page(tables_and_notes, "Acceptance rates"))
+        write_page(build_acceptance_page(result), out / "acceptance.html")
     return result
 
 

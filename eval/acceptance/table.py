@@ -8,21 +8,38 @@ distributions and a column for each method. τ has a table for each temperature,
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from treespec.eval.report import Cell, EvalReport, Plot, Table, list_notes, to_percent
+from treespec.eval.acceptance.config import AcceptanceConfig, TauConfig
+from treespec.eval.header import NOT_RECORDED, build_header
+from treespec.eval.report import Cell, EvalPage, EvalReport, Plot, Table, list_notes, to_percent
 
 Row = dict[
     str, Any
 ]  # as `treespec.eval.acceptance.rates.build_rate_rows` or `build_tau_rows` makes it
 FIGURE_KINDS = {  # field of a row -> heading of its table
     "rate": "Acceptance rate α in %",
-    "gap": "Below α* of its own draws, in points",
+    "gap": "Gap to the optimum, in points",
 }
+TAU_TITLE = "τ (tokens per cycle)"
 SHORT_LABELS = {"temperature": "T", "draws": "K"}
+METHOD_NAMES = {"α* tops and tail": "α*, top tokens + residual draw"}  # in a row -> in a table
 MAX_SHOWN_DEPTHS = 8  # a table has α at this many depths
 
 
+def build_acceptance_page(result: dict[str, Any]) -> EvalPage:
+    """Make the page of OUT/acceptance.json. Published distributions are no sample of questions."""
+    number = None
+    first_row = result["sweeps"][0][0]
+    if first_row["positions"] > 1:
+        number = first_row["groups"]
+    date = result.get("date", NOT_RECORDED)
+    header = build_header(
+        "acceptance", AcceptanceConfig, result["config"], result["environment"], number, date
+    )
+    return EvalPage("Acceptance rates", header, build_acceptance_report(result))
+
+
 def build_acceptance_report(result: dict[str, Any]) -> EvalReport:
-    """Make the report of acceptance rates, for OUT/acceptance.md, OUT/acceptance.html and the terminal."""
+    """Make the tables and notes of acceptance rates."""
     tables = []
     sampled = []
     for rows in result["sweeps"]:
@@ -30,9 +47,25 @@ def build_acceptance_report(result: dict[str, Any]) -> EvalReport:
             tables.append(build_sweep_table(rows, kind))
         sampled += [row for row in rows if row["noise"]]
     first = result["sweeps"][0][0]
-    return EvalReport(
-        tables, list_notes("acceptance/notes.txt", **result, sampled=sampled, first=first)
+    omitted = describe_omitted(result["left_out"], result.get("left_out_draws", {}))
+    notes = list_notes(
+        "acceptance/notes.txt", **result, sampled=sampled, first=first, omitted=omitted
     )
+    return EvalReport(tables, notes)
+
+
+def describe_omitted(
+    reasons: Mapping[str, str], draws: Mapping[str, Sequence[int]]
+) -> dict[str, list[str]]:
+    """Describe the schemes that were left out: "at K=2, 4" -> each with its reason, "single (…)"."""
+    omitted: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        place = ""
+        if name in draws:
+            place = f" at K={', '.join(map(str, draws[name]))}"
+        short_reason, _, _ = reason.removeprefix(f"verifier {name} ").partition(", not ")
+        omitted.setdefault(place, []).append(f"{name} ({short_reason})")
+    return omitted
 
 
 def build_sweep_table(rows: Sequence[Row], kind: str) -> Table:
@@ -40,13 +73,20 @@ def build_sweep_table(rows: Sequence[Row], kind: str) -> Table:
     are_distributions_given = set(rows[0]["at"]) > {"temperature", "draft", "draws"}
     lines: dict[str, dict[str, Cell]] = {}
     for row in rows:
-        line = row["method"]
+        line = name_method(row["method"])
         column = name_place(row["at"])
         if are_distributions_given:
             line, column = column, line
         if row[kind] is not None:
             lines.setdefault(line, {"": line})[column] = to_percent(row[kind])
     return Table(FIGURE_KINDS[kind], [""], list(lines.values()))
+
+
+def name_method(method: str) -> str:
+    """Format a scheme, or α* with how its draws are made, such as "α* with replacement"."""
+    for words, name in METHOD_NAMES.items():
+        method = method.replace(words, name)
+    return method
 
 
 def name_place(at: Mapping[str, Any]) -> str:
@@ -57,6 +97,20 @@ def name_place(at: Mapping[str, Any]) -> str:
             value = f"{coordinate:.3g}" if isinstance(coordinate, float) else coordinate
             words.append(f"{SHORT_LABELS.get(name, name)}={value}")
     return " ".join(words)
+
+
+def build_tau_page(result: Mapping[str, Any]) -> EvalPage:
+    """Make the page of OUT/tau.json."""
+    rows = result["rows"]
+    header = build_header(
+        "tau",
+        TauConfig,
+        result["config"],
+        result["environment"],
+        rows[0].get("questions"),
+        result.get("date", NOT_RECORDED),
+    )
+    return EvalPage("Tokens per cycle", header, report_of_tau(result))
 
 
 def report_of_tau(result: Mapping[str, Any]) -> EvalReport:
@@ -97,10 +151,10 @@ def plot_tau(
     for temperature in temperatures:
         title = f"τ by nodes, temperature {temperature:g}"
         lines = collect_plot_lines(result, labels, "nodes", temperature=temperature)
-        plots.append(Plot(title, "nodes", lines))
+        plots.append(Plot(title, "nodes of the tree", TAU_TITLE, lines))
     for tree in dict.fromkeys(row["tree"] for row in result["rows"]):
         lines = collect_plot_lines(result, labels, "temperature", tree=tree)
-        plots.append(Plot(f"τ by temperature, {tree}", "temperature", lines))
+        plots.append(Plot(f"τ by temperature, {tree}", "temperature", TAU_TITLE, lines))
     return [plot for plot in plots if max(map(len, plot.lines.values()), default=0) > 1]
 
 

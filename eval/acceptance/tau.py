@@ -35,14 +35,15 @@ from treespec.eval.acceptance.config import TauConfig
 from treespec.eval.acceptance.decoded import Decoded, build_roofline_cost, predict_cycle_seconds
 from treespec.eval.acceptance.drafted import DraftedTexts
 from treespec.eval.acceptance.path_probability import Pair, follow_pairs
-from treespec.eval.acceptance.table import report_of_tau
+from treespec.eval.acceptance.table import build_tau_page
 from treespec.eval.acceptance.tau_pairs import Costs, Measured, MeasuredPair, list_pairs
 from treespec.eval.acceptance.tau_rows import TauRow, TextTotals, build_tau_rows, tabulate_totals
 from treespec.eval.common import ProgressStep, Report, ignore_report
+from treespec.eval.header import get_today
 from treespec.eval.intervals import Array
-from treespec.eval.report import render_markdown, render_page
+from treespec.eval.page import write_page
 from treespec.eval.texts import Text, describe, load_or_write_texts, load_specs
-from treespec.files.atomic import locked, write_json, write_text
+from treespec.files.atomic import locked, write_json
 from treespec.sampling.probs import SamplingParams, compute_probs
 
 
@@ -94,12 +95,12 @@ def measure_tau(config: TauConfig, report: Report = ignore_report) -> dict[str, 
         result = {
             "config": asdict(config),
             "environment": describe(specs[0].target),
+            "date": get_today(),
             "left_out": left_out,
             "rows": rows,
         }
         write_json(out / "tau.json", result)
-        write_text(out / "tau.md", render_markdown(report_of_tau(result)))
-        write_text(out / "tau.html", render_page(report_of_tau(result), "Tokens per cycle"))
+        write_page(build_tau_page(result), out / "tau.html")
     return result
 
 

@@ -108,6 +108,7 @@ def build_tau_rows(
     Returns:
         The rows. Their figures have intervals over groups:
 
+        - questions: number of groups.
         - tau: tokens per cycle.
         - bound: the largest tau that any lossless verifier of the pair's draws can have; None if unknown.
         - draws: how the draws are made; None if the tree has no fixed shape.
@@ -162,6 +163,7 @@ def make_tau_row(
         "drafter": measured.drafter,
         "tree": pair.shape,
         "verifier": pair.verifier,
+        "questions": len(totals) - 1,
         "tau": compute_interval(tau),
         "bound": bound,
         "draws": draws,

@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import count, product
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -45,8 +46,11 @@ from treespec.eval.certify.samples import (
     list_ignored_settings,
 )
 from treespec.eval.certify.served import ServedEndpoint, ServedQuestion, read_reply_tokens, reply_of
+from treespec.eval.certify.table import build_certificate_page
 from treespec.eval.common import ProgressStep, Report, ignore_report
 from treespec.eval.config import CertifyConfig
+from treespec.eval.header import get_today
+from treespec.eval.page import write_page
 from treespec.eval.questions import load_questions
 from treespec.eval.texts import describe
 from treespec.files.atomic import check_writable, write_json
@@ -85,8 +89,14 @@ def certify(config: CertifyConfig, report: Report = ignore_report) -> dict[str, 
         verdict = examination.decide_verdict()
 
     # 3. The certificate.
-    certificate = {"config": asdict(config), "environment": describe(spec.target)} | verdict
-    write_json(config.out, certificate)
+    certificate: dict[str, Any] = {"config": asdict(config), "environment": describe(spec.target)}
+    certificate |= {"date": get_today()} | verdict
+    out = Path(config.out)
+    write_json(out, certificate)
+    write_page(
+        build_certificate_page(certificate),
+        out.with_name(out.name.removesuffix(".json") + ".html"),
+    )
     return certificate
 
 
@@ -140,7 +150,7 @@ class Examination:
         if config.json_schema:
             self.changes["json_schema"] = config.json_schema
         self.remember = True
-        if config.drafter and DrafterSpec.parse(config.drafter).cache_folder:
+        if config.source and DrafterSpec.parse(config.source).cache_folder:
             self.remember = False
 
         # 2. The groups of samples, and the number of samples of each.
@@ -244,7 +254,9 @@ class Examination:
 
         # 2. The certificate's fields.
         spec = self.spec
-        tree = self.config.drafter
+        tree = None
+        if spec.source:
+            tree = self.config.drafter
         if spec.policy:
             tree = repr(spec.policy)[:200]
         return {

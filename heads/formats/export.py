@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from treespec.errors import InputError
+from treespec.files.atomic import name_temporary, remove
 from treespec.heads.checkpoint import load_head, write_head
 from treespec.heads.folder import GGUF_FILE, check_new
 from treespec.heads.formats.gguf import write_gguf
@@ -87,7 +87,7 @@ def export(
     check_new(out)
 
     # 2. Write next to `out`, read back, compare, rename.
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    temporary = name_temporary(out)
     width = text.hidden_size
     try:
         head.check_target(text.num_hidden_layers, text.vocab_size, width, width)
@@ -114,7 +114,7 @@ def export(
     except OSError as error:
         raise InputError(f"cannot write {out}: {error.strerror or error}") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove(temporary)
     return Exported(head, compared, left_out)
 
 

@@ -182,7 +182,13 @@ def read_losses(out: str) -> Figures:
 
 def begin_training(data: str) -> Figures:
     """A training of a step on a file of conversations: how long they are, and the loss on them."""
-    options = TRAINING | {"data": data, "max_steps": 1, "from_head": "heads/eagle", "out": f"on-{Path(data).stem}"}
+    options = TRAINING | {
+        "recipe": "published",
+        "data": data,
+        "max_steps": 1,
+        "from_head": "heads/eagle",
+        "out": f"on-{Path(data).stem}",
+    }
     capture(f"train {to_words(options)}")
     return {"losses": read_losses(options["out"]), "sample": read_rows(f"{options['out']}/training/sample.jsonl")}
 

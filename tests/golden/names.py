@@ -293,7 +293,7 @@ def list_entry_points(known: Known) -> Known:
     """The groups of entry points that treespec reads, and the commands that it installs."""
     done = subprocess.run([sys.executable, "-c", ASKING], capture_output=True, text=True, cwd=ROOT)
     groups = json.loads(done.stdout.splitlines()[-1])
-    own = importlib.metadata.distribution("treespec").entry_points
+    own = importlib.metadata.distribution("treespec-llm").entry_points
     return [*groups, *(f"{point.group}: {point.name}" for point in own)]
 
 

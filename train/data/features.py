@@ -23,6 +23,7 @@ from treespec.model.target import Target
 from treespec.train.config import TrainConfig
 from treespec.train.data.batches import pad_rows
 from treespec.train.machine import whole
+from treespec.train.progress import PhaseProgress
 
 SHARD_CONVERSATIONS = 256  # conversations a file
 FEATURES_FORMAT = 3
@@ -113,15 +114,42 @@ def store(
         if own_shards:
             with whole(target, config, accelerator, "store its features") as full:
                 full.check_aux_layers(aux_layers)
-                for shard in own_shards:
-                    numbers = range(
-                        shard * SHARD_CONVERSATIONS,
-                        min((shard + 1) * SHARD_CONVERSATIONS, len(rows)),
-                    )
-                    features = compute_features(full, rows, aux_layers, numbers, config.batch_size)
-                    stored_features.write(shard, dict(features))
+                store_shards(
+                    config, full, rows, aux_layers, own_shards, stored_features, accelerator
+                )
         accelerator.wait_for_everyone()
     return stored_features
+
+
+def store_shards(
+    config: TrainConfig,
+    target: Target,
+    rows: list[Tensor],
+    aux_layers: tuple[int, ...],
+    shards: Sequence[int],
+    stored_features: StoredFeatures,
+    accelerator: Accelerator,
+) -> None:
+    """Compute and write some shards, and print how far that is. Arguments as for `store`; target: the whole one."""
+    shard_numbers = {shard: list_conversations(shard, len(rows)) for shard in shards}
+    total = 0
+    for numbers in shard_numbers.values():
+        total += sum(len(rows[i]) for i in numbers)
+    progress = PhaseProgress(accelerator, "storing features", total, "tokens")
+    stored_tokens = 0
+    for shard, numbers in shard_numbers.items():
+        features = {}
+        for name, row in compute_features(target, rows, aux_layers, numbers, config.forward_size):
+            features[name] = row
+            stored_tokens += len(row)
+            progress.update(stored_tokens)
+        stored_features.write(shard, features)
+
+
+def list_conversations(shard: int, conversations: int) -> range:
+    """List the numbers of the conversations in a shard. conversations: the number of all."""
+    first = shard * SHARD_CONVERSATIONS
+    return range(first, min(first + SHARD_CONVERSATIONS, conversations))
 
 
 def compute_inputs_digest(

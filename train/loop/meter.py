@@ -25,6 +25,10 @@ LINE_EVERY_STEPS = 20  # steps between lines
 LINE_EVERY_SECONDS = (
     30.0  # seconds between lines if steps are slow, and between lines on the terminal
 )
+LARGE_LOSS = (
+    1000.0  # a random head's is about ten times its --token-weight, and some of the features
+)
+RISE_FACTOR = 4.0  # further draft steps, which begin amid a run, multiply the loss by 2.5
 
 
 @final
@@ -43,6 +47,8 @@ class Meter:
         self.values: dict[str, list[Tensor]] = defaultdict(list)  # on their device
         self.since = place.seconds
         self.printed = -math.inf
+        self.lowest_loss = math.inf
+        self.has_commented = False
         if accelerator.is_main_process:
             write_text(path, "".join(iterate_lines_until(path, place.step)))
 
@@ -90,8 +96,24 @@ class Meter:
             self.printed = time.monotonic()
             remaining = timedelta(seconds=round(seconds / progress - seconds))
             accelerator.print(
-                f"step {step}: loss {line['total']:.3f}, {speed:,.0f} tokens/s, {remaining} left"
+                f"step {step}: loss {line['total']:,.3f}, {speed:,.0f} tokens/s, {remaining} left"
             )
+        self.comment_on_loss(line["total"])
+
+    def comment_on_loss(self, loss: float) -> None:
+        """Print once what a very large or a rising loss means."""
+        self.lowest_loss = min(self.lowest_loss, loss)
+        comment = ""
+        if loss > LARGE_LOSS:
+            comment = (
+                "this loss is very large: the head's states are far from the target's. If it does not fall "
+                "within a hundred steps, lower --learning-rate"
+            )
+        elif loss > RISE_FACTOR * self.lowest_loss:
+            comment = f"the loss has risen from {self.lowest_loss:,.3f}: lower --learning-rate"
+        if comment and not self.has_commented:
+            self.has_commented = True
+            self.accelerator.print(comment)
 
     def write(self, line: Mapping[str, object]) -> None:
         """Append a line to metrics.jsonl. Raises InputError if the disk is full."""

@@ -4,7 +4,7 @@ The head with the best validation is kept in the directory OUT/training/best, wh
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -26,10 +26,15 @@ from treespec.train.config import TrainConfig
 from treespec.train.data.prepare import Data
 from treespec.train.loop.meter import Meter
 from treespec.train.machine import whole
+from treespec.train.progress import PhaseProgress, TimeLimit
 from treespec.train.record import Record, Validation
 
 DRAFT_STEPS = 5  # draft steps of a validation
 DECODE_TOKENS = 64  # most tokens of a decoded answer
+# Shares of the time of a validation, after which a phase begins nothing further.
+HELD_OUT_TIME_SHARE = 0.35
+DECODED_TIME_SHARE = 0.5
+TRAINED_TIME_SHARE = 0.65
 
 
 class ValidationRow(NamedTuple):
@@ -96,9 +101,23 @@ class TrainingRun:
                 parameter.data = parameter.data.to(self.target.dtype)
         return head.eval()
 
-    def iterate_validation_rows(self, examples: Sequence[Example]) -> Iterator[ValidationRow]:
-        """Yield the conversations to validate on, with the target's features; at most `--validate-on` of them."""
-        for example in examples[: self.config.validate_on]:
+    def iterate_validation_rows(
+        self, examples: Sequence[Example], limit: TimeLimit
+    ) -> Iterator[ValidationRow]:
+        """Yield the conversations to validate on, with the target's features; at most `--validate-on` of them.
+
+        limit: after its share for held-out conversations no further one begins.
+        """
+        examples = examples[: self.config.validate_on]
+        progress = PhaseProgress(self.accelerator, "validating the head", len(examples))
+        for number, example in enumerate(examples):
+            if number and limit.is_over(HELD_OUT_TIME_SHARE):
+                self.accelerator.print(
+                    f"validated on {number} of {len(examples)} held-out conversations: the time is up"
+                )
+                return
+            if number:
+                progress.update(number)
             tokens = example.input_ids.to(self.target.output_device)
             features = self.target.compute_features(tokens[None], self.head.aux_layers, last=True)[
                 0
@@ -158,7 +177,12 @@ def validate(head: Head, target: Target, rows: Iterable[ValidationRow], steps: i
 
 @torch.no_grad()
 def measure_decoded_length(
-    head: Head, target: Target, prompts: Sequence[list[int]], steps: int, tokens: int
+    head: Head,
+    target: Target,
+    prompts: Sequence[list[int]],
+    steps: int,
+    tokens: int,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> float:
     """Measure tokens a cycle while answers to prompts are decoded at temperature 0 with chains of drafts.
 
@@ -170,30 +194,60 @@ def measure_decoded_length(
         prompts: the token ids of each prompt.
         steps: the number of tokens of a chain; a head may draft fewer.
         tokens: most tokens of an answer.
+        is_over: whether no further prompt shall be answered; the first always is.
     """
     spec = Spec(target, head, f"chain:{draft_steps(head, steps)}", "topk")
     total = Stats()
-    for answer in spec.generate(list(prompts), temperature=0.0, max_new_tokens=tokens):
+    for number, prompt in enumerate(prompts):
+        if number and is_over():
+            break
+        (answer,) = spec.generate([prompt], temperature=0.0, max_new_tokens=tokens)
         total.add(answer.stats)
     return total.acceptance_length
 
 
-def validate_head(run: TrainingRun) -> Validation:
-    """Validate the head as it will be served, on held-out conversations."""
+def validate_head(
+    run: TrainingRun, limit: TimeLimit, rows: list[ValidationRow] | None = None
+) -> Validation:
+    """Validate the head as it will be served, on held-out conversations.
+
+    Args:
+        run: the run.
+        limit: the time for it; one conversation is always read, and one prompt answered.
+        rows: the conversations that were read are appended to this list.
+    """
     config = run.config
     head = run.copy_as_served()
     with whole(run.target, config, run.accelerator, "validate the head") as target:
-        rows = replace(run, target=target).iterate_validation_rows(run.data.held_out)
-        result = validate(head, target, rows, DRAFT_STEPS)
+        held_out = replace(run, target=target).iterate_validation_rows(run.data.held_out, limit)
+        if rows is not None:
+            held_out = keep_rows(held_out, rows)
+        result = validate(head, target, held_out, DRAFT_STEPS)
         prompts = []
         for example in run.data.held_out[: config.decode_on]:
             answer = int(example.loss_mask.int().argmax())
             if 0 < answer < target.context_length // 2:  # the other half is for the answer
                 prompts.append(example.input_ids[:answer].tolist())
         if prompts:
-            decoded = measure_decoded_length(head, target, prompts, DRAFT_STEPS, DECODE_TOKENS)
+            decoded = measure_decoded_length(
+                head,
+                target,
+                prompts,
+                DRAFT_STEPS,
+                DECODE_TOKENS,
+                lambda: limit.is_over(DECODED_TIME_SHARE),
+            )
             result = replace(result, decoded_length=decoded)
         return result
+
+
+def keep_rows(
+    rows: Iterable[ValidationRow], kept_rows: list[ValidationRow]
+) -> Iterator[ValidationRow]:
+    """Yield the rows, and append each to `kept_rows`."""
+    for row in rows:
+        kept_rows.append(row)
+        yield row
 
 
 def look(run: TrainingRun, place: Place, meter: Meter) -> None:
@@ -201,7 +255,7 @@ def look(run: TrainingRun, place: Place, meter: Meter) -> None:
 
     Heads are compared by the decoded acceptance length, or by the predicted one if nothing was decoded.
     """
-    result = validate_head(run)
+    result = validate_head(run, TimeLimit(place.seconds))
     meter.write({"step": place.step, **asdict(result)})
     run.accelerator.print(f"step {place.step}: {result}")
     run.accelerator.log(result.to_figures(), step=place.step)

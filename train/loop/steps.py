@@ -35,8 +35,10 @@ from treespec.train.loop.meter import Meter
 from treespec.train.loop.run import TrainingRun, build_divergence_error, check_head_weights, look
 from treespec.train.losses.objectives import TrainingBatch
 from treespec.train.losses.tokens import Loss
+from treespec.train.verdict import measure_length, warn_of_passes
 
 MOST_WARM_UP = 0.1  # largest share of the run for the warm-up
+MOST_PREPARATION = 0.5  # largest share of --minutes that goes by before the first step
 # Skipped steps in a row that end a run. Loss scaling of float16 skips up to 16 while it finds its scale.
 IN_A_ROW = 20
 
@@ -160,10 +162,10 @@ def plan_run(run: TrainingRun) -> RunPlan:
     processes = run.accelerator.num_processes
     per_step = config.count_forwards(processes)
     lengths = [len(example.input_ids) for example in run.data.train]
-    batches_of = partial(split_epoch, lengths, config.batch_size * processes, config.seed)
+    batches_of = partial(split_epoch, lengths, config.forward_size * processes, config.seed)
     steps = config.max_steps
     if not steps:
-        steps = max(1, config.recipe.epochs * len(batches_of(0)) // per_step)
+        steps = max(1, config.hyperparameters.epochs * len(batches_of(0)) // per_step)
     return RunPlan(per_step, batches_of, Clock(steps, config.minutes))
 
 
@@ -186,19 +188,32 @@ def compute_ready_forwards(
             yield forward, run.data.features(forward.conversations)
 
 
-def run_training_steps(run: TrainingRun, after_step: Callable[[int], None]) -> Place:
+def run_training_steps(
+    run: TrainingRun, after_step: Callable[[int], None], prepared_seconds: float = 0.0
+) -> Place:
     """Run the remaining optimizer steps, with reports, checkpoints and validations.
 
-    after_step is called after each step with the number of finished steps. Returns the progress at the end.
-    Raises InputError for a run that diverges.
+    Args:
+        run: the run.
+        after_step: called after each step with the number of finished steps.
+        prepared_seconds: seconds since the start of the program; `--minutes` counts them, up to a half.
+            Default: 0.
+
+    Returns:
+        The progress at the end.
+
+    Raises:
+        InputError: for a run that diverges.
     """
     # 1. Load the last checkpoint, and plan the run.
     config = run.config
     accelerator = run.accelerator
-    recipe = run.config.recipe
+    recipe = run.config.hyperparameters
     place = checkpoints.load_checkpoint(run.folder, run.head, run.optimizer.optimizer)
     plan = plan_run(run)
     clock = plan.clock
+    place.seconds += count_preparation(config.minutes, prepared_seconds)
+    passes = PassesWarning(run)
     accelerator.gradient_accumulation_steps = plan.per_step
     timer = SharedTimer(accelerator, place.seconds)
     ready = compute_ready_forwards(run, plan, place.step)
@@ -226,6 +241,7 @@ def run_training_steps(run: TrainingRun, after_step: Callable[[int], None]) -> P
         skipped.check(place.step, progress == 1, run.folder)
         if progress == 1 or meter.is_due(place.step, place.seconds):
             meter.write_line(place.step, place.seconds, progress, rate)
+            passes.warn(round(place.step / progress))
 
         # 4. Validate and save, if they are due. The validation at the end of the run comes later.
         if progress < 1 and is_multiple(place.step, config.validate_every):
@@ -234,6 +250,34 @@ def run_training_steps(run: TrainingRun, after_step: Callable[[int], None]) -> P
             save_run_checkpoint(run, place)
         after_step(place.step)
     return place
+
+
+def count_preparation(minutes: float, prepared_seconds: float) -> float:
+    """Count the seconds of preparation that belong to a run of so many minutes: at most half; 0 without a limit."""
+    return min(prepared_seconds, MOST_PREPARATION * 60 * minutes)
+
+
+@dataclass
+class PassesWarning:
+    """Prints once that a run sees its texts too often.
+
+    Attributes:
+        run: the run.
+        is_printed: whether it was printed.
+    """
+
+    run: TrainingRun
+    is_printed: bool = False
+
+    def warn(self, steps: int) -> None:
+        """Print it if it holds. steps: the steps of the whole run, at its speed so far."""
+        if self.is_printed:
+            return
+        accelerator = self.run.accelerator
+        conversations = self.run.config.count_conversations(accelerator.num_processes)
+        for line in warn_of_passes(measure_length(steps, conversations, self.run.data).passes):
+            self.is_printed = True
+            accelerator.print(line)
 
 
 def is_multiple(step: int, every: int) -> bool:
@@ -284,7 +328,7 @@ def run_optimizer_step(
     # 2. Step in all processes or in none, because their weights must stay equal. A gradient scaler skips
     #    bad steps itself, and lowers its scale.
     total = torch.stack([loss.total for loss in losses]).sum().to(accelerator.device)
-    norm = accelerator.clip_grad_norm_(run.head.parameters(), run.config.recipe.clip)
+    norm = accelerator.clip_grad_norm_(run.head.parameters(), run.config.hyperparameters.clip)
     if norm is not None:
         total = total + norm.to(total.device)
     good = bool(accelerator.reduce(total, reduction="sum").isfinite())
@@ -306,7 +350,7 @@ def compute_forward_loss(run: TrainingRun, forward: Forward, features: Tensor, s
     config = run.config
     device = features.device
     seed = (config.seed * 1_000_003 + forward.batch) * 1009 + run.accelerator.process_index
-    if config.recipe.dropout:
+    if config.hyperparameters.dropout:
         torch.manual_seed(seed)  # `nn.Dropout` takes no generator
     rows = [run.data.train[i] for i in forward.conversations]
     lengths = torch.tensor([len(row.input_ids) for row in rows])

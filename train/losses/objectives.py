@@ -118,6 +118,7 @@ def compute_eagle_loss(
     total, parts = compute_token_losses(
         guesses, build_target_teacher(target, target_states, rows), places, config.loss
     )
+    assert config.token_weight is not None, "the recipe sets it"
     total = config.token_weight * total
 
     # 3. The loss between features, of each step.

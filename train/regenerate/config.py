@@ -47,13 +47,13 @@ class RegenerateConfig(ModelOptions, SamplingOptions):
         choices=QUESTION_FILTERS,
     )
     question_tokens: int = option(
-        "most tokens of a question; a longer one ends its conversation before it",
+        "maximum number of tokens of a question; a longer one ends its conversation before it",
         512,
         least=1,
         most=MAX_TEXT_TOKENS,
     )
     max_length: int = option(
-        "most tokens of a conversation; a question that might lead beyond ends it before",
+        "maximum number of tokens of a conversation; it ends before a question that might exceed this",
         2048,
         least=3,
         most=MAX_TEXT_TOKENS,

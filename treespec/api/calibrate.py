@@ -1,5 +1,7 @@
 """Fit a head's calibration on text: from the probabilities of its drafts to their acceptance rates."""
 
+import math
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -22,6 +24,8 @@ Row = tuple[Tensor, Tensor, Tensor]  # tokens [T], whether each counts [T] bool,
 
 CALIBRATED_TEMPERATURES = (0.3, 0.6, 1.0)
 SHARPNESS_FACTORS = tuple(1 + i / 10 for i in range(11))
+SHARPNESS_TIME_SHARE = 0.2  # of the time of a calibration, for the factors of the draft logits
+CHOICES_TIME_SHARE = 0.4  # for these and the model of greedy choices
 RATE_PROMPTS = 12  # completions over which acceptance rates are counted
 CALIBRATED_RANKS = 5  # most likely tokens of a node that the model learns from
 
@@ -32,6 +36,7 @@ def calibrate(
     rows: Sequence[Row],
     depth: int = 6,
     positions: int = 1500,
+    seconds: float = math.inf,
 ) -> Calibration:
     """Fit a calibration on text that the target would write.
 
@@ -41,14 +46,20 @@ def calibrate(
         rows: Passages of text with the target's features. Tokens that do not count are skipped.
         depth: Draft steps. Default: 6.
         positions: The most positions for each draft step and temperature. Default: 1500.
+        seconds: About the time that it may take: later passages are left out. A passage for each part is
+            always read. Default: no limit.
 
     Raises:
         InputError: If the text is too short.
     """
     # 1. The factors of the draft logits, and the model of greedy choices.
     depth = draft_steps(head, depth)
-    sharpness = fit_sharpness(head, target, rows, depth, positions // 3)
-    samples = list(iterate_choices(iterate_draft_steps(head, target, rows, depth, positions)))
+    started = time.monotonic()
+    end = started + SHARPNESS_TIME_SHARE * seconds
+    sharpness = fit_sharpness(head, target, rows, depth, positions // 3, end)
+    end = started + CHOICES_TIME_SHARE * seconds
+    draft_rows = iterate_draft_steps(head, target, rows, depth, positions, end=end)
+    samples = list(iterate_choices(draft_rows))
     if not samples or not len(samples[0][0]):
         raise InputError("the text is too short to calibrate a head on: give longer conversations")
     features = torch.cat([step_features for step_features, _, _ in samples])
@@ -66,8 +77,11 @@ def calibrate(
         first_counted = int(counts.int().argmax())
         size = min(max(first_counted, 1), half_context)
         prompts.append(tokens[:size].tolist())
-    for temperature in (GREEDY_TEMPERATURE,) + CALIBRATED_TEMPERATURES:
-        rates = measure_draw_rates(target, proposer, prompts, temperature, calibration)
+    temperatures = (GREEDY_TEMPERATURE,) + CALIBRATED_TEMPERATURES
+    for number, temperature in enumerate(temperatures, start=1):
+        share = CHOICES_TIME_SHARE + (1 - CHOICES_TIME_SHARE) * number / len(temperatures)
+        end = started + share * seconds
+        rates = measure_draw_rates(target, proposer, prompts, temperature, calibration, end=end)
         calibration.rates[f"{temperature:g}"] = rates
     return calibration
 
@@ -97,6 +111,7 @@ def iterate_draft_steps(
     depth: int,
     positions: int,
     sharpness: tuple[float, ...] = (),
+    end: float = math.inf,
 ) -> Iterator[CalibrationStep]:
     """Run a head along each passage and yield its draft steps.
 
@@ -107,10 +122,13 @@ def iterate_draft_steps(
         depth: Draft steps.
         positions: The most positions for each draft step; later passages are left out.
         sharpness: For each draft step the factor of its logits, from a calibration. Default: none.
+        end: The time of `time.monotonic` after which no further passage begins. Default: none.
     """
+    passages = 0
     for tokens, counts, target_features in rows:
-        if len(tokens) < depth + 3 or positions <= 0:
+        if len(tokens) < depth + 3 or positions <= 0 or (passages and time.monotonic() > end):
             continue
+        passages += 1
         features, last = target.split_features(target_features, head.aux_layers)
         target_logits = target.compute_output_logits(last)  # [T, V], row t is for token t + 1
         steps = roll_out_drafts(head, target, tokens, features, depth, sharpness)
@@ -124,7 +142,12 @@ def iterate_draft_steps(
 
 @torch.no_grad()
 def fit_sharpness(
-    head: Head, target: Target, rows: Sequence[Row], depth: int, positions: int
+    head: Head,
+    target: Target,
+    rows: Sequence[Row],
+    depth: int,
+    positions: int,
+    end: float = math.inf,
 ) -> tuple[float, ...]:
     """Find for each draft step the factor of its logits at which most drafts are accepted.
 
@@ -132,7 +155,7 @@ def fit_sharpness(
     CALIBRATED_TEMPERATURES. The arguments are those of `iterate_draft_steps`.
     """
     accepted = torch.zeros(depth, len(SHARPNESS_FACTORS), dtype=torch.float64)
-    for step in iterate_draft_steps(head, target, rows, depth, positions):
+    for step in iterate_draft_steps(head, target, rows, depth, positions, end=end):
         for temperature in CALIBRATED_TEMPERATURES:
             params = SamplingParams(temperature)
             p = compute_probs(step.target[step.chosen], params)
@@ -207,6 +230,7 @@ def measure_draw_rates(
     temperature: float,
     calibration: Calibration | None = None,
     tokens: int = 48,
+    end: float = math.inf,
 ) -> tuple[float, ...]:
     """Count, over completions of prompts, how often the k-th draw without replacement is accepted.
 
@@ -217,6 +241,7 @@ def measure_draw_rates(
         temperature: Of the completions; at least GREEDY_TEMPERATURE is used.
         calibration: The head's, for the sharpness of its logits. Default: none.
         tokens: The most tokens of a completion. Default: 48.
+        end: The time of `time.monotonic` after which no further completion begins. Default: none.
 
     Returns:
         [K] probability that the k-th draw is accepted. Draws that were never verified have no rate.
@@ -242,6 +267,8 @@ def measure_draw_rates(
     # 1. Decode and count.
     spec = Spec(target, proposer, tree, "rrs-wo", calibration=calibration)
     for seed, prompt in enumerate(prompts):
+        if seed and time.monotonic() > end:
+            break
         request = spec.request(
             list(prompt),
             seed=seed,

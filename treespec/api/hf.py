@@ -77,7 +77,7 @@ class Trees:
     trees do not support, and names the option.
 
     Args:
-        head: As for `treespec.load`. Give exactly one of head and drafter.
+        head: As for `treespec.load`. Without head and drafter the text itself drafts.
         tree: As for `treespec.load`.
         verifier: As for `treespec.load`.
         drafter: As for `treespec.load`.
@@ -98,8 +98,8 @@ class Trees:
         drafter: str | None = None,
         streamer: BaseStreamer | None = None,
     ) -> None:
-        if (head is None) == (drafter is None):
-            raise InputError("give Trees exactly one of head= and drafter=")
+        if head is not None and drafter is not None:
+            raise InputError("Trees got both head= and drafter=: leave out one")
         self.head = head
         self.tree = tree
         self.verifier = verifier

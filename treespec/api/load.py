@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from treespec.api.options import ModelOptions
 from treespec.api.spec import Spec
-from treespec.demo.known import choose_default_drafter
+from treespec.demo.known import NO_DRAFTER, choose_default_drafter, choose_head
 from treespec.draft.calibration import Calibration, load_calibration
 from treespec.draft.source import DraftSource, load_source
 from treespec.draft.spec import DrafterSpec
@@ -58,15 +58,15 @@ def load(
         target: Directory, hub id, `demo`, or a loaded transformers model. A loaded model stays usable,
             but changes for good: evaluation mode, no gradients, attention that takes trees. Its
             weights do not change; those of a model loaded here are packed on a CPU if that is faster.
-        head: Directory or hub id of a trained head of any kind, or `demo` for the one that comes with
-            treespec. Default: see `drafter`.
+        head: Directory or hub id of a trained head of any kind, `auto` for the published head of the
+            target (`treespec heads`), or `demo` for the one that comes with treespec. Default: see `drafter`.
         tree: A form of `treespec.trees.policy.TREE_SYNTAX`. Default: chosen for the verifier.
         verifier: A name of `treespec.verify.facts.VERIFIER_NAMES`. Default: `auto`.
         tokenizer: Default: the one in the target's directory. With a model object and no tokenizer,
             prompts and answers are token ids.
         drafter: `kind:value` instead of a head, with a kind of `treespec.draft.registry.DRAFTERS`.
-            Default: for `demo` its head and a suffix cache of the sequence; other targets decode one
-            token at a time.
+            `none` decodes one token at a time. Default: `suffix:tokens=0`, which drafts from the
+            sequence at hand; for `demo` its head as well.
         allow_lossy: Whether the verifier may change the distribution of the text.
         template: Chat template of fschat by name. Default: the tokenizer's own.
         device_map: As in transformers.
@@ -86,12 +86,17 @@ def load(
     if spec is not None:
         tree = spec.choose_tree(tree)
 
-    # 2. The target, and what drafts for it.
+    # 2. The target, and what drafts for it. The default drafter gives way if the target cannot score trees.
     placement = Placement(load_in, revision, trust_remote_code, dtype, device_map, max_memory)
-    if spec is None:
-        model, _ = load_parsed(target, [], placement, tokenizer)
+    specs = []
+    if spec is not None:
+        specs.append(spec)
+    is_default = head is None and drafter in (None, choose_default_drafter(target))
+    needs_trees = spec is not None and not is_default
+    model, sources = load_parsed(target, specs, placement, tokenizer, needs_trees)
+    if spec is None or not sources:
         return Spec(model, None, tree, verifier, template, allow_lossy)
-    model, (source,) = load_parsed(target, [spec], placement, tokenizer)
+    (source,) = sources
     calibration = read_calibration(source, spec)
     return Spec(model, source, tree, verifier, template, allow_lossy, calibration)
 
@@ -104,13 +109,13 @@ def parse_drafter(
     """Parse the drafter that `load`'s arguments name; None means one token at a time. Raises InputError."""
     if head and drafter:
         raise InputError(f"both --head {head} and --drafter {drafter} are given: leave out one")
-    if head is None and drafter is None:
-        drafter = choose_default_drafter(target)
-    if drafter:
-        return DrafterSpec.parse(drafter)
     if head:
-        return DrafterSpec.parse(f"head:{fspath(head)}")
-    return None
+        return DrafterSpec.parse(f"head:{choose_head(target, fspath(head))}")
+    if not drafter:
+        drafter = choose_default_drafter(target)
+    if drafter == NO_DRAFTER:
+        return None
+    return DrafterSpec.parse(drafter)
 
 
 def load_options(options: ModelOptions) -> Spec:
@@ -137,16 +142,20 @@ def load_parsed(
     drafters: Sequence[DrafterSpec],
     placement: Placement,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    needs_trees: bool = True,
 ) -> tuple[Target, list[DraftSource]]:
-    """Load a target, and the source of drafts for each parsed drafter. target, tokenizer: as for `load`."""
+    """Load a target, and the source of drafts for each parsed drafter. target, tokenizer: as for `load`.
+
+    needs_trees: whether to refuse a target whose trees fail their check. With False it gets no source then.
+    """
     # 1. The target.
     target = unwrap_adapter(target)
     if isinstance(target, PreTrainedModel):
         refuse_placement(placement)
         with alone_with([target]):
-            model = Target(target, tokenizer)
+            model = Target(target, tokenizer, needs_trees=needs_trees)
     elif isinstance(target, str | PathLike):
-        model = read_target(fspath(target), placement)
+        model = read_target(fspath(target), placement, needs_trees)
         if tokenizer is not None:
             model.tokenizer = tokenizer
     else:
@@ -155,7 +164,9 @@ def load_parsed(
         )
 
     # 2. Sources are loaded first: they copy weights of the target, which packing would change.
-    sources = [load_source(spec, model) for spec in drafters]
+    sources = []
+    if not model.tree_obstacle:
+        sources = [load_source(spec, model) for spec in drafters]
     if model.model is not target:  # the weights of the caller's model do not change
         pack(model.model)
         fuse(model.model)
@@ -168,8 +179,8 @@ def load_parsed(
     return model, sources
 
 
-def read_target(path: str, placement: Placement) -> Target:
-    """Load a target from its directory or hub id.
+def read_target(path: str, placement: Placement, needs_trees: bool = True) -> Target:
+    """Load a target from its directory or hub id. needs_trees: as for `Target`.
 
     On a CPU without bfloat16 instructions, quantised weights are read with dtype float32, because
     products in float32 are faster there.
@@ -177,7 +188,7 @@ def read_target(path: str, placement: Placement) -> Target:
     is_slow = is_only_cpu(placement.device_map) and not has_bfloat16_instructions()
     if is_slow and placement.load_in and placement.dtype == "auto":
         placement = replace(placement, dtype="float32")
-    return Target.load(path, placement)
+    return Target.load(path, placement, needs_trees)
 
 
 def is_only_cpu(device_map: Any) -> bool:

@@ -5,7 +5,15 @@ A configuration declares a shared option again only if its default or its meanin
 
 from dataclasses import dataclass, fields
 
-from treespec.demo.known import DEMO_NAME, choose_default_drafter, find_head_for
+from treespec.demo.known import (
+    AUTO_HEAD,
+    DEMO_NAME,
+    NO_DRAFTER,
+    TEXT_DRAFTER,
+    choose_default_drafter,
+    choose_head,
+    find_head_for,
+)
 from treespec.draft.registry import DRAFTER_FORMS, find_head_place
 from treespec.engine.options import RequestOptions
 from treespec.errors import InputError
@@ -27,7 +35,8 @@ from treespec.trees.policy import list_examples
 from treespec.verify.facts import LOSSY_SCHEMES, VERIFIER_NAMES
 
 DRAFTER_HELP = (
-    f"drafter instead of --head: {DRAFTER_FORMS}; suffix+eagle:HEAD and the like draft from both"
+    f"drafter instead of --head: {DRAFTER_FORMS}; suffix+eagle:HEAD and the like draft from both; "
+    f"{NO_DRAFTER}: one token at a time; default without --head: {TEXT_DRAFTER}, the text itself"
 )
 
 
@@ -69,9 +78,9 @@ class VariantOptions(CommandOptions):
         "run Python files from the target's directory or repository; read them first", False
     )
     load_in: str | None = option(
-        f"form to hold the target's weights in: {join_or(LOAD_IN_FORMS)}; 4bit and 8bit by "
+        f"quantisation of the target's weights:  {join_or(LOAD_IN_FORMS)}; 4bit and 8bit by "
         "bitsandbytes, fp8 and int8 by torchao, FILE a path or a name beside the target's files; "
-        "default: as its files hold them",
+        "default: as in its files",
         None,
     )
     revision: str | None = option(
@@ -129,7 +138,9 @@ class DrafterOptions(CommandOptions):
     PANEL = "Drafting"
 
     head: str | None = option(
-        f"draft head: a directory, a hub id, or {DEMO_NAME} for the one that treespec brings", None
+        f"draft head: a directory, a hub id, {AUTO_HEAD} for the published head of the target, or "
+        f"{DEMO_NAME} for the bundled one",
+        None,
     )
     drafter: str | None = option(DRAFTER_HELP, None)
     tree: str | None = option(f"{TREE_HELP}; default: chosen for the verifier", None)
@@ -142,22 +153,25 @@ class DrafterOptions(CommandOptions):
             raise InputError(
                 f"both --head {self.head} and --drafter {self.drafter} are given: leave out one"
             )
-        if self.source is None:
-            object.__setattr__(
-                self, "drafter", choose_default_drafter(getattr(self, "target", None))
-            )
+        target = getattr(self, "target", None)
+        if self.head is not None:
+            object.__setattr__(self, "head", choose_head(target, self.head))
+        elif self.drafter is None:
+            object.__setattr__(self, "drafter", choose_default_drafter(target))
 
     @property
     def source(self) -> str | None:
-        """The drafter as `kind:value`; None if there is none."""
-        if self.head is None:
-            return self.drafter
-        return f"head:{self.head}"
+        """The drafter as `kind:value`; None for one token at a time."""
+        if self.head is not None:
+            return f"head:{self.head}"
+        if self.drafter == NO_DRAFTER:
+            return None
+        return self.drafter
 
     def check_one_source(self) -> None:
-        """Raise InputError if neither `head` nor `drafter` is given."""
+        """Raise InputError for `--drafter none`."""
         if self.source is None:
-            raise InputError("give --head or --drafter")
+            raise InputError(f"--drafter {NO_DRAFTER} drafts nothing: name a drafter or a --head")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,9 +184,10 @@ class HeadOptions(CommandOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        head = find_head_for(getattr(self, "target", None))
+        target = getattr(self, "target", None)
+        head = find_head_for(target)
         if self.head is not None:
-            head = find_head_place(self.head)
+            head = find_head_place(choose_head(target, self.head))
         object.__setattr__(self, "head", head)
 
     def check_head(self) -> None:
@@ -183,7 +198,7 @@ class HeadOptions(CommandOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(TargetOptions, PlacementOptions, DrafterOptions):
-    """The target and its drafter. Without a drafter it decodes one token at a time."""
+    """The target and its drafter. Without a head the text itself drafts."""
 
 
 @dataclass(frozen=True, kw_only=True)

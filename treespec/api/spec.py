@@ -1,5 +1,6 @@
 """The public API: `load` a target and a head, `generate` and `stream`."""
 
+import re
 from pathlib import Path
 from typing import Any, TypeAlias, Unpack, cast, final, overload
 
@@ -83,6 +84,8 @@ class Spec:
             self.times: CostBy = measure_costs(target, None, times)
             self.decoder = Decoder(target, None, verifier)
             return
+        if target.tree_obstacle:
+            raise InputError(target.tree_obstacle)
         self.source = as_source(source, target)
         self.times = measure_costs(target, self.proposer, times)
         drafter = self.source.build_drafter(tree, verifier, calibration, self.times)
@@ -113,6 +116,15 @@ class Spec:
             names.append(str(self.policy))
         names.append(f"verifier {self.verifier.name}")
         return names
+
+    @property
+    def drafting_sentence(self) -> str:
+        """What drafts, for people, such as `drafts come from the text (suffix), verifier auto`."""
+        if self.source is None:
+            return "one token at a time, without drafts"
+        name, *details = self.drafting_names
+        name = re.sub(r"^suffix\b", "the text (suffix)", name)
+        return f"drafts come from {', '.join([name, *details])}"
 
     @property
     def sharpness(self) -> tuple[float, ...]:

@@ -3,7 +3,6 @@
 Only names and options are imported here; torch and transformers load inside the command that runs.
 """
 
-import importlib.metadata
 import io
 import logging
 import os
@@ -16,9 +15,11 @@ import typer
 
 from treespec.cli import answer, datastore, make, measure
 from treespec.cli.chat import chat
+from treespec.cli.heads import list_heads
 from treespec.cli.terminal import end_notice
 from treespec.cli.words import CommandGroup, explain_unknown_command, explain_unknown_option
 from treespec.errors import get_first_line, is_input_error
+from treespec.files.distribution import find_version
 from treespec.files.printable import to_one_line
 from treespec.files.quiet import NOISY_LOGGERS
 from treespec.kernels.allocator import keep_freed_memory
@@ -41,12 +42,14 @@ app.command("eval")(measure.evaluate)
 app.command()(measure.acceptance)
 app.command()(answer.generate)
 app.command()(answer.trace)
+app.command("heads")(list_heads)
 app.command()(measure.calibrate)
 app.command()(measure.tree)
 app.command("skip-search")(measure.skip_search)
 app.command()(measure.doctor)
 app.command()(measure.certify)
 app.command()(measure.tau)
+app.command("report")(measure.rebuild_report)
 app.command()(answer.serve)
 app.command()(make.export)
 app.add_typer(datastore.app, name="datastore")
@@ -56,7 +59,7 @@ app.command()(answer.quickstart)
 def show_version(wanted: bool) -> None:
     """Print the version and exit, if --version is given."""
     if wanted:
-        print(f"treespec {importlib.metadata.version('treespec')}")
+        print(f"treespec {find_version()}")
         raise typer.Exit
 
 

@@ -5,20 +5,21 @@ import shlex
 import socket
 import sys
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treespec.api.options import DemoOptions, ModelOptions, TargetOptions
 from treespec.cli.early import begin_answers, check_inputs_early
 from treespec.cli.early_requests import check_request
+from treespec.cli.endings import ClosingLines, end_answers, judge, print_ending
 from treespec.cli.libraries import import_libraries
 from treespec.cli.options import build_command
-from treespec.cli.terminal import end_notice, print_remark, read_standard_input
+from treespec.cli.terminal import end_notice, read_standard_input, show_notice
 from treespec.cli.wrapping import WordWrapper, find_terminal_width
 from treespec.demo.known import DEMO_NAME, choose_default_drafter
 from treespec.engine.options import RequestOptions
 from treespec.errors import InputError, describe_os_error
+from treespec.files.distribution import check_extra
 from treespec.files.printable import to_printable
 from treespec.options import (
     MAX_SEED,
@@ -63,6 +64,8 @@ def load_spec(config: ModelOptions) -> "Spec":
     from treespec.api.load import load_options
 
     spec = load_options(config)
+    show_notice("measuring what drafts cost here, once for each model and machine …")
+    spec.measure()
     end_notice()
     return spec
 
@@ -104,7 +107,8 @@ def generate(config: GenerateConfig) -> None:
         stats = print_stream(spec, prompts[0], config)
     else:
         stats = print_answers(spec, prompts, config)
-    print_remark(format_stats(stats, explain=True))
+    figures = format_stats(stats, explain=True)
+    print_ending(end_answers(config, figures, stats.new_tokens, stats.cycles))
 
 
 def print_stream(spec: "Spec", prompt: "Single", config: GenerateConfig) -> "Stats":
@@ -174,7 +178,7 @@ def list_prompt_texts(prompts: "list[Single]") -> list[str]:
 @dataclass(frozen=True, kw_only=True)
 class TraceConfig(AnswerConfig):
     prompt: str = option("message to answer; - reads standard input", "-")
-    json: bool = option("print a JSON object a cycle, for tools", False)
+    json: bool = option("print a JSON object per cycle, for tools", False)
     raw: bool = reuse_option(GenerateConfig, "raw")
     max_new_tokens: int = reuse_option(AnswerConfig, "max_new_tokens", 64)
 
@@ -187,10 +191,7 @@ def trace(config: TraceConfig) -> None:
     """
     # 1. Refuse bad input before anything is loaded.
     prompt = read_prompt(config.prompt, config.raw)
-    if config.source is None:
-        raise InputError(
-            "a trace shows drafted trees, and nothing drafts: give --head or --drafter"
-        )
+    config.check_one_source()
     begin_answers(config, chats=not config.raw)
     check_request(config, list_prompt_texts([prompt]))
 
@@ -198,7 +199,7 @@ def trace(config: TraceConfig) -> None:
     spec = load_spec(config)
     from treespec.api.trace import trace as cycles_of
     from treespec.cli.trace import show
-    from treespec.engine.stats import TAU_MEANING
+    from treespec.engine.stats import format_tau
 
     tokens = 0
     count = 0
@@ -208,7 +209,8 @@ def trace(config: TraceConfig) -> None:
             print(json.dumps(cycle.to_json() | {"text": cycle.text}), flush=True)
         else:
             show(cycle, tokens / count)
-    print_remark(f"{tokens} tokens · τ {tokens / max(count, 1):.2f} ({TAU_MEANING})")
+    figures = format_tau(tokens, count)
+    print_ending(end_answers(config, figures, tokens, count))
 
 
 @build_command(ServeConfig)
@@ -217,17 +219,20 @@ def serve(config: ServeConfig) -> None:
 
     Ctrl-C or SIGTERM ends the server once running answers have finished.
     """
-    if find_spec("fastapi") is None:
-        raise InputError("the server needs fastapi and uvicorn: pip install 'treespec[serve]'")
+    check_extra("serve", "the server")
     begin_answers(config, words=False, chats=False)
     listening = bind_socket(config.host, config.port)
     spec = load_spec(config)
     spec.warm_up()
+    from treespec.engine.stats import format_tau
     from treespec.serve import run
 
     if config.target == DEMO_NAME and not config.name:
         config = replace(config, name=DEMO_NAME)
-    run.serve(spec, config, listening)
+    served = run.serve(spec, config, listening)
+    if served.tokens:
+        figures = format_tau(served.tokens, served.cycles)
+        print_ending(end_answers(config, figures, served.tokens, served.cycles))
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
@@ -259,13 +264,18 @@ class QuickstartConfig(CommandOptions):
 def quickstart(config: QuickstartConfig) -> None:
     """See a chat model answer faster, side by side, and verifiers measured, in about a minute."""
     # 1. Load the target. Without a head, drafts are looked up in the text itself.
-    drafter = choose_default_drafter(config.target) or "suffix:tokens=0"
+    drafter = choose_default_drafter(config.target)
     check_inputs_early(TargetOptions(target=config.target), [drafter], chats=True)
     import_libraries(config.target)
     from rich.console import Console
 
     from treespec.api.load import load
-    from treespec.cli.side_by_side import measure_verifiers, show_side_by_side
+    from treespec.cli.side_by_side import (
+        build_verifier_table,
+        explain_wide_trees,
+        measure_verifiers,
+        show_side_by_side,
+    )
 
     spec = load(config.target, drafter=drafter)
     end_notice()
@@ -274,15 +284,26 @@ def quickstart(config: QuickstartConfig) -> None:
 
     # 2. Compare one token at a time with treespec.
     console.print("2/3  Three questions at temperature 0, one token at a time and with treespec")
-    console.print(show_side_by_side(spec, config.max_new_tokens, console))
+    comparison = show_side_by_side(spec, config.max_new_tokens, console)
+    console.print(str(comparison))
 
     # 3. Compare verifiers. Look-up drafters have no draft distribution, so few verifiers apply.
     console.print("\n3/3  Verifiers on the same questions at temperature 1")
     verifiers = ["auto", "topk"]
     if spec.head:
         verifiers = ["auto", "single", "rrs-wo", "traversal", "block-optimal"]
-    console.print(measure_verifiers(spec, verifiers, config.max_new_tokens))
-    command = [str(Path(sys.executable).parent / "treespec"), "chat"]
+    totals = measure_verifiers(spec, verifiers, config.max_new_tokens)
+    console.print(build_verifier_table(totals))
+    explanation = explain_wide_trees(totals)
+    if explanation:
+        console.print(explanation)
+
+    # 4. Nothing is written, so the figures stand for it in the ending.
+    words = [str(Path(sys.executable).parent / "treespec"), "chat"]
     if config.target != DEMO_NAME:
-        command += ["--target", config.target, "--drafter", drafter]
-    console.print(f"\nNow talk to it: {shlex.join(command)}")
+        words += ["--target", config.target, "--drafter", drafter]
+    finding = f"treespec is {comparison.speedup:.2f} times as fast as one token at a time"
+    verdict = judge(comparison.speedup > 1, finding)
+    print_ending(
+        ClosingLines("Nothing was written: the figures are above", verdict, shlex.join(words))
+    )

@@ -16,6 +16,7 @@ import typer
 from treespec.cli.answer import AnswerConfig, load_spec
 from treespec.cli.early import begin_answers
 from treespec.cli.early_requests import check_request
+from treespec.cli.endings import end_answers, explain_cut, explain_no_gain, print_ending
 from treespec.cli.options import build_command
 from treespec.cli.terminal import build_prompt_reader
 from treespec.cli.wrapping import WordWrapper, find_terminal_width
@@ -61,7 +62,7 @@ class ChatConfig(AnswerConfig):
 
 @build_command(ChatConfig)
 def chat(config: ChatConfig) -> None:
-    """Chat with a target; drafted tokens are green, or underlined under NO_COLOR. /help: commands.
+    """Chat with a model; drafted tokens are green, or underlined under NO_COLOR. /help: commands.
 
     Through a pipe every line is a message. Answers go to standard output, figures to standard error.
     """
@@ -81,6 +82,7 @@ def chat(config: ChatConfig) -> None:
         try:
             run_line(conversation, read_line())
         except EOFError:
+            conversation.end()
             break
         except KeyboardInterrupt:  # on a terminal Ctrl-C ends only the line or the answer
             if not is_terminal:
@@ -95,10 +97,8 @@ def describe_chat(spec: "Spec") -> str:
     """Say who answers and what drafts, in a sentence each."""
     dtype = str(spec.target.dtype).removeprefix("torch.")
     answers = f"You are chatting with {spec.name}, in {dtype} on {spec.target.device}."
-    drafter, *details = spec.drafting_names
-    if not details:
-        return f"{answers} It decodes one token at a time, without drafts."
-    return f"{answers} Drafts come from {drafter} ({', '.join(details)})."
+    sentence = spec.drafting_sentence
+    return f"{answers} {sentence[0].upper()}{sentence[1:]}."
 
 
 def run_line(conversation: "ChatSession", line: str) -> None:
@@ -130,12 +130,14 @@ class ChatSession:
         config: the settings, which slash commands change.
         messages: the questions and answers so far, without the system message.
         total: summed figures of all answers, replaced ones included.
+        warned: whether it has said that the head's drafts do not pay.
     """
 
     spec: "Spec"
     config: ChatConfig
     messages: list[dict[str, str]] = field(default_factory=list)
     total: Stats = field(default_factory=Stats)
+    warned: bool = False
 
     @property
     def opening(self) -> list[dict[str, str]]:
@@ -148,7 +150,7 @@ class ChatSession:
     def last_message(self) -> str:
         """The last message of the user. Raises InputError if nothing has been asked."""
         if not self.messages:
-            raise InputError("nothing has been asked yet")
+            raise InputError("there is no message yet")
         return self.messages[-2]["content"]
 
     def show_answer(self, text: str, again: bool = False) -> None:
@@ -181,12 +183,27 @@ class ChatSession:
         if interrupted:
             notes.append("interrupted")
         if not reply:
-            notes.append("nothing was said, the turn is dropped")
+            notes.append("the answer is empty: the turn is dropped")
         if stats.truncated:
-            notes.append("cut: /max-new-tokens N, or /undo if the context is full")
+            notes.append(explain_cut(stats, self.config.max_new_tokens))
         note(" · ".join(notes) + "\n")
+        self.warn_if_unprofitable()
         if interrupted:
             raise KeyboardInterrupt
+
+    def warn_if_unprofitable(self) -> None:
+        """Say once that the drafts of a head do not pay in this conversation."""
+        warning = explain_no_gain(self.total)
+        if self.spec.head and warning and not self.warned:
+            self.warned = True
+            note(f"{warning}: treespec doctor looks for the reason\n")
+
+    def end(self) -> None:
+        """Print the ending of the conversation, if anything was answered."""
+        total = self.total
+        if total.cycles:
+            figures = format_stats(total, explain=True)
+            print_ending(end_answers(self.config, figures, total.new_tokens, total.cycles))
 
 
 def show_stream(stream: "Stream") -> bool:
@@ -310,7 +327,7 @@ def remove_last_turn(conversation: ChatSession, _: str) -> str:
     """Run /undo."""
     message = conversation.last_message
     conversation.messages = conversation.messages[:-2]
-    return f"forgotten: {to_one_line(message)}"
+    return f"removed: {to_one_line(message)}"
 
 
 def retry(conversation: ChatSession, _: str) -> str:
@@ -329,9 +346,9 @@ def show_stats(conversation: ChatSession, _: str) -> str:
 def save_chat(conversation: ChatSession, value: str) -> str:
     """Run /save: append the conversation as a line of JSON, which `treespec train --data` reads."""
     if not value:
-        raise InputError("where to? /save FILE")
+        raise InputError("/save needs a file name: /save FILE")
     if not conversation.messages:
-        raise InputError("nothing has been said yet")
+        raise InputError("there is no message to save yet")
     path = Path(value).expanduser().resolve()
     messages = conversation.opening + conversation.messages
     line = json.dumps({"messages": messages}, ensure_ascii=False).encode() + b"\n"
@@ -363,8 +380,8 @@ def leave(_: ChatSession, __: str) -> str:
 
 
 CHAT_COMMANDS = {
-    "/reset": ChatCommand(reset, "forget what was said; also /clear"),
-    "/undo": ChatCommand(remove_last_turn, "forget the last message and its answer"),
+    "/reset": ChatCommand(reset, "begin a new conversation; also /clear"),
+    "/undo": ChatCommand(remove_last_turn, "remove the last message and its answer"),
     "/retry": ChatCommand(retry, "answer the last message again"),
 }
 CHAT_COMMANDS |= {

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from treespec.api.options import TargetOptions
+from treespec.api.options import DemoOptions, TargetOptions
 from treespec.cli.early import check_data, check_inputs_early, check_text
+from treespec.cli.endings import ClosingLines, judge_training_tokens, print_ending, write_command
 from treespec.cli.options import build_command
 from treespec.cli.terminal import end_notice
 from treespec.cli.words import CommandGroup
@@ -40,7 +41,7 @@ class DatastoreConfig(TargetOptions):
 @app.command()
 @build_command(DatastoreConfig)
 def build(config: DatastoreConfig) -> None:
-    """Encode texts and sort them by what stands before each token, for --drafter rest:FOLDER."""
+    """Build the suffix index of texts that --drafter rest:FOLDER drafts from."""
     # 1. Check the options and files.
     from treespec.draft.lookup.datastore import DATASTORE_FILE
 
@@ -70,10 +71,10 @@ def build(config: DatastoreConfig) -> None:
     store = build_datastore(texts, len(tokenizer))
     write_datastore(store, file, hash_vocabulary(tokenizer))
     seconds = time.perf_counter() - started
-    print(
-        f"{len(store.slots)} tokens of {len(texts)} texts in {seconds:.1f} s. Draft from them with "
-        f"--drafter rest:{config.out}"
-    )
+    tokens = len(store.slots)
+    written = f"{file.parent} holds {tokens} tokens of {len(texts)} texts, after {seconds:.1f} s"
+    command = write_command("chat", DemoOptions, config, drafter=f"rest:{config.out}")
+    print_ending(ClosingLines(written, judge_training_tokens(tokens), command))
 
 
 def is_plain_text(source: str) -> bool:

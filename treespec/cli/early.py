@@ -73,14 +73,14 @@ def begin_answers(config: ModelOptions, words: bool = True, chats: bool = True) 
 
 
 def refuse_unused(tree: str | None, verifier: str) -> None:
-    """Raises InputError for `--tree` or `--verifier` without a drafter: they would change nothing."""
+    """Raises InputError for `--tree` or `--verifier` with `--drafter none`: they would change nothing."""
     unused = []
     if tree is not None:
         unused.append(f"--tree {tree}")
     if verifier != ModelOptions.verifier:
         unused.append(f"--verifier {verifier}")
     if unused:
-        raise InputError(f"{' and '.join(unused)}: nothing drafts; give --head or --drafter too")
+        raise InputError(f"{' and '.join(unused)}: --drafter none drafts nothing; leave out one")
 
 
 def find_folder(target: str) -> str:
@@ -128,15 +128,17 @@ def check_data(name: str, answered: bool = True) -> None:
     answered: as for `read_conversations`.
     """
     from treespec.text.conversations import read_conversations
-    from treespec.text.sources import count_source_bytes, get_hub_name, import_datasets
+    from treespec.text.sources import check_source_packages, count_source_bytes, get_hub_name
     from treespec.train.data.known import DATA_SETS
 
     if get_hub_name(name):
-        import_datasets(name)
+        check_source_packages(name)
     elif name not in DATA_SETS:
         check_readable(data=name)
         if (count_source_bytes(name) or 0) <= MOST_READ:
             read_conversations(name, answered, most=1)
+        else:
+            check_source_packages(name)
 
 
 def check_text(file: str | None, name: str = "text") -> None:

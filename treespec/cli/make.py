@@ -15,6 +15,13 @@ from treespec.cli.early import (
     check_inputs_early,
     find_folder,
 )
+from treespec.cli.endings import (
+    ClosingLines,
+    judge,
+    judge_training_tokens,
+    print_ending,
+    write_command,
+)
 from treespec.cli.options import build_command
 from treespec.cli.terminal import end_notice, print_remark, resumes, run_with_progress
 from treespec.demo.known import name_elsewhere
@@ -51,7 +58,7 @@ ENGINE_HELP = {
 
 @build_command(TrainConfig)
 def train(config: TrainConfig) -> None:
-    """Train a draft head for a target. Run it again after a kill and it goes on.
+    """Train a draft head for a target. The same command resumes a killed run.
 
     With several processes: accelerate launch -m treespec.train --target …
     """
@@ -72,9 +79,9 @@ def train(config: TrainConfig) -> None:
 
 @build_command(RegenerateConfig)
 def regenerate(config: RegenerateConfig) -> None:
-    """Let the target answer questions: a head learns most from the target's own words.
+    """Make training data: the target answers questions. A head learns most from such text.
 
-    Run it again after a kill and it goes on. Then: treespec train --data OUT/conversations.jsonl
+    The same command resumes a killed run. Then:  treespec train --data OUT/conversations.jsonl
     """
     check_folder(config.out)
     if config.data is not None:
@@ -84,7 +91,19 @@ def regenerate(config: RegenerateConfig) -> None:
     else:
         check_server("--endpoint", config.endpoint)
     with resumes(config.out):
-        print(run_with_progress(run_regenerate, config))
+        result = run_with_progress(run_regenerate, config)
+    print(result)
+    print_ending(end_regenerate(config, result))
+
+
+def end_regenerate(config: RegenerateConfig, result: "RegenerationResult") -> ClosingLines:
+    """Make the ending of `regenerate`: enough tokens to train on, or not."""
+    options = {"head": None, "data": str(result.path), "out": "heads/mine"}
+    options |= {"dtype": None, "device_map": None}
+    command = write_command("train", TrainConfig, config, **options)
+    return ClosingLines(
+        f"The answers are in {result.path}", judge_training_tokens(result.tokens), command
+    )
 
 
 def run_regenerate(
@@ -124,7 +143,7 @@ class ExportConfig(TargetOptions):
 
 @build_command(ExportConfig)
 def export(config: ExportConfig) -> None:
-    """Write a head in another project's format, compare it, and say how to serve it."""
+    """Write a head in another project's format, check its logits, and print the command that serves it."""
     from treespec.heads.formats.card import check_complete, write_served_card
 
     # 1. Check the options and paths.
@@ -159,9 +178,7 @@ def export(config: ExportConfig) -> None:
     exported = write(head, config.to, folder, target_config, embedding)
     end_notice()
     print_export(config, exported, source)
-    print(
-        f"Serve it with\n\n  {build_serve_command(config.to, exported.head, target_config, folder)}\n"
-    )
+    command = build_serve_command(config.to, exported.head, target_config, folder)
 
     # 3. Write the card, and push to the hub.
     published = Path(config.push or folder)
@@ -176,22 +193,22 @@ def export(config: ExportConfig) -> None:
     write_text(folder / "README.md", card)
     if config.push:
         push_export(folder, config.push, config.dry_run, card)
+    finding = f"read back it gives the same {exported.logits} logits: difference 0"
+    written = f"{folder} holds the {exported.head.kind} head for {ENGINE_HELP[config.to]}"
+    print_ending(ClosingLines(written, judge(True, finding), command))
 
 
 def print_export(config: ExportConfig, exported: "Exported", source: Path) -> None:
     """Print which head was written, and its parts that the format leaves out. source: folder of the head."""
-    print(
-        f"{Path(config.out)} holds the {exported.head.kind} head. Read back it gives the same "
-        f"{exported.logits} logits: difference 0."
-    )
     if exported.left_out is not None:
         print(
-            f"It drafts all tokens but {exported.left_out}, its mask token: of a head of all tokens "
-            f"{ENGINE_HELP[config.to]} would take the target's output layer, not the head's."
+            f"It drafts all tokens except its mask token, {exported.left_out}: for a head of the whole vocabulary "
+            f"{ENGINE_HELP[config.to]} would use the target's output layer, not the head's."
         )
     if (source / "draft_vocab.json").exists():
         print(
-            "draft_vocab.json has no place in the format: the engine drafts all tokens of the head"
+            f"{ENGINE_HELP[config.to]} cannot use the head's draft_vocab.json: it drafts from all tokens of the "
+            "head, which is slower"
         )
 
 

@@ -1,7 +1,7 @@
-"""The commands that measure: eval, certify, acceptance, tau, calibrate, tree, skip-search, doctor."""
+"""The commands that measure: eval, certify, acceptance, tau, calibrate, tree, skip-search, doctor, report."""
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -12,6 +12,17 @@ from treespec.cli.early import (
     check_text,
 )
 from treespec.cli.early_requests import check_request
+from treespec.cli.endings import print_ending
+from treespec.cli.measure_endings import (
+    end_acceptance,
+    end_calibrate,
+    end_certify,
+    end_doctor,
+    end_eval,
+    end_skip_search,
+    end_tau,
+    end_tree,
+)
 from treespec.cli.options import build_command
 from treespec.cli.terminal import print_remark, resumes, run_with_progress, show_notice, show_result
 from treespec.draft.preflight import check_there
@@ -37,6 +48,7 @@ from treespec.files.atomic import check_folder, check_writable
 from treespec.files.openai_client import check_server
 from treespec.files.printable import to_one_line
 from treespec.heads.registry import count_folder_levels
+from treespec.options import join_or
 
 
 @build_command(EvalConfig)
@@ -60,17 +72,16 @@ def evaluate(config: EvalConfig) -> None:
 
     # 2. Measure, and show the report; with several processes only the first one has it.
     from treespec.eval.benchmark import evaluate as run
-    from treespec.eval.tables import build_eval_report
+    from treespec.eval.tables import build_eval_page
 
     with resumes(config.out):
         summary = run_with_progress(run, config)
     if summary is not None:
         for problem in summary["left_out"]:
             print_remark(f"left out: {problem}")
-        show_result(build_eval_report(summary))
-        print_remark(
-            f"Ledger and report are in {Path(config.out).resolve()}; look at report.html there"
-        )
+        page = build_eval_page(summary)
+        show_result(page.report, page.header)
+        print_ending(end_eval(config, summary["rows"]))
 
 
 @build_command(CertifyConfig)
@@ -96,7 +107,9 @@ def certify(config: CertifyConfig) -> None:
         print(
             f"Left out on both sides of the model's own generation config: {', '.join(left_out)}."
         )
-    print(f"{format_verdict(certificate)} Report: {Path(config.out).resolve()}")
+    verdict = format_verdict(certificate)
+    print(verdict)
+    print_ending(end_certify(config, certificate, verdict))
     if not certificate["passed"]:
         raise typer.Exit(1)
 
@@ -140,20 +153,20 @@ def print_precision(certificate: dict[str, Any], config: CertifyConfig) -> None:
 def format_verdict(certificate: dict[str, Any]) -> str:
     """Format the verdict, with the smallest fault that the samples would have shown."""
     if not certificate["passed"]:
-        return f"NOT certified: {certificate['verifier']}."
+        return f"Fault found: {certificate['verifier']}."
     sampled = certificate["tests"][1:]
     unit = "tokens"
     if len(sampled) == 1:
         unit = "texts"
     return (
-        f"Certified: {certificate['verifier']}. At {sampled[0]['samples']:,} {unit} faults that shift "
-        f"less than {sampled[0]['finds']:.1%} of the probability may stay hidden."
+        f"No fault found: {certificate['verifier']}. {sampled[0]['samples']:,} {unit} would show shifts of more than "
+        f"{sampled[0]['finds']:.1%} of the probability."
     )
 
 
 @build_command(AcceptanceConfig)
 def acceptance(config: AcceptanceConfig) -> None:
-    """Measure the acceptance rates of verifiers on a head's drafts, beside the optimum α*."""
+    """Measure the acceptance rates of verifiers on a head's drafts, and the optimum α*."""
     check_folder(config.out)
     check_text(config.text)
     check_questions(config.questions)
@@ -168,32 +181,35 @@ def acceptance(config: AcceptanceConfig) -> None:
                 f"--step is {config.step}, the head {config.head} drafts {deepest} tokens ahead"
             )
     from treespec.eval.acceptance.rates import accept
-    from treespec.eval.acceptance.table import build_acceptance_report
+    from treespec.eval.acceptance.table import build_acceptance_page
 
-    show_result(build_acceptance_report(run_with_progress(accept, config)))
-    print_remark(f"Rates are in {Path(config.out).resolve()}; look at acceptance.html there")
+    result = run_with_progress(accept, config)
+    page = build_acceptance_page(result)
+    show_result(page.report, page.header)
+    print_ending(end_acceptance(config, result["sweeps"]))
 
 
 @build_command(TauConfig)
 def tau(config: TauConfig) -> None:
-    """Measure the exact τ of verifiers and trees on the target's own answers, beside the bound of their draws."""
+    """Measure the exact τ of verifiers and trees on the target's own answers, and the bound of their draws."""
     check_folder(config.out)
     check_text(config.text)
     check_questions(config.questions)
     _ = config.verifiers
     check_inputs_early(config, [drafter.written for drafter in config.drafters])
-    from treespec.eval.acceptance.table import report_of_tau
+    from treespec.eval.acceptance.table import build_tau_page
     from treespec.eval.acceptance.tau import measure_tau
 
     with resumes(config.out):
         result = run_with_progress(measure_tau, config)
-    show_result(report_of_tau(result))
-    print_remark(f"The figures are in {Path(config.out).resolve()}; look at tau.html there")
+    page = build_tau_page(result)
+    show_result(page.report, page.header)
+    print_ending(end_tau(config, result["rows"]))
 
 
 @build_command(CalibrateConfig)
 def calibrate(config: CalibrateConfig) -> None:
-    """Fit what --tree auto predicts of a head, and how sharp its drafts should be. Training does so too."""
+    """Calibrate a head: acceptance rates for --tree auto, and draft temperature. Training does this too."""
     check_text(config.text)
     check_questions(config.questions)
     check_inputs_early(config, [f"head:{config.head}"])
@@ -202,7 +218,7 @@ def calibrate(config: CalibrateConfig) -> None:
     file, coverage = run_with_progress(calibrate_head, config)
     if coverage is not None:
         print(f"The head drafts {config.draft_vocab} tokens, which are {coverage:.1%} of the text")
-    print(f"Calibration is in {file.resolve()}")
+    print_ending(end_calibrate(config, file))
 
 
 @build_command(TreeConfig)
@@ -227,12 +243,12 @@ def tree(config: TreeConfig) -> None:
     expectation = f"expected τ {expected_tau:.2f} ({TAU_MEANING})"
     summary = f"A tree of {best_tree.size} nodes, {best_tree.max_depth} deep, {expectation}."
     show_result(EvalReport([Table(title, ["Depth"], rows)], [summary]))
-    print_remark(f"It is in {config.out}: --tree {config.out}")
+    print_ending(end_tree(config, expected_tau))
 
 
 @build_command(SkipSearchConfig)
 def skip_search(config: SkipSearchConfig) -> None:
-    """Search the sublayers that a target skips when it drafts for itself (--drafter self:FILE)."""
+    """Find the sublayers to skip when a target drafts for itself (--drafter self:FILE)."""
     check_writable(config.out, "--out")
     check_text(config.text)
     check_questions(config.questions)
@@ -246,12 +262,12 @@ def skip_search(config: SkipSearchConfig) -> None:
         f"{prediction.acceptance_length:.2f} tokens per forward of the target, and "
         f"{prediction.speedup:.2f} times the speed of one token at a time"
     )
-    print_remark(f"They are in {config.out}: --drafter self:{config.out}")
+    print_ending(end_skip_search(config, prediction.speedup, prediction.depth))
 
 
 @build_command(DoctorConfig)
 def doctor(config: DoctorConfig) -> None:
-    """Say what is wrong with a head that drafts badly: each usual fault is undone on trial."""
+    """Diagnose a head that drafts badly by trying to undo each common fault."""
     check_writable(config.out, "--out")
     check_text(config.text)
     check_text(config.data, "data")
@@ -259,5 +275,27 @@ def doctor(config: DoctorConfig) -> None:
     check_inputs_early(config, [f"head:{config.head}"])
     from treespec.eval.doctor import examine
 
-    show_result(run_with_progress(examine, config))
-    print_remark(f"The report is in {Path(config.out).resolve()}")
+    page = run_with_progress(examine, config)
+    show_result(page.report, page.header)
+    print_ending(end_doctor(config, page.report.verdict))
+
+
+def rebuild_report(
+    run: Annotated[
+        Path,
+        typer.Argument(
+            help="the --out of eval, tau or acceptance, or the JSON file of certify or doctor"
+        ),
+    ],
+    format: Annotated[
+        str, typer.Option(help="what is printed: markdown, latex (booktabs) or csv")
+    ] = "markdown",
+) -> None:
+    """Make the pages of a run again from its results, with a CSV and an SVG for each table and plot."""
+    from treespec.eval.rebuild import PAGE_FORMATS, rebuild_pages
+
+    if format not in PAGE_FORMATS:
+        raise InputError(f"--format is {format!r}: give {join_or(PAGE_FORMATS)}")
+    for file, page in rebuild_pages(run):
+        print(PAGE_FORMATS[format](page), end="")
+        print_remark(f"The page is {file.resolve()}; its tables and plots are beside it")

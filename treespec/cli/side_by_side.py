@@ -4,8 +4,10 @@ Two decoders take turns, one piece at a time: the decoder that has used less tim
 moment the text that it would show at that time if it ran without the other.
 """
 
+import textwrap
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.live import Live
@@ -15,7 +17,7 @@ from rich.text import Text
 from treespec.api.spec import Spec
 from treespec.engine.output import Stream
 from treespec.engine.request import Piece
-from treespec.engine.stats import TAU_MEANING, Stats, format_stats
+from treespec.engine.stats import Stats, format_stats
 from treespec.files.printable import to_printable
 
 QUICKSTART_QUESTIONS = (
@@ -26,10 +28,40 @@ QUICKSTART_QUESTIONS = (
 QUICKSTART_PROMPTS = [[{"role": "user", "content": question}] for question in QUICKSTART_QUESTIONS]
 PLAIN_TITLE = "one token at a time"
 DRAFTED_STYLE = "green"  # as in chat
+TABLE_INDENT = " " * 5
 
 
-def show_side_by_side(spec: Spec, tokens: int, console: Console) -> str:
-    """Answer the questions without and with drafts, and show both. Returns a line with the speedup."""
+@dataclass(frozen=True)
+class RaceResult:
+    """The figures of all questions, answered with drafts and without them.
+
+    Attributes:
+        drafting_speed: tokens per second with drafts.
+        plain_speed: tokens per second of one token at a time.
+        equal_answers: number of questions with the same answer.
+    """
+
+    drafting_speed: float
+    plain_speed: float
+    equal_answers: int
+
+    @property
+    def speedup(self) -> float:
+        return self.drafting_speed / self.plain_speed
+
+    def __str__(self) -> str:
+        verdict = (
+            f"     {self.drafting_speed:.1f} tokens/s with treespec, {self.plain_speed:.1f} without: "
+            f"{self.speedup:.2f} times as fast; "
+            f"{self.equal_answers} of {len(QUICKSTART_QUESTIONS)} texts are the same"
+        )
+        if self.equal_answers < len(QUICKSTART_QUESTIONS):
+            verdict += "; treespec certify tells whether rounding parts them"
+        return verdict
+
+
+def show_side_by_side(spec: Spec, tokens: int, console: Console) -> RaceResult:
+    """Answer the questions without and with drafts, and show both. Returns the figures of all questions."""
     # 1. Warm up, so that measuring costs is not timed.
     specs = {PLAIN_TITLE: spec.baseline(), f"treespec; what it drafted is {DRAFTED_STYLE}": spec}
     for decoder in specs.values():
@@ -54,16 +86,10 @@ def show_side_by_side(spec: Spec, tokens: int, console: Console) -> str:
         figures = format_stats(drafting.stats, explain=question == QUICKSTART_QUESTIONS[0])
         console.print(f"  {figures}, without drafts {plain.stats.tokens_per_second:.1f}")
 
-    # 4. Format the verdict.
-    plain_speed, drafting_speed = (total.tokens_per_second for total in totals)
-    verdict = (
-        f"     {drafting_speed:.1f} tokens/s with treespec, {plain_speed:.1f} without: "
-        f"{drafting_speed / plain_speed:.2f} times as fast; "
-        f"{equal_answers} of {len(QUICKSTART_QUESTIONS)} texts are the same"
+    plain_total, drafting_total = totals
+    return RaceResult(
+        drafting_total.tokens_per_second, plain_total.tokens_per_second, equal_answers
     )
-    if equal_answers < len(QUICKSTART_QUESTIONS):
-        verdict += "; treespec certify tells whether rounding parts them"
-    return verdict
 
 
 def show_race(titles: Sequence[str], streams: Sequence[Stream], console: Console) -> list[Text]:
@@ -102,8 +128,8 @@ def build_columns(titles: Sequence[str], *rows: Sequence[str | Text]) -> Table:
     return table
 
 
-def measure_verifiers(spec: Spec, verifiers: Sequence[str], tokens: int) -> Table:
-    """Measure τ and tokens per second of verifiers at temperature 1, over the questions.
+def measure_verifiers(spec: Spec, verifiers: Sequence[str], tokens: int) -> dict[str, Stats]:
+    """Measure verifiers at temperature 1, over the questions: summed figures by name, one token at a time first.
 
     Args:
         spec: target and drafter.
@@ -120,11 +146,48 @@ def measure_verifiers(spec: Spec, verifiers: Sequence[str], tokens: int) -> Tabl
         for name, decoder in specs.items():
             answer = decoder.generate(prompt, temperature=1.0, max_new_tokens=tokens, seed=number)
             totals[name].add(answer.stats)
+    return totals
 
-    # 2. Build the table.
+
+def build_verifier_table(totals: Mapping[str, Stats]) -> Table:
+    """Build the table of the figures of `measure_verifiers`."""
     table = Table.grid(padding=(0, 3))
-    table.add_row("     verifier", f"τ ({TAU_MEANING})", "tokens/s")
+    table.add_row("     verifier", "τ (tokens a cycle)", "a cycle costs", "tokens/s")
     for name, stats in totals.items():
         tau = f"{stats.acceptance_length:.2f}"
-        table.add_row(f"     {name}", tau, f"{stats.tokens_per_second:.1f}")
+        cost = f"{measure_cycle_cost(stats, totals[PLAIN_TITLE]):.2f} tokens"
+        table.add_row(f"     {name}", tau, cost, f"{stats.tokens_per_second:.1f}")
     return table
+
+
+def measure_cycle_cost(stats: Stats, plain: Stats) -> float:
+    """Measure the time of a cycle in times of one token. plain: the figures of one token at a time."""
+    return measure_cycle_seconds(stats) / measure_cycle_seconds(plain)
+
+
+def measure_cycle_seconds(stats: Stats) -> float:
+    """Measure the mean seconds of a cycle, without the prompts' prefill."""
+    return (stats.seconds["total"] - stats.seconds["prefill"]) / max(stats.cycles, 1)
+
+
+def explain_wide_trees(totals: Mapping[str, Stats]) -> str:
+    """Explain why the widest tree is slower than the fastest one, and its worth on a larger model; "" if it is not."""
+
+    def count_nodes(name: str) -> float:
+        return sum(totals[name].drafted) / max(totals[name].cycles, 1)
+
+    def compare_widths(name: str) -> tuple[int, float]:
+        return round(count_nodes(name)), totals[name].acceptance_length
+
+    widest = max(totals, key=compare_widths)
+    stats = totals[widest]
+    fastest_speed = max(other.tokens_per_second for other in totals.values())
+    if stats.tokens_per_second == fastest_speed:
+        return ""
+    cost = measure_cycle_cost(stats, totals[PLAIN_TITLE])
+    words = (
+        f"{widest} drafts {count_nodes(widest):.0f} tokens a cycle, which costs a small model {cost:.2f} tokens' time. "
+        "A larger model mostly waits for its weights: there a cycle costs nearer to one token, and the same τ is worth "
+        f"up to {stats.acceptance_length:.2f} times the speed."
+    )
+    return textwrap.fill(words, 78, initial_indent=TABLE_INDENT, subsequent_indent=TABLE_INDENT)

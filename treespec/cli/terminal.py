@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from treespec.eval.common import ProgressStep
+    from treespec.eval.header import RunHeader
     from treespec.eval.report import EvalReport
 
 Config = TypeVar("Config")
@@ -63,7 +64,7 @@ def resumes(out: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         end_notice()
-        print(f"\nStopped. The same command goes on with what lies in {out}", file=sys.stderr)
+        print(f"\nStopped. The same command resumes from {out}", file=sys.stderr)
         raise
 
 
@@ -115,8 +116,8 @@ def run_with_progress(
         return work(config, report)
 
 
-def show_result(report: "EvalReport") -> None:
-    """Print a report as Markdown; on a terminal its tables fit the width."""
+def show_result(report: "EvalReport", header: "RunHeader | None" = None) -> None:
+    """Print a report, with what was measured, as Markdown; on a terminal its tables fit the width."""
     from shutil import get_terminal_size
 
     from treespec.eval.report import render_markdown
@@ -124,7 +125,7 @@ def show_result(report: "EvalReport") -> None:
     width = None
     if sys.stdout.isatty():
         width = get_terminal_size().columns
-    print(render_markdown(report, width), end="")
+    print(render_markdown(report, width, header), end="")
 
 
 def print_remark(*lines: str) -> None:

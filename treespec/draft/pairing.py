@@ -170,9 +170,9 @@ def check_one_hot(name: str, verifier: "VerifierInfo | Verifier", tree: object) 
     if not verifier.scheme.deterministic:
         raise InputError(
             f"{name} hands over given tokens, which have no draft distribution for verifier "
-            f"{verifier.name}: take --verifier topk, or auto"
+            f"{verifier.name}: take --verifier topk or auto, or give --head or another --drafter"
         )
     if tree is not None:
         raise InputError(
-            f"{name} makes its own tree: leave out --tree, and see --drafter {name}:… for its options"
+            f"{name} makes its own tree: leave out --tree, or give --head or another --drafter"
         )

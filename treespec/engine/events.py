@@ -124,10 +124,7 @@ def explain_end(cycle: Cycle) -> str:
     target_said = f"said “{show_token(target_token.text)}” (p {format_percent(target_token.p)})"
     if not drafted:
         return f"Nothing was drafted; the target {target_said}."
-    verb = "are"
-    if count == 1:
-        verb = "is"
-    accepted = f"{count} of {drafted} drafted nodes {verb} accepted"
+    accepted = f"{count} of {drafted} drafted tokens accepted"
     if not children:
         return f"{accepted}, down to a leaf; then the target {target_said}."
 

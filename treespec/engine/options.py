@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 from treespec.engine.synonyms import rename_keywords, suggest_option
 from treespec.errors import InputError
+from treespec.files.distribution import check_extra
 from treespec.options import MAX_COUNT, option
 from treespec.sampling.compiled_grammar import GRAMMAR_KINDS
 from treespec.sampling.params import LogitOptions, SamplingParams
@@ -169,6 +170,8 @@ class RequestOptions(SamplingParams, LogitOptions):
         ]
         if len(grammars) > 1:
             raise InputError(f"{' and '.join(grammars)} are given: leave out all but one")
+        if grammars:
+            check_extra("grammar", grammars[0])
         if grammars and self.ignore_eos:
             ignore_eos = self.format_option_name("ignore_eos")
             raise InputError(

@@ -32,8 +32,8 @@ class Stats:
         undrafted: Cycles without a draft token.
         seconds: By stage: prefill, draft, head (the draft model's forwards, a part of draft), target,
             verify, commit, total.
-        truncated: Whether max_new_tokens or the context ended the answer, which may then break off amid
-            a sentence or an object.
+        truncated: Whether max_new_tokens or the context ended the answer, which may then break off
+            mid-sentence or mid-object.
     """
 
     prompt_tokens: int = 0
@@ -135,12 +135,17 @@ class StageTimer:
 TAU_MEANING = "tokens per target forward"
 
 
+def format_tau(tokens: int, cycles: int, explain: bool = True) -> str:
+    """Write `32 tokens · τ 2.46`. explain: add the meaning of τ."""
+    tau = tokens / cycles if cycles else 0.0
+    meaning = f" ({TAU_MEANING})" if explain else ""
+    return f"{tokens} tokens · τ {tau:.2f}{meaning}"
+
+
 def format_figures(tokens: int, cycles: int, seconds: float, explain: bool = False) -> str:
     """Write a run's figures: `32 tokens · τ 2.46 · 45.1 tokens/s`. explain: add the meaning of τ."""
-    tau = tokens / cycles if cycles else 0.0
     speed = tokens / seconds if seconds else 0.0
-    meaning = f" ({TAU_MEANING})" if explain else ""
-    return f"{tokens} tokens · τ {tau:.2f}{meaning} · {speed:.1f} tokens/s"
+    return f"{format_tau(tokens, cycles, explain)} · {speed:.1f} tokens/s"
 
 
 def format_stats(stats: Stats, explain: bool = False) -> str:

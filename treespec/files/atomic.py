@@ -1,7 +1,8 @@
 """Write files atomically, check them by checksums when read, and lock folders while writing.
 
-`writing` yields a temporary file in the same folder, `.NAME.PID.tmp`, and renames it at the end. If the process is
-killed, the temporary file stays; `remove_leftovers` deletes it at the next start.
+`writing` yields a temporary file in the same folder, `.NAME.PID.HOST.RANDOM.tmp`, and renames it at the end. If the
+process is killed, the temporary file stays; `remove_leftovers` deletes it at the next start. Process ids tell whether
+a writer still runs only where they are counted together, so the name says where: HOST.
 
 A checksum is stored in the file that it protects, so that both are written together: as a field of a JSON object, as
 metadata in the header of a safetensors file. A file without a checksum comes from another project, and is accepted.
@@ -11,10 +12,14 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
+import socket
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,29 +31,40 @@ from treespec.errors import InputError, describe_os_error
 if TYPE_CHECKING:
     from torch import Tensor
 
-TEMPORARY_PATTERN = re.compile(r"\..+\.(\d+)\.tmp")  # .NAME.PID.tmp
+# .NAME.PID.HOST.RANDOM.tmp; earlier versions wrote .NAME.PID.tmp.
+TEMPORARY_PATTERN = re.compile(r"\..+?\.(\d+)(?:\.([0-9a-f]{8})\.([0-9a-f]{8}))?\.tmp")
+OTHER_HOSTS_SECONDS = (
+    24 * 3600
+)  # after which an unchanged temporary file of another host or container is a leftover
+OPEN_TEMPORARIES: set[str] = set()  # names of those that threads of this process are writing
 LOCK_FILE = ".lock"
 CHECKSUM_FIELD = "checksum"
 Fields = dict[str, Any]  # a JSON object
 
 
 @contextmanager
-def writing(path: str | Path, folder: bool = False) -> Iterator[Path]:
+def writing(path: str | Path, folder: bool = False, flush: bool = False) -> Iterator[Path]:
     """Yield the path of a temporary file to write; it becomes `path` when the block ends, and is deleted on an error.
+
+    Threads and processes that write the same file at once each have their own temporary file; the last one stays.
 
     Args:
         path: the file to write.
         folder: yield the path of a new folder instead. Default: False.
+        flush: wait until the file's content is on the disk before renaming it, which takes milliseconds, so that a
+            power cut leaves no empty file. Default: False.
 
     Raises: InputError if it cannot be written, as on a full disk or without permission.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = name_temporary(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if folder:
             temporary.mkdir()
         yield temporary
+        if flush:
+            flush_to_disk(temporary)
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:
         reason = str(error)
@@ -59,8 +75,32 @@ def writing(path: str | Path, folder: bool = False) -> Iterator[Path]:
         remove(temporary)
 
 
+def name_temporary(path: Path) -> Path:
+    """A new path beside `path` for a temporary file or folder; `remove_leftovers` leaves it until `remove`."""
+    owner = f"{os.getpid()}.{identify_host()}"
+    temporary = path.with_name(f".{path.name}.{owner}.{secrets.token_hex(4)}.tmp")
+    OPEN_TEMPORARIES.add(temporary.name)
+    return temporary
+
+
+@cache
+def identify_host() -> str:
+    """8 hexadecimal digits for this machine or container: here each process id is one process."""
+    namespace = ""
+    with suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/pid")
+    return hashlib.sha256(f"{socket.gethostname()} {namespace}".encode()).hexdigest()[:8]
+
+
+def flush_to_disk(path: Path) -> None:
+    """Wait until a file's content is on the disk."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
 def remove(path: Path) -> None:
     """Delete a file or a folder; errors are ignored."""
+    OPEN_TEMPORARIES.discard(path.name)
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -246,16 +286,30 @@ def locked(folder: str | Path, wait: Callable[[str], None] | None = None) -> Ite
 
 
 def remove_leftovers(folder: str | Path) -> None:
-    """Delete temporary files of processes that no longer run. A missing folder is no error."""
+    """Delete temporary files that nobody writes any more. A missing folder is no error."""
     if not Path(folder).is_dir():
         return
     for path in Path(folder).iterdir():
-        match = TEMPORARY_PATTERN.fullmatch(path.name)
-        if match is None:
-            continue
-        process = int(match[1])
-        if process == os.getpid() or not psutil.pid_exists(process):
+        if is_leftover(path):
             remove(path)
+
+
+def is_leftover(path: Path) -> bool:
+    """Whether a path is a temporary file of a process that no longer runs.
+
+    Whether a process of another machine or container runs cannot be seen: its file is one after a day without change.
+    """
+    match = TEMPORARY_PATTERN.fullmatch(path.name)
+    if match is None or path.name in OPEN_TEMPORARIES:
+        return False
+    process = int(match[1])
+    host = match[2] or identify_host()
+    if host == identify_host():
+        return process == os.getpid() or not psutil.pid_exists(process)
+    try:
+        return time.time() - path.stat().st_mtime > OTHER_HOSTS_SECONDS
+    except OSError:
+        return False  # its writer has just ended
 
 
 def hash_fields(fields: Mapping[str, object]) -> str:

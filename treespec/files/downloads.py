@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any, final
 from zipfile import ZipFile
 
@@ -26,8 +26,28 @@ MAX_DOWNLOAD_BYTES = 1 << 28  # of a web file; a longer one is cut, so that its 
 
 
 def cache_folder() -> Path:
-    """The path of treespec's folder in the user's cache. It may not exist yet."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treespec"
+    """The path of treespec's folder in the user's cache, or that of `get_temporary_folder` if the user has no home.
+
+    It may not exist yet.
+    """
+    folder = os.environ.get("XDG_CACHE_HOME")
+    if folder:
+        return Path(folder) / "treespec"
+    try:
+        return Path.home() / ".cache" / "treespec"
+    except RuntimeError:
+        return get_temporary_folder()
+
+
+def get_temporary_folder() -> Path:
+    """The path of this user's folder among the system's temporary files. It may not exist yet.
+
+    Raises: OSError if no folder for temporary files can be written.
+    """
+    user = "user"
+    if hasattr(os, "getuid"):
+        user = str(os.getuid())
+    return Path(gettempdir()) / f"treespec-{user}"
 
 
 @final
@@ -59,7 +79,7 @@ class HubFile:
         path = self.fetch_path()
         if path:
             return path.read_bytes()
-        raise InputError("the hub does not give it")
+        raise InputError("not available from the hub")
 
     def fetch_path(self) -> Path | None:
         """The path of the file in the hub's cache, downloaded if necessary; None if that fails."""

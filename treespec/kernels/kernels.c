@@ -8,6 +8,11 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef _OPENMP
+#include <omp.h>
+#else
+static int omp_get_thread_num(void) { return 0; }
+#endif
 #ifdef __AMX_BF16__
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -33,6 +38,11 @@ typedef uint32_t U __attribute__((vector_size(4 * L), aligned(4), may_alias));
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) < (b) ? (b) : (a))
 
+enum { DONE, NO_MEMORY };  // what a kernel returns; without memory, what it wrote is of no use
+
+// Room for `bytes`, from the beginning of a line of the cache on; NULL if there is none.
+static void *take_room(int64_t bytes) { return aligned_alloc(64, (bytes + 63) / 64 * 64); }
+
 INLINE F add(F a, F b, F c) {  // a * b + c, rounded once; a compiler that chooses itself would choose by loop
 #if defined(__AVX512F__)
   return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -55,11 +65,11 @@ INLINE uint16_t narrow(float x) {  // to the nearest, ties to even; NaN stays Na
   return (v.u + 0x7fff + (v.u >> 16 & 1)) >> 16;
 }
 
-INLINE float get(const void *x, long i, int half) {
+INLINE float get(const void *x, int64_t i, int half) {
   return half ? wide(((const uint16_t *)x)[i]) : ((const float *)x)[i];
 }
 
-INLINE void put(void *y, long i, float value, int half) {
+INLINE void put(void *y, int64_t i, float value, int half) {
   if (half) ((uint16_t *)y)[i] = narrow(value); else ((float *)y)[i] = value;
 }
 
@@ -71,6 +81,21 @@ INLINE U widened(H x) {
   return (U)_mm256_cvtepu16_epi32((__m128i)x);
 #else
   return __builtin_convertvector(x, U);
+#endif
+}
+
+INLINE F from_halves(H x) {  // L numbers in half precision
+#if defined(__AVX512F__)
+  return (F)_mm512_cvtph_ps((__m256i)x);
+#elif defined(__F16C__)
+  return (F)_mm256_cvtph_ps((__m128i)x);
+#elif defined(__aarch64__)
+  return (F)vcvt_f32_f16((float16x4_t)x);
+#else  // 2^112 moves the exponent to that of single precision; what is 2^16 then was infinite, or NaN
+  U bits = widened(x);
+  F size = (F)((bits & 0x7fffu) << 13) * 0x1p112f;
+  U infinite = (U)(size >= 0x1p16f) & 0x7f800000u;
+  return (F)((U)size | infinite | (bits & 0x8000u) << 16);
 #endif
 }
 
@@ -86,15 +111,16 @@ INLINE int any(I x) {  // of numbers that are 0 or -1
 #endif
 }
 
-INLINE F load(const void *x, long i, int half) {  // L neighbours as floats
+INLINE F load(const void *x, int64_t i, int half) {  // L neighbours as floats
   if (!half) return *(const F *)((const float *)x + i);
   return (F)(widened(*(const H *)((const uint16_t *)x + i)) << 16);
 }
 
-INLINE void store(void *y, long i, F value, int half) {
+INLINE void store(void *y, int64_t i, F value, int half) {  // rounds as `narrow`
   if (!half) { *(F *)((float *)y + i) = value; return; }
-  U bits = (U)value;
+  U bits = (U)value, wrong = (U)(value != value);
   bits = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  bits = (bits & ~wrong) | (wrong & 0x7fc0u);
 #if defined(__AVX512F__)
   *(H *)((uint16_t *)y + i) = (H)_mm512_cvtepi32_epi16((__m512i)bits);
 #else
@@ -103,14 +129,21 @@ INLINE void store(void *y, long i, F value, int half) {
 }
 
 // --- Norm -----------------------------------------------------------------------------------------
-// Row r of y [n, width] = x / sqrt(mean of x^2 + eps), rounded, times the weight; L sums run side by side.
-static void norm_row(const void *x, const void *weight, void *y, long r, long width, float eps, int half) {
-  F squares = {};
+// Vectors of sums that run side by side in a row: at least 8 sums, so that aarch64 has the bits of AVX2.
+enum { SIDES = L < 8 ? 8 / L : 1 };
+
+// Row r of y [n, width] = x / sqrt(mean of x^2 + eps), rounded, times the weight.
+static void norm_row(const void *x, const void *weight, void *y, int64_t r, int64_t width, float eps, int half) {
+  F squares[SIDES] = {};
   float rest = 0;
-  long i = 0, at = r * width;
-  for (; i + L <= width; i += L) squares = add(load(x, at + i, half), load(x, at + i, half), squares);
+  int64_t i = 0, at = r * width;
+  for (; i + SIDES * L <= width; i += SIDES * L)
+    for (int s = 0; s < SIDES; s++) {
+      F numbers = load(x, at + i + s * L, half);
+      squares[s] = add(numbers, numbers, squares[s]);
+    }
   for (; i < width; i++) rest += get(x, at + i, half) * get(x, at + i, half);
-  for (int c = 0; c < L; c++) rest += squares[c];
+  for (int c = 0; c < SIDES * L; c++) rest += squares[c / L][c % L];
   float factor = 1 / sqrtf(rest / width + eps);
   for (i = 0; i + L <= width; i += L) {
     store(y, at + i, load(x, at + i, half) * factor, half);
@@ -122,9 +155,10 @@ static void norm_row(const void *x, const void *weight, void *y, long r, long wi
   }
 }
 
-void rms_norm(const void *x, const void *weight, void *y, long n, long width, float eps, int half, int threads) {
+int rms_norm(const void *x, const void *weight, void *y, int64_t n, int64_t width, float eps, int half, int threads) {
 #pragma omp parallel for num_threads(threads) if (n * width > 1 << 14)
-  for (long r = 0; r < n; r++) norm_row(x, weight, y, r, width, eps, half);
+  for (int64_t r = 0; r < n; r++) norm_row(x, weight, y, r, width, eps, half);
+  return DONE;
 }
 
 // --- Noise ----------------------------------------------------------------------------------------
@@ -151,11 +185,11 @@ INLINE float lnf(float x) {
 }
 
 // Rows of Gumbel numbers y [rows, size]: the SplitMix64 streams from `starts` (`treespec.sampling.noise`).
-void noise(const int64_t *starts, float *y, long rows, long size, int threads) {
-  long blocks = (size + 1023) / 1024;
+int noise(const int64_t *starts, float *y, int64_t rows, int64_t size, int threads) {
+  int64_t blocks = (size + 1023) / 1024;
 #pragma omp parallel for num_threads(threads)
-  for (long block = 0; block < rows * blocks; block++) {
-    long first = block % blocks * 1024, many = MIN(1024, size - first);
+  for (int64_t block = 0; block < rows * blocks; block++) {
+    int64_t first = block % blocks * 1024, many = MIN(1024, size - first);
     uint64_t start = starts[block / blocks] + (first + 1) * 0x9E3779B97F4A7C15ULL;
     float *to = y + block / blocks * size + first;
 #pragma omp simd
@@ -168,6 +202,7 @@ void noise(const int64_t *starts, float *y, long rows, long size, int threads) {
       to[i] = -lnf(-ln((bits + .5) * 0x1p-53));
     }
   }
+  return DONE;
 }
 
 // --- Products -----------------------------------------------------------------------------------
@@ -176,17 +211,35 @@ void noise(const int64_t *starts, float *y, long rows, long size, int threads) {
 
 enum { PAIRED, HALF, SINGLE };  // the form of a weight: bfloat16, float16, float32
 
-void pack(const void *weight, void *packed, long in, long out, int form) {
-  long width = (in + 31) / 32 * 32;
+// Where input i of output o lies in a packed weight of padded width.
+INLINE int64_t place_of(int64_t o, int64_t i, int64_t width, int form) {
+  int64_t inside = form == PAIRED ? i / 2 * 2 * L + o % L * 2 + i % 2 : i * L + o % L;
+  return o / L * L * width + inside;
+}
+
+int pack(const void *weight, void *packed, int64_t in, int64_t out, int form) {
+  int64_t width = (in + 31) / 32 * 32;
 #pragma omp parallel for
-  for (long o = 0; o < (out + L - 1) / L * L; o++)
-    for (long i = 0; i < width; i++) {
-      long inside = form == PAIRED ? i / 2 * 2 * L + o % L * 2 + i % 2 : i * L + o % L;
-      long to = o / L * L * width + inside, from = o * in + i;
+  for (int64_t o = 0; o < (out + L - 1) / L * L; o++)
+    for (int64_t i = 0; i < width; i++) {
+      int64_t to = place_of(o, i, width, form), from = o * in + i;
       int real = o < out && i < in;
       if (form == SINGLE) ((uint32_t *)packed)[to] = real ? ((const uint32_t *)weight)[from] : 0;
       else ((uint16_t *)packed)[to] = real ? ((const uint16_t *)weight)[from] : 0;
     }
+  return DONE;
+}
+
+int unpack(const void *packed, void *weight, int64_t in, int64_t out, int form) {
+  int64_t width = (in + 31) / 32 * 32;
+#pragma omp parallel for
+  for (int64_t o = 0; o < out; o++)
+    for (int64_t i = 0; i < in; i++) {
+      int64_t from = place_of(o, i, width, form), to = o * in + i;
+      if (form == SINGLE) ((uint32_t *)weight)[to] = ((const uint32_t *)packed)[from];
+      else ((uint16_t *)weight)[to] = ((const uint16_t *)packed)[from];
+    }
+  return DONE;
 }
 
 // The most rows of a tile, and the most blocks: of a tile of few rows, of a tile of all. The sums stay in registers.
@@ -210,11 +263,11 @@ typedef enum { PAIRS, WIDE, HALVES, FLOATS } Mode;
 enum { AHEAD = 2048 };
 
 // rows x blocks of outputs. x: [rows, width]; w: blocks of a weight, `block` bytes each.
-INLINE void tile(const char *x, const char *w, F *sums, long width, int rows, int blocks, Mode mode, int again) {
+INLINE void tile(const char *x, const char *w, F *sums, int64_t width, int rows, int blocks, Mode mode, int again) {
   F sum[ROWS][BLOCKS] = {};
-  long step = mode == PAIRS || mode == WIDE ? 2 : 1, size = mode == FLOATS ? 4 : 2;
-  long block = L * width * size, ahead = again ? blocks * block : AHEAD;
-  for (long i = 0; i < width; i += step, w += step * size * L) {
+  int64_t step = mode == PAIRS || mode == WIDE ? 2 : 1, size = mode == FLOATS ? 4 : 2;
+  int64_t block = L * width * size, ahead = again ? blocks * block : AHEAD;
+  for (int64_t i = 0; i < width; i += step, w += step * size * L) {
     if (!again && (width - i) * size * L <= AHEAD) ahead = AHEAD + (blocks - 1) * block;
 #pragma GCC unroll 4
     for (int b = 0; b < blocks; b++) __builtin_prefetch(w + b * block + ahead, 0, 2);
@@ -240,11 +293,7 @@ INLINE void tile(const char *x, const char *w, F *sums, long width, int rows, in
       else if (mode == WIDE) {
         even = (F)(*(const U *)at << 16);
         odd = (F)(*(const U *)at & 0xffff0000u);
-      } else {  // 2^112 moves the exponent of half precision to that of single
-        U bits = widened(*(const H *)at);
-        F size_of = (F)((bits & 0x7fffu) << 13) * 0x1p112f;
-        even = (F)((U)size_of | (bits & 0x8000u) << 16);
-      }
+      } else even = from_halves(*(const H *)at);
 #pragma GCC unroll 8
       for (int r = 0; r < rows; r++) {
         const float *row = (const float *)x + r * width + i;
@@ -266,7 +315,7 @@ INLINE void tile(const char *x, const char *w, F *sums, long width, int rows, in
   else tile(x, w, sums, width, r, b, FLOATS, again); \
   break;
 #define CASES(r) CASE(r, 1) CASE(r, 2) CASE(r, 3) CASE(r, 4)
-static void tiles(const char *x, const char *w, F *sums, long width, int rows, int blocks, Mode mode, int again) {
+static void tiles(const char *x, const char *w, F *sums, int64_t width, int rows, int blocks, Mode mode, int again) {
   switch (rows * 8 + blocks) {
 #ifdef __AVX512F__
     CASES(1) CASES(2) CASES(3) CASES(4) CASES(5) CASES(6)
@@ -277,12 +326,12 @@ static void tiles(const char *x, const char *w, F *sums, long width, int rows, i
   }
 }
 
-static void finish(const float *sums, long stride, void *y, const void *bias, long out, int half,
-                   long r0, int rows, long o0, long columns) {
-  long end = MIN(o0 + columns, out);
+static void finish(const float *sums, int64_t stride, void *y, const void *bias, int64_t out, int half,
+                   int64_t r0, int rows, int64_t o0, int64_t columns) {
+  int64_t end = MIN(o0 + columns, out);
   for (int r = 0; r < rows; r++) {
     const float *sum = sums + r * stride - o0;
-    long o = o0, at = (r0 + r) * out;
+    int64_t o = o0, at = (r0 + r) * out;
     for (; o + L <= end; o += L)
       store(y, at + o, *(const F *)(sum + o) + (bias ? load(bias, o, half) : (F){}), half);
     for (; o < end; o++) put(y, at + o, bias ? sum[o] + get(bias, o, half) : sum[o], half);
@@ -297,19 +346,19 @@ static int tiles_allowed(void) {
 }
 
 // Blocks [from, to) of outputs. x: [rows padded to 16 beyond the first 16, width] bfloat16.
-static void amx(const uint16_t *x, const uint16_t *w, void *y, const void *bias, long n, long width,
-                long out, long from, long to) {
+static void amx(const uint16_t *x, const uint16_t *w, void *y, const void *bias, int64_t n, int64_t width,
+                int64_t out, int64_t from, int64_t to) {
   struct { uint8_t palette, row, zeros[14]; uint16_t bytes[16]; uint8_t rows[16]; } shape = {.palette = 1};
   for (int t = 0; t < 8; t++) { shape.bytes[t] = 64; shape.rows[t] = t < 6 ? MIN(n, 16) : 16; }
   _tile_loadconfig(&shape);
   float sums[4][16 * L] __attribute__((aligned(64)));
-  for (long b = from; b < to; b += 2) {
+  for (int64_t b = from; b < to; b += 2) {
     const uint16_t *w0 = w + b * L * width, *w1 = b + 1 < to ? w0 + L * width : w0;
-    for (long r = 0; r < n; r += 32) {
+    for (int64_t r = 0; r < n; r += 32) {
       const uint16_t *x0 = x + r * width, *x1 = x0 + 16 * width;
       int both = r + 16 < n;
       _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
-      for (long k = 0; k < width; k += 32) {
+      for (int64_t k = 0; k < width; k += 32) {
         for (int i = 0; i < 16 * 64; i += 64) {
           __builtin_prefetch((const char *)(w0 + k * L) + i + AHEAD);
           __builtin_prefetch((const char *)(w1 + k * L) + i + AHEAD);
@@ -328,7 +377,7 @@ static void amx(const uint16_t *x, const uint16_t *w, void *y, const void *bias,
       _tile_stored(0, sums[0], 64); _tile_stored(1, sums[1], 64);
       if (both) { _tile_stored(2, sums[2], 64); _tile_stored(3, sums[3], 64); }
       for (int t = 0; t < 4; t++) {
-        long first = r + t / 2 * 16;
+        int64_t first = r + t / 2 * 16;
         if (first < n && b + t % 2 < to)
           finish(sums[t], 16, y, bias, out, 1, first, MIN(16, n - first), (b + t % 2) * L, L);
       }
@@ -341,14 +390,14 @@ static void amx(const uint16_t *x, const uint16_t *w, void *y, const void *bias,
 // y [n, out] = x [n, in] weight^T + bias; x, bias and y are bfloat16 (`half`) or float32.
 typedef struct {
   const void *weight, *bias;
-  long in, out;
+  int64_t in, out;
   int form, half, threads;
 } Linear;
 
 // How products read rows [n, width]: `in` is padded; in floats (`size` 4) unless they take bfloat16.
-typedef struct { Mode mode; int amx, half; long in, width, size; } Rows;
+typedef struct { Mode mode; int amx, half; int64_t in, width, size; } Rows;
 
-static Rows rows_for(long in, int form, int half) {
+static Rows rows_for(int64_t in, int form, int half) {
   Rows rows = {form == PAIRED ? WIDE : form == HALF ? HALVES : FLOATS, 0, half, in, (in + 31) / 32 * 32, 4};
 #ifdef __AVX512BF16__
   if (half && form == PAIRED) rows.mode = PAIRS;
@@ -360,35 +409,35 @@ static Rows rows_for(long in, int form, int half) {
   return rows;
 }
 
-static long padded(const Rows *f, long n) { return f->amx && n > 16 ? (n + 15) / 16 * 16 : n; }
+static int64_t padded(const Rows *f, int64_t n) { return f->amx && n > 16 ? (n + 15) / 16 * 16 : n; }
 
-static void read_row(const Rows *f, const void *x, char *to, long r) {
+static void read_row(const Rows *f, const void *x, char *to, int64_t r) {
   char *row = to + r * f->width * f->size;
   if (!f->half || f->size == 2) memcpy(row, (const char *)x + r * f->in * f->size, f->in * f->size);
-  else for (long i = 0; i < f->in; i++) ((float *)row)[i] = wide(((const uint16_t *)x)[r * f->in + i]);
+  else for (int64_t i = 0; i < f->in; i++) ((float *)row)[i] = wide(((const uint16_t *)x)[r * f->in + i]);
   memset(row + f->in * f->size, 0, (f->width - f->in) * f->size);
 }
 
-static long first_of(long out, int threads, int t) {  // the first of the outputs that thread t takes
-  long blocks = (out + L - 1) / L, each = (blocks + threads - 1) / threads;
+static int64_t first_of(int64_t out, int threads, int t) {  // the first of the outputs that thread t takes
+  int64_t blocks = (out + L - 1) / L, each = (blocks + threads - 1) / threads;
   return MIN(t * each * L, out);
 }
 
 // The outputs of thread t. x: rows as `f` tells.
-static void share(const Linear *a, const Rows *f, const char *x, void *y, long n, int t) {
-  long from = first_of(a->out, a->threads, t), to = first_of(a->out, a->threads, t + 1), width = f->width;
+static void share(const Linear *a, const Rows *f, const char *x, void *y, int64_t n, int t) {
+  int64_t from = first_of(a->out, a->threads, t), to = first_of(a->out, a->threads, t + 1), width = f->width;
 #ifdef __AMX_BF16__
   if (f->amx) {
-    long end = (to + L - 1) / L;
+    int64_t end = (to + L - 1) / L;
     if (from < to) amx((const void *)x, a->weight, y, a->bias, n, width, a->out, from / L, end);
     return;
   }
 #endif
   F sums[ROWS * BLOCKS];
-  long passes = (n + ROWS - 1) / ROWS, each = (n + passes - 1) / passes;  // rows of a pass
+  int64_t passes = (n + ROWS - 1) / ROWS, each = (n + passes - 1) / passes;  // rows of a pass
   int most = each > FEW_ROWS ? BLOCKS_OF_MANY : BLOCKS;
-  for (long o = from; o < to; o += most * L)
-    for (long r = 0; r < n; r += each) {
+  for (int64_t o = from; o < to; o += most * L)
+    for (int64_t r = 0; r < n; r += each) {
       int rows = MIN(each, n - r), many = MIN(most, (to - o + L - 1) / L);
       const char *w = (const char *)a->weight + o * width * (f->mode == FLOATS ? 4 : 2);
       tiles(x + r * width * f->size, w, sums, width, rows, many, f->mode, r > 0);
@@ -396,38 +445,40 @@ static void share(const Linear *a, const Rows *f, const char *x, void *y, long n
     }
 }
 
-void linear(const Linear *a, const void *x, void *y, long n) {
-  if (!n) return;
+int linear(const Linear *a, const void *x, void *y, int64_t n) {
+  if (!n) return DONE;
   Rows f = rows_for(a->in, a->form, a->half);
   char *copy = NULL;
   if (f.width != f.in || padded(&f, n) != n || (f.half && f.size == 4)) {
     copy = malloc(padded(&f, n) * f.width * f.size);
-    for (long r = 0; r < n; r++) read_row(&f, x, copy, r);
+    if (!copy) return NO_MEMORY;
+    for (int64_t r = 0; r < n; r++) read_row(&f, x, copy, r);
     x = copy;
   }
 #pragma omp parallel for schedule(static, 1) num_threads(a->threads)
   for (int t = 0; t < a->threads; t++) share(a, &f, x, y, n, t);
   free(copy);
+  return DONE;
 }
 
 // --- Attention ----------------------------------------------------------------------------------
 // Two passes over the keys: all scores and their largest; then exponentials and sums, key by key in
 // the order of the columns. A hidden key adds 0, so where it lies changes nothing.
 
-INLINE F exponential(F x) {  // x <= 0; error below 2 units in the last place (Cephes, expf)
+INLINE F exponential(F x) {  // x <= 0 or NaN; error below 2 units in the last place (Cephes, expf)
   I hidden = x < -87.0f;
   x = (F)((I)x & ~hidden);
-  F n = add(x, all(1.44269504088896341f), all(12582912.0f));  // rounds to a whole number
-  I bits = (I)n << 23;
-  n -= 12582912.0f;
+  F n = add(x, all(1.44269504088896341f), all(12583039.0f));  // rounds to a whole number, and adds 127
+  F power = (F)((U)n << 23);  // 2^n
+  n -= 12583039.0f;
   x = add(n, all(2.12194440e-4f), add(n, all(-0.693359375f), x));
   F y = add(all(1.9875691500e-4f), x, all(1.3981999507e-3f));
   y = add(y, x, all(8.3334519073e-3f));
   y = add(y, x, all(4.1665795894e-2f));
   y = add(y, x, all(1.6666665459e-1f));
   y = add(y, x, all(5.0000001201e-1f));
-  y = add(y * x, x, x) + 1.0f;
-  return (F)((I)((U)y + (U)bits) & ~hidden);
+  y = add(y * x, x, x);
+  return (F)((I)add(y, power, power) & ~hidden);  // (y + 1) 2^n
 }
 
 typedef struct {
@@ -436,8 +487,8 @@ typedef struct {
   const void *sinks;             // [heads] scores that take part in the sum and have no value, or NULL
   const int64_t *starts;         // [B + 1] if only the first nodes of each text have rows in q and out, which lie dense:
                                  // text b has rows starts[b] to starts[b + 1]; else NULL
-  long texts, heads, kv, n, columns, free, d, dv;  // free: columns before the mask's, which all nodes see
-  long qb, qh, qn, kb, kh, kt, vb, vh, vt, mb, mn;  // strides in numbers; the last index lies dense
+  int64_t texts, heads, kv, n, columns, free, d, dv;  // free: columns before the mask's, which all nodes see
+  int64_t qb, qh, qn, kb, kh, kt, vb, vh, vt, mb, mn;  // strides in numbers; the last index lies dense
   float scale, cap;  // a score is cap * tanh(score / cap), if the cap is not 0
   int half, threads;
 } Attention;
@@ -455,35 +506,58 @@ INLINE F larger(F a, F b) {
 
 enum { GROUP = 24, HIGH = 8, LOW = 4 };  // rows that a thread takes at a time, and a loop holds
 
-// L rows of L numbers of 32 bits become L columns, by log2(L) rounds of exchanges.
-INLINE void transpose(U *rows) {
-#pragma GCC unroll 4
-  for (int s = 1; s < L; s *= 2) {
-    U low, high;
-#pragma GCC unroll 16
-    for (int j = 0; j < L; j++) {
-      low[j] = j & s ? L + j - s : j;
-      high[j] = j & s ? L + j : j + s;
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < L; i++)
-      if (!(i & s)) {
-        U first = rows[i], second = rows[i + s];
-        rows[i] = __builtin_shuffle(first, second, low);
-        rows[i + s] = __builtin_shuffle(first, second, high);
-      }
+// Numbers of two vectors; those of the second count from L on. Places that are known when this is compiled make the
+// fastest shuffles, so they are written out: f(0, s), f(1, s), ...
+#ifdef __clang__
+#define MIXED(first, second, ...) __builtin_shufflevector(first, second, __VA_ARGS__)
+#else
+#define MIXED(first, second, ...) __builtin_shuffle(first, second, (U){__VA_ARGS__})
+#endif
+#define FOUR(f, s, j) f(j, s), f(j + 1, s), f(j + 2, s), f(j + 3, s)
+#if L == 16
+#define PLACES(f, s) FOUR(f, s, 0), FOUR(f, s, 4), FOUR(f, s, 8), FOUR(f, s, 12)
+#elif L == 8
+#define PLACES(f, s) FOUR(f, s, 0), FOUR(f, s, 4)
+#else
+#define PLACES(f, s) FOUR(f, s, 0)
+#endif
+#define UPPER(j, s) ((j) & (s) ? L + (j) - (s) : (j))
+#define LOWER(j, s) ((j) & (s) ? L + (j) : (j) + (s))
+
+// Rows that lie s apart exchange numbers: a0 a1 a2 a3, b0 b1 b2 b3 become a0 b0 a2 b2, a1 b1 a3 b3 with s = 1.
+#define EXCHANGE(s) \
+  for (int i = 0; i < L; i++) { \
+    if (i & s) continue; \
+    U first = rows[i], second = rows[i + s]; \
+    rows[i] = MIXED(first, second, PLACES(UPPER, s)); \
+    rows[i + s] = MIXED(first, second, PLACES(LOWER, s)); \
   }
+
+// L rows of L numbers of 32 bits become L columns.
+INLINE void transpose(U *rows) {
+#pragma GCC unroll 16
+  EXCHANGE(1)
+#pragma GCC unroll 16
+  EXCHANGE(2)
+#if L > 4
+#pragma GCC unroll 16
+  EXCHANGE(4)
+#endif
+#if L > 8
+#pragma GCC unroll 16
+  EXCHANGE(8)
+#endif
 }
 
 // keys [d, L]: `many` keys from `at` on, further ones 0. A row of bfloat16 is read as pairs.
-static void turned(const Attention *a, long at, int many, float *keys) {
+static void turned(const Attention *a, int64_t at, int many, float *keys) {
   int half = a->half, numbers = half ? 2 : 1, size = half ? 2 : 4;
   if (a->d % (numbers * L)) {
     for (int c = 0; c < L; c++)
-      for (long i = 0; i < a->d; i++) keys[i * L + c] = c < many ? get(a->k, at + c * a->kt + i, half) : 0;
+      for (int64_t i = 0; i < a->d; i++) keys[i * L + c] = c < many ? get(a->k, at + c * a->kt + i, half) : 0;
     return;
   }
-  for (long i = 0; i < a->d; i += numbers * L) {
+  for (int64_t i = 0; i < a->d; i += numbers * L) {
     U block[L];
     for (int c = 0; c < L; c++)
       block[c] = c < many ? *(const U *)((const char *)a->k + (at + c * a->kt + i) * size) : (U){};
@@ -496,9 +570,9 @@ static void turned(const Attention *a, long at, int many, float *keys) {
   }
 }
 
-INLINE void scores(const float *q, const float *keys, F *sums, long d, int rows) {
+INLINE void scores(const float *q, const float *keys, F *sums, int64_t d, int rows) {
   F sum[HIGH] = {};
-  for (long i = 0; i < d; i++) {
+  for (int64_t i = 0; i < d; i++) {
     F key = *(const F *)(keys + i * L);
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++) sum[r] = add(key, all(q[r * d + i]), sum[r]);
@@ -509,14 +583,15 @@ INLINE void scores(const float *q, const float *keys, F *sums, long d, int rows)
 
 // out [LOW, wide] and total [LOW] take `many` keys, one after the other. values: rows of `row` numbers.
 enum { WIDTH = L == 16 ? 4 : 2 };
-INLINE void sums(const float *s, const void *values, long row, int half, float *out, F *total, long wide, int many) {
+INLINE void sums(const float *s, const void *values, int64_t row, int half, float *out, F *total, int64_t wide,
+                 int many) {
   F both[LOW];
   memcpy(both, total, sizeof both);
   for (int c = 0; c < many; c++)
 #pragma GCC unroll 4
     for (int r = 0; r < LOW; r++) both[r] += all(s[r * L + c]);
   memcpy(total, both, sizeof both);
-  for (long i = 0; i < wide; i += WIDTH * L) {
+  for (int64_t i = 0; i < wide; i += WIDTH * L) {
     F sum[LOW][WIDTH];
 #pragma GCC unroll 4
     for (int r = 0; r < LOW; r++)
@@ -538,41 +613,42 @@ INLINE void sums(const float *s, const void *values, long row, int half, float *
   }
 }
 
-INLINE void ask_for(const void *x, long at, long row, long width, int half) {  // the tile behind that at `at`
+// Asks for the tile behind that at `at`.
+INLINE void ask_for(const void *x, int64_t at, int64_t row, int64_t width, int half) {
   for (int c = L; c < 2 * L; c++)
-    for (long i = 0; i < width * (half ? 2 : 4); i += 64)
+    for (int64_t i = 0; i < width * (half ? 2 : 4); i += 64)
       __builtin_prefetch((const char *)x + (at + c * row) * (half ? 2 : 4) + i);
 }
 
-INLINE long nodes_of(const Attention *a, long b) {  // nodes of text b that have rows
+INLINE int64_t nodes_of(const Attention *a, int64_t b) {  // nodes of text b that have rows
   return a->starts ? a->starts[b + 1] - a->starts[b] : a->n;
 }
 
-static void rows_of_a_head(const Attention *a, long b, long head, long first, int rows, float *room) {
-  long groups = a->heads / a->kv, tiles = (a->columns + L - 1) / L, d = a->d, dv = a->dv;
-  long wide = (dv + 63) / 64 * 64;
+static void rows_of_a_head(const Attention *a, int64_t b, int64_t head, int64_t first, int rows, float *room) {
+  int64_t groups = a->heads / a->kv, tiles = (a->columns + L - 1) / L, d = a->d, dv = a->dv;
+  int64_t wide = (dv + 63) / 64 * 64;
   float *q = room, *keys = q + GROUP * d, *s = keys + L * d;  // s [tiles, GROUP, L]: a tile's scores lie together
   float *values = s + tiles * GROUP * L;
   float *out = values + L * wide;
   F largest[GROUP], total[GROUP] = {};
   char seen[tiles];
-  long base = b * a->kb + head * a->kh, vbase = b * a->vb + head * a->vh;
-  long n = nodes_of(a, b), qbase = a->starts ? a->starts[b] * a->qn : b * a->qb;
+  int64_t base = b * a->kb + head * a->kh, vbase = b * a->vb + head * a->vh;
+  int64_t n = nodes_of(a, b), qbase = a->starts ? a->starts[b] * a->qn : b * a->qb;
 
   // 1. The query rows; row i is of query head i / n in the group, node i % n.
   memset(q, 0, 4 * GROUP * d);
   for (int r = 0; r < GROUP; r++) largest[r] = all(-INFINITY);
   for (int r = 0; r < rows; r++) {
-    long row = first + r, at = qbase + (head * groups + row / n) * a->qh + row % n * a->qn;
-    for (long i = 0; i < d; i++) q[r * d + i] = get(a->q, at + i, a->half);
+    int64_t row = first + r, at = qbase + (head * groups + row / n) * a->qh + row % n * a->qn;
+    for (int64_t i = 0; i < d; i++) q[r * d + i] = get(a->q, at + i, a->half);
   }
 
   // 2. Scores [rows, columns], tile by tile; a tile that no row sees is left out.
-  for (long t = 0; t < tiles; t++) {
+  for (int64_t t = 0; t < tiles; t++) {
     int many = MIN(L, a->columns - t * L), open = MIN(MAX(a->free - t * L, 0), L);
     F extra[GROUP] = {}, most = all(open == L ? 0 : -INFINITY);
     for (int r = 0; r < rows && open < L; r++) {
-      long at = b * a->mb + (first + r) % n * a->mn + t * L - a->free;
+      int64_t at = b * a->mb + (first + r) % n * a->mn + t * L - a->free;
       if (!open && many == L) extra[r] = load(a->mask, at, a->half);
       else for (int c = open; c < L; c++) extra[r][c] = c < many ? get(a->mask, at + c, a->half) : -INFINITY;
       most = larger(extra[r], most);
@@ -607,12 +683,12 @@ static void rows_of_a_head(const Attention *a, long b, long head, long first, in
   memset(out, 0, 4 * GROUP * wide);
   memset(values, 0, 4 * L * wide);
   int direct = rows <= LOW && wide == dv;  // few rows: each value is read once
-  for (long t = 0; t < tiles; t++) {
+  for (int64_t t = 0; t < tiles; t++) {
     if (!seen[t]) continue;
     if (t + 1 < tiles) ask_for(a->v, vbase + t * L * a->vt, a->vt, dv, a->half);
     int many = MIN(L, a->columns - t * L);
     for (int c = 0; c < many && !direct; c++) {
-      long i = 0, at = vbase + (t * L + c) * a->vt;
+      int64_t i = 0, at = vbase + (t * L + c) * a->vt;
       for (; i + L <= dv; i += L) *(F *)(values + c * wide + i) = load(a->v, at + i, a->half);
       for (; i < dv; i++) values[c * wide + i] = get(a->v, at + i, a->half);
     }
@@ -629,52 +705,58 @@ static void rows_of_a_head(const Attention *a, long b, long head, long first, in
 
   // 4. Divide and round once.
   for (int r = 0; r < rows; r++) {
-    long row = first + r, node = row % n + (a->starts ? a->starts[b] : b * a->n);
-    long at = (node * a->heads + head * groups + row / n) * dv;
-    long i = 0;
+    int64_t row = first + r, node = row % n + (a->starts ? a->starts[b] : b * a->n);
+    int64_t at = (node * a->heads + head * groups + row / n) * dv;
+    int64_t i = 0;
     for (; i + L <= dv; i += L) store(a->out, at + i, *(F *)(out + r * wide + i) / total[r], a->half);
     for (; i < dv; i++) put(a->out, at + i, out[r * wide + i] / total[r][0], a->half);
   }
 }
 
-// The part of this thread of a region; all threads call it.
-static void attend(const Attention *a) {
-  long rows = a->heads / a->kv * a->n, parts = (rows + GROUP - 1) / GROUP, items = a->texts * a->kv * parts;
-  long tiles = (a->columns + L - 1) / L, wide = (a->dv + 63) / 64 * 64;
-  long floats = (GROUP + L) * (a->d + wide) + GROUP * tiles * L;
-  float *room = aligned_alloc(64, (4 * floats + 63) / 64 * 64);
-#pragma omp for schedule(dynamic, 1)
-  for (long i = 0; i < items; i++) {
-    long part = i % parts, head = i / parts % a->kv, b = i / parts / a->kv;
-    long left = a->heads / a->kv * nodes_of(a, b) - part * GROUP;
-    if (left > 0) rows_of_a_head(a, b, head, part * GROUP, MIN(GROUP, left), room);
-  }
-  free(room);
+static int64_t floats_of_a_thread(const Attention *a) {  // the room of `rows_of_a_head`, in whole lines of the cache
+  int64_t tiles = (a->columns + L - 1) / L, wide = (a->dv + 63) / 64 * 64;
+  return ((GROUP + L) * (a->d + wide) + GROUP * tiles * L + 15) / 16 * 16;
 }
 
-void attention(const Attention *a) {
+// The part of this thread of a region; all threads call it. room: of all threads.
+static void attend(const Attention *a, float *room) {
+  int64_t rows = a->heads / a->kv * a->n, parts = (rows + GROUP - 1) / GROUP, items = a->texts * a->kv * parts;
+  float *own = room + omp_get_thread_num() * floats_of_a_thread(a);
+#pragma omp for schedule(dynamic, 1)
+  for (int64_t i = 0; i < items; i++) {
+    int64_t part = i % parts, head = i / parts % a->kv, b = i / parts / a->kv;
+    int64_t left = a->heads / a->kv * nodes_of(a, b) - part * GROUP;
+    if (left > 0) rows_of_a_head(a, b, head, part * GROUP, MIN(GROUP, left), own);
+  }
+}
+
+int attention(const Attention *a) {
+  float *room = take_room(4 * a->threads * floats_of_a_thread(a));
+  if (!room) return NO_MEMORY;
 #pragma omp parallel num_threads(a->threads)
-  attend(a);
+  attend(a, room);
+  free(room);
+  return DONE;
 }
 
 // --- Ranking ------------------------------------------------------------------------------------
 
 // Puts x among numbers in descending order, behind equal ones; the last of them falls out.
-INLINE void insert(float x, int64_t token, float *best, int64_t *tokens, long many) {
-  long i = many - 1;
+INLINE void insert(float x, int64_t token, float *best, int64_t *tokens, int64_t many) {
+  int64_t i = many - 1;
   for (; i > 0 && best[i - 1] < x; i--) best[i] = best[i - 1], tokens[i] = tokens[i - 1];
   best[i] = x, tokens[i] = token;
 }
 
 // The k most likely tokens of each row of logits [rows, size], and their probabilities: the softmax of logits * scale.
-void rank(const void *logits, float *best, int64_t *tokens, long rows, long size, long k, float scale, int half,
-          int threads) {
+int rank(const void *logits, float *best, int64_t *tokens, int64_t rows, int64_t size, int64_t k, float scale,
+         int half, int threads) {
 #pragma omp parallel for num_threads(MIN(threads, rows))
-  for (long r = 0; r < rows; r++) {
+  for (int64_t r = 0; r < rows; r++) {
     const char *row = (const char *)logits + r * size * (half ? 2 : 4);
     float *top = best + r * k, sum = 0;
     int64_t *top_tokens = tokens + r * k;
-    long i = 0;
+    int64_t i = 0;
 
     // 1. The largest, from the first k on.
     for (; i < k; i++) insert(get(row, i, half), i, top, top_tokens, i + 1);
@@ -688,36 +770,38 @@ void rank(const void *logits, float *best, int64_t *tokens, long rows, long size
     }
 
     // 2. Their probabilities.
-    F sums = {}, largest = all(top[0]);
-    for (i = 0; i + L <= size; i += L) sums += exponential((load(row, i, half) - largest) * scale);
+    F sums[SIDES] = {}, largest = all(top[0]);
+    for (i = 0; i + SIDES * L <= size; i += SIDES * L)
+      for (int s = 0; s < SIDES; s++) sums[s] += exponential((load(row, i + s * L, half) - largest) * scale);
     for (; i < size; i++) sum += exponential((all(get(row, i, half)) - largest) * scale)[0];
-    for (int c = 0; c < L; c++) sum += sums[c];
+    for (int c = 0; c < SIDES * L; c++) sum += sums[c / L][c % L];
     for (i = 0; i < k; i++) top[i] = exponential((all(top[i]) - largest) * scale)[0] / sum;
   }
+  return DONE;
 }
 
 // --- Choice -------------------------------------------------------------------------------------
 
 // Scores of L tokens: logits / temperature, plus noise if there is any.
-INLINE F scores_of(const void *logits, const float *noise, long i, float temperature, int half) {
+INLINE F scores_of(const void *logits, const float *noise, int64_t i, float temperature, int half) {
   F x = load(logits, i, half);
   if (temperature != 1) x = x / temperature;
   if (noise) x += load(noise, i, 0);
   return x;
 }
 
-INLINE float score_of(const void *logits, const float *noise, long i, float temperature, int half) {
+INLINE float score_of(const void *logits, const float *noise, int64_t i, float temperature, int half) {
   float x = get(logits, i, half);
   if (temperature != 1) x = x / temperature;
   return noise ? x + noise[i] : x;
 }
 
 // The token with the largest score, of equal ones the first; `size` if a score is NaN. noise: may be NULL.
-long choose(const void *logits, const float *noise, long size, float temperature, int half) {
+int64_t choose(const void *logits, const float *noise, int64_t size, float temperature, int half) {
   F largest = all(-INFINITY);
   I wrong = {};
   float best = -INFINITY;
-  long i = 0;
+  int64_t i = 0;
   for (; i + L <= size; i += L) {
     F x = scores_of(logits, noise, i, temperature, half);
     wrong |= x != x;
@@ -737,27 +821,29 @@ long choose(const void *logits, const float *noise, long size, float temperature
 
 // Scores [rows, size] of draft tokens: logits * factor, rounded as logits are, / temperature, plus the noise of each token.
 // tokens: the places [size] of their noise, or NULL: in order.
-void score(const void *logits, const float *noise, const int64_t *tokens, float *scores, long rows, long size,
-           float factor, float temperature, int half) {
-  for (long r = 0; r < rows; r++)
-    for (long i = 0; i < size; i++) {
+int score(const void *logits, const float *noise, const int64_t *tokens, float *scores, int64_t rows, int64_t size,
+          float factor, float temperature, int half) {
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t i = 0; i < size; i++) {
       float x = get(logits, r * size + i, half);
       if (factor != 1) put(&x, 0, x * factor, half), x = get(&x, 0, half);
       if (temperature != 1) x = x / temperature;
       scores[r * size + i] = x + noise[tokens ? tokens[i] : i];
     }
+  return DONE;
 }
 
 // --- Columns ------------------------------------------------------------------------------------
 
 // Copies columns of blocks [rows, heads, capacity, bytes]. moves: [many, 3] row, source and place; they run in order.
-void copy_columns(char *const *blocks, const int64_t *moves, long count, long many, long heads, long capacity,
-                  long bytes, int threads) {
+int copy_columns(char *const *blocks, const int64_t *moves, int64_t count, int64_t many, int64_t heads,
+                 int64_t capacity, int64_t bytes, int threads) {
 #pragma omp parallel for num_threads(MIN(threads, count))
-  for (long i = 0; i < count; i++)
+  for (int64_t i = 0; i < count; i++)
     for (const int64_t *move = moves; move < moves + 3 * many; move += 3)
-      for (long head = 0; head < heads; head++) {
+      for (int64_t head = 0; head < heads; head++) {
         char *columns = blocks[i] + (move[0] * heads + head) * capacity * bytes;
         memcpy(columns + move[2] * bytes, columns + move[1] * bytes, bytes);
       }
+  return DONE;
 }

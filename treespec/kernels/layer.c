@@ -18,18 +18,18 @@ typedef struct {
   void *keys, *values, *y;      // [B, KV, capacity, D] both: N columns are written before `columns`; [B, N, hidden]
   const int64_t *starts;        // [B + 1] if x, residual and y have rows of only the first nodes of each text:
                                 // starts[b] to starts[b + 1]; NULL: of all
-  long texts, n, in, hidden, heads, kv, d, inner, turned, columns, capacity;
-  long first, free;             // columns before `first` are not attended to; the next `free` are seen by all nodes, without a mask
-  long ab, an, mb, mn;          // strides of a text and of a node in angles and mask
+  int64_t texts, n, in, hidden, heads, kv, d, inner, turned, columns, capacity;
+  int64_t first, free;          // columns before `first` are not attended to; all nodes see the next `free`, without a mask
+  int64_t ab, an, mb, mn;       // strides of a text and of a node in angles and mask
   float scale, eps, sign;       // sign: of the first half's sines, -1 unless they are negated already
   int form, half, threads;
 } Layer;
 
-static long rows_in(const Layer *a) { return a->starts ? a->starts[a->texts] : a->texts * a->n; }
+static int64_t rows_in(const Layer *a) { return a->starts ? a->starts[a->texts] : a->texts * a->n; }
 
-static long text_of(const Layer *a, long r) {  // the text of row r
+static int64_t text_of(const Layer *a, int64_t r) {  // the text of row r
   if (!a->starts) return r / a->n;
-  long b = 0;
+  int64_t b = 0;
   while (a->starts[b + 1] <= r) b++;
   return b;
 }
@@ -37,36 +37,36 @@ static long text_of(const Layer *a, long r) {  // the text of row r
 // Norm of each row, if there is a weight, and the rows as products read them. All threads call it.
 static void read_rows(const Layer *a, const void *x, int norm, char *normed, const Rows *f, char *rows) {
 #pragma omp for
-  for (long r = 0; r < rows_in(a); r++) {
+  for (int64_t r = 0; r < rows_in(a); r++) {
     if (a->norms[norm]) norm_row(x, a->norms[norm], normed, r, f->in, a->eps, a->half);
     read_row(f, a->norms[norm] ? normed : x, rows, r);
   }
 }
 
 // Numbers [width] at x turned by `cos` and `sin` [turned] from `at` on, to `y`.
-static void turn(const Layer *a, const char *x, long at, char *y) {
-  long middle = a->turned / 2, size = a->half ? 2 : 4;
+static void turn(const Layer *a, const char *x, int64_t at, char *y) {
+  int64_t middle = a->turned / 2, size = a->half ? 2 : 4;
   float rotated[a->d];
-  for (long i = 0; i < a->turned; i++) {
+  for (int64_t i = 0; i < a->turned; i++) {
     float pair[1], other = i < middle ? a->sign * get(x, i + middle, a->half) : get(x, i - middle, a->half);
     put(pair, 0, other * get(a->sin, at + i, a->half), a->half);
     float beside = get(pair, 0, a->half);
     put(pair, 0, get(x, i, a->half) * get(a->cos, at + i, a->half), a->half);
     rotated[i] = get(pair, 0, a->half) + beside;
   }
-  for (long i = 0; i < a->turned; i++) put(y, i, rotated[i], a->half);
+  for (int64_t i = 0; i < a->turned; i++) put(y, i, rotated[i], a->half);
   memmove(y + a->turned * size, x + a->turned * size, (a->d - a->turned) * size);
 }
 
 // Head `head` of the queries, then of the keys, then of the values, of row r. Keys and values go to the cache.
-static void place(const Layer *a, char *q, char *k, char *v, long r, long head) {
-  long size = a->half ? 2 : 4, row = a->d * size, b = text_of(a, r);
-  long node = r - (a->starts ? a->starts[b] : b * a->n);
-  long angle = b * a->ab + node * a->an, column = a->columns - a->n + node;
+static void place(const Layer *a, char *q, char *k, char *v, int64_t r, int64_t head) {
+  int64_t size = a->half ? 2 : 4, row = a->d * size, b = text_of(a, r);
+  int64_t node = r - (a->starts ? a->starts[b] : b * a->n);
+  int64_t angle = b * a->ab + node * a->an, column = a->columns - a->n + node;
   int key = head >= a->heads, value = head >= a->heads + a->kv, norm = key ? OF_KEYS : OF_QUERIES;
   char *x = q + (r * a->heads + head) * row, *to = x;
   if (key) {
-    long own = head - a->heads - (value ? a->kv : 0);
+    int64_t own = head - a->heads - (value ? a->kv : 0);
     x = (value ? v : k) + (r * a->kv + own) * row;
     to = (char *)(value ? a->values : a->keys) + ((b * a->kv + own) * a->capacity + column) * row;
   }
@@ -77,9 +77,9 @@ static void place(const Layer *a, char *q, char *k, char *v, long r, long head) 
 
 // Numbers of thread t: z = x + y, in rows of `hidden`.
 static void add_rows(const Layer *a, const void *x, const void *y, void *z, int t) {
-  long from = first_of(a->hidden, a->threads, t), to = first_of(a->hidden, a->threads, t + 1);
-  for (long r = 0; r < rows_in(a); r++)
-    for (long i = r * a->hidden + from; i < r * a->hidden + to; i++)
+  int64_t from = first_of(a->hidden, a->threads, t), to = first_of(a->hidden, a->threads, t + 1);
+  for (int64_t r = 0; r < rows_in(a); r++)
+    for (int64_t i = r * a->hidden + from; i < r * a->hidden + to; i++)
       put(z, i, get(x, i, a->half) + get(y, i, a->half), a->half);
 }
 
@@ -102,15 +102,15 @@ INLINE F silu(F x) {  // x / (1 + exp(-x)); in bfloat16 it has the bits of torch
 
 // Outputs of thread t: silu(gate) * up, as the last product reads them.
 static void activate(const Layer *a, const void *gate, const void *up, const Rows *f, char *rows, int t) {
-  long from = first_of(a->inner, a->threads, t), to = first_of(a->inner, a->threads, t + 1);
-  for (long r = 0; r < rows_in(a); r++) {
-    for (long i = from; i < to; i += L) {
-      long at = r * a->inner + i, size = f->size;
+  int64_t from = first_of(a->inner, a->threads, t), to = first_of(a->inner, a->threads, t + 1);
+  for (int64_t r = 0; r < rows_in(a); r++) {
+    for (int64_t i = from; i < to; i += L) {
+      int64_t at = r * a->inner + i, size = f->size;
       char *to_row = rows + (r * f->width + i) * size;
       if (i + L <= to) {
         F x = rounded(silu(load(gate, at, a->half)), a->half);
         store(to_row, 0, rounded(x * load(up, at, a->half), a->half), size == 2);
-      } else for (long c = 0; c < to - i; c++) {
+      } else for (int64_t c = 0; c < to - i; c++) {
         F x = rounded(silu(all(get(gate, at + c, a->half))), a->half);
         put(to_row, c, rounded(x * get(up, at + c, a->half), a->half)[0], size == 2);
       }
@@ -119,11 +119,12 @@ static void activate(const Layer *a, const void *gate, const void *up, const Row
   }
 }
 
-static void layer(const Layer *a) {
+static int layer(const Layer *a) {
   // 1. The products, and how they read rows.
-  long size = a->half ? 2 : 4, n = rows_in(a), all_heads = a->heads * a->d, groups = a->kv * a->d;
-  long outs[PRODUCTS] = {all_heads, groups, groups, a->hidden, a->inner, a->inner, a->hidden};
-  long ins[PRODUCTS] = {a->in, a->in, a->in, all_heads, a->hidden, a->hidden, a->inner};
+  int64_t size = a->half ? 2 : 4, n = rows_in(a), all_heads = a->heads * a->d, groups = a->kv * a->d;
+  if (!n) return DONE;
+  int64_t outs[PRODUCTS] = {all_heads, groups, groups, a->hidden, a->inner, a->inner, a->hidden};
+  int64_t ins[PRODUCTS] = {a->in, a->in, a->in, all_heads, a->hidden, a->hidden, a->inner};
   Linear p[PRODUCTS];
   Rows f[PRODUCTS];
   for (int i = 0; i < PRODUCTS; i++) {
@@ -131,29 +132,32 @@ static void layer(const Layer *a) {
     f[i] = rows_for(ins[i], a->form, a->half);
   }
 
-  // 2. Room for what each step gives.
-  enum { ROWS_IN, ROWS_OUT, ROWS_MID, ROWS_DOWN, NORMED, Q, K, V, ATTENDED, ADDED, H_, G, U_, PARTS };
-  long all_rows = padded(&f[0], n), width = a->in > a->hidden ? a->in : a->hidden;
-  long sizes[PARTS] = {
-    all_rows * f[QUERY].width * f[QUERY].size, all_rows * f[OUTPUT].width * f[OUTPUT].size,
-    all_rows * f[GATE].width * f[GATE].size, all_rows * f[DOWN].width * f[DOWN].size, n * width * size,
-    n * all_heads * size, n * groups * size, n * groups * size, n * all_heads * size,
-    n * a->hidden * size, n * a->hidden * size, n * a->inner * size, n * a->inner * size,
-  };
-  char *at[PARTS];
-  long whole = 0;
-  for (int i = 0; i < PARTS; i++) whole += (sizes[i] + 63) / 64 * 64;
-  char *room = aligned_alloc(64, whole);
-  for (long i = 0, used = 0; i < PARTS; used += (sizes[i++] + 63) / 64 * 64) at[i] = room + used;
+  // 2. Room for what each step gives, and for each thread's attention.
   Attention seen = {
-    .q = at[Q], .k = (char *)a->keys + a->first * a->d * size, .v = (char *)a->values + a->first * a->d * size,
-    .mask = a->mask, .out = at[ATTENDED], .starts = a->starts, .texts = a->texts, .heads = a->heads, .kv = a->kv, .n = a->n,
+    .k = (char *)a->keys + a->first * a->d * size, .v = (char *)a->values + a->first * a->d * size,
+    .mask = a->mask, .starts = a->starts, .texts = a->texts, .heads = a->heads, .kv = a->kv, .n = a->n,
     .columns = a->columns - a->first, .free = a->free, .d = a->d, .dv = a->d,
     .qb = a->n * all_heads, .qh = a->d, .qn = all_heads, .mb = a->mb, .mn = a->mn,
     .kb = groups * a->capacity, .kh = a->d * a->capacity, .kt = a->d,
     .vb = groups * a->capacity, .vh = a->d * a->capacity, .vt = a->d,
     .scale = a->scale, .half = a->half, .threads = a->threads,
   };
+  enum { ROWS_IN, ROWS_OUT, ROWS_MID, ROWS_DOWN, NORMED, Q, K, V, ATTENDED, ADDED, H_, G, U_, SCORES, PARTS };
+  int64_t all_rows = padded(&f[0], n), width = MAX(a->in, a->hidden);
+  int64_t sizes[PARTS] = {
+    all_rows * f[QUERY].width * f[QUERY].size, all_rows * f[OUTPUT].width * f[OUTPUT].size,
+    all_rows * f[GATE].width * f[GATE].size, all_rows * f[DOWN].width * f[DOWN].size, n * width * size,
+    n * all_heads * size, n * groups * size, n * groups * size, n * all_heads * size,
+    n * a->hidden * size, n * a->hidden * size, n * a->inner * size, n * a->inner * size,
+    4 * a->threads * floats_of_a_thread(&seen),
+  };
+  char *at[PARTS];
+  int64_t whole = 0;
+  for (int i = 0; i < PARTS; i++) whole += (sizes[i] + 63) / 64 * 64;
+  char *room = take_room(whole);
+  if (!room) return NO_MEMORY;
+  for (int64_t i = 0, used = 0; i < PARTS; used += (sizes[i++] + 63) / 64 * 64) at[i] = room + used;
+  seen.q = at[Q], seen.out = at[ATTENDED];
 
   // 3. The layer. A loop over t gives each thread the same outputs of two products.
 #pragma omp parallel num_threads(a->threads)
@@ -163,11 +167,11 @@ static void layer(const Layer *a) {
     for (int t = 0; t < a->threads; t++)
       for (int i = QUERY; i <= VALUE; i++) share(&p[i], &f[i], at[ROWS_IN], at[Q + i], n, t);
 #pragma omp for
-    for (long i = 0; i < n * (a->heads + 2 * a->kv); i++)
+    for (int64_t i = 0; i < n * (a->heads + 2 * a->kv); i++)
       place(a, at[Q], at[K], at[V], i / (a->heads + 2 * a->kv), i % (a->heads + 2 * a->kv));
-    attend(&seen);
+    attend(&seen, (float *)at[SCORES]);
 #pragma omp for
-    for (long r = 0; r < n; r++) read_row(&f[OUTPUT], at[ATTENDED], at[ROWS_OUT], r);
+    for (int64_t r = 0; r < n; r++) read_row(&f[OUTPUT], at[ATTENDED], at[ROWS_OUT], r);
 #pragma omp for schedule(static, 1)
     for (int t = 0; t < a->threads; t++) {
       share(&p[OUTPUT], &f[OUTPUT], at[ROWS_OUT], at[ADDED], n, t);
@@ -187,11 +191,14 @@ static void layer(const Layer *a) {
     }
   }
   free(room);
+  return DONE;
 }
 
 // Layers in a row: each writes `y` after all have read `x` and `residual`, which may be the same rows.
-void layers(const Layer *a, long many) {
-  for (long i = 0; i < many; i++) layer(a + i);
+int layers(const Layer *a, int64_t many) {
+  for (int64_t i = 0; i < many; i++)
+    if (layer(a + i)) return NO_MEMORY;
+  return DONE;
 }
 
 // A step of an EAGLE head over nodes of several texts: [embedding, feature] -> input -> layer -> state -> output -> logits.
@@ -212,21 +219,23 @@ typedef struct {
   const void *mask;                    // as in `Layer`
   void *keys, *values, *states;        // as in `Layer`; [R, hidden]
   void *last, *logits;                 // [rows, hidden], [rows, drafted tokens]
-  long texts, n, rows, turned, columns, capacity, free, threads;  // n: the most nodes of a text
+  int64_t texts, n, rows, turned, columns, capacity, free, threads;  // n: the most nodes of a text
 } HeadNodes;
 
-void head_step(const HeadStep *head, const HeadNodes *nodes) {
+int head_step(const HeadStep *head, const HeadNodes *nodes) {
   // 1. Pairs [embedding, feature], and room for what the input gives. Angles lie as [B, N].
   Layer a = head->layer;
   Linear input = head->input, output = head->output;
-  long n = nodes->n, all = nodes->starts[nodes->texts], size = a.half ? 2 : 4, row = a.hidden * size;
-  long angles = nodes->turned * size;
+  int64_t n = nodes->n, all = nodes->starts[nodes->texts], size = a.half ? 2 : 4, row = a.hidden * size;
+  int64_t angles = nodes->turned * size;
+  if (!all) return DONE;
   char *room = malloc(3 * all * row + 2 * nodes->texts * n * angles);
+  if (!room) return NO_MEMORY;
   char *pairs = room, *x = pairs + 2 * all * row, *cos = x + all * row, *sin = cos + nodes->texts * n * angles;
-  for (long b = 0; b < nodes->texts; b++)
-    for (long i = nodes->starts[b]; i < nodes->starts[b + 1]; i++) {
-      long token = nodes->vocabulary ? nodes->vocabulary[nodes->tokens[i]] : nodes->tokens[i];
-      long place = (b * n + i - nodes->starts[b]) * angles, position = nodes->positions[i];
+  for (int64_t b = 0; b < nodes->texts; b++)
+    for (int64_t i = nodes->starts[b]; i < nodes->starts[b + 1]; i++) {
+      int64_t token = nodes->vocabulary ? nodes->vocabulary[nodes->tokens[i]] : nodes->tokens[i];
+      int64_t place = (b * n + i - nodes->starts[b]) * angles, position = nodes->positions[i];
       memcpy(pairs + 2 * i * row, (const char *)head->embedding + token * row, row);
       memcpy(pairs + (2 * i + 1) * row, (const char *)nodes->features + nodes->parents[i] * row, row);
       memcpy(cos + place, (const char *)nodes->cos + position * angles, angles);
@@ -235,17 +244,27 @@ void head_step(const HeadStep *head, const HeadNodes *nodes) {
 
   // 2. The layer.
   input.threads = output.threads = a.threads = nodes->threads;
-  linear(&input, pairs, x, all);
+  int failed = linear(&input, pairs, x, all);
   a.x = a.residual = x, a.y = nodes->states, a.starts = nodes->starts;
   a.cos = cos, a.sin = sin, a.mask = nodes->mask;
   a.keys = nodes->keys, a.values = nodes->values;
   a.texts = nodes->texts, a.n = n, a.turned = nodes->turned, a.columns = nodes->columns, a.capacity = nodes->capacity;
   a.free = nodes->free, a.an = nodes->turned, a.ab = n * a.an, a.mn = nodes->columns - nodes->free, a.mb = n * a.mn;
-  layer(&a);
+  if (!failed) failed = layer(&a);
 
   // 3. The logits.
-  for (long i = 0; i < nodes->rows; i++)
+  for (int64_t i = 0; i < nodes->rows && !failed; i++)
     memcpy((char *)nodes->last + i * row, (const char *)nodes->states + nodes->drafted[i] * row, row);
-  linear(&output, nodes->last, nodes->logits, nodes->rows);
+  if (!failed) failed = linear(&output, nodes->last, nodes->logits, nodes->rows);
   free(room);
+  return failed;
+}
+
+enum { ABI = 1 };  // counted up when a structure or a parameter changes, here and in structs.py
+
+// Writes the sizes [5] of the structures in bytes; returns the ABI.
+int describe_abi(int64_t *sizes) {
+  sizes[0] = sizeof(Linear), sizes[1] = sizeof(Attention), sizes[2] = sizeof(Layer);
+  sizes[3] = sizeof(HeadStep), sizes[4] = sizeof(HeadNodes);
+  return ABI;
 }

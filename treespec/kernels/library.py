@@ -1,15 +1,13 @@
-"""Compiles the C kernels for this processor at their first use, in a second, and keeps them in the user's cache.
+"""Loads the C kernels: a library built ahead for processors like this one, or else one compiled at the first use.
 
 `kernels.c` holds products, attention and norms, `layer.c` a whole decoder layer. Both become one shared library.
 """
 
 import ctypes
-import hashlib
 import logging
 import os
 import platform
-import shutil
-import subprocess
+import threading
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,126 +15,118 @@ from typing import Any
 import torch
 
 from treespec.errors import InputError
-from treespec.files.atomic import writing
-from treespec.files.downloads import cache_folder
-from treespec.kernels.processor import describe_processor
+from treespec.kernels.build import INSTRUCTION_LEVELS, check_digest, load_compiled
+from treespec.kernels.structs import check_abi, declare_parameters
+from treespec.kernels.variants import (
+    BUILT_FOLDER,
+    choose_variant,
+    hash_sources,
+    name_built,
+    read_cpu_flags,
+)
+from treespec.kernels.workers import find_openmp_files
 
 log = logging.getLogger(__name__)
 
-# layer.c includes kernels.c, so that the compiler gets only the first.
-SOURCE_FILES = [
-    Path(__file__).with_name("layer.c"),
-    Path(__file__).with_name("kernels.c"),
-]
-COMPILER_OPTIONS = ["-O3", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC"]
-
-C_POINTER = ctypes.c_void_p
-C_STRUCT = ctypes.c_char_p  # the bytes of a packed `struct.Struct`
-C_LONG = ctypes.c_long
-C_INT = ctypes.c_int
-C_FLOAT = ctypes.c_float
-
-# The types of each kernel's parameters.
-KERNEL_PARAMETERS: dict[str, list[Any]] = {
-    # weight, packed weight; inputs, outputs; form
-    "pack": [C_POINTER, C_POINTER, C_LONG, C_LONG, C_INT],
-    # `Linear`; x, y; rows
-    "linear": [C_STRUCT, C_POINTER, C_POINTER, C_LONG],
-    # `Attention`
-    "attention": [C_STRUCT],
-    # several `Layer`, one after the other; their number
-    "layers": [C_STRUCT, C_LONG],
-    # `HeadStep`, `HeadNodes`
-    "head_step": [C_STRUCT, C_STRUCT],
-    # x, weight, y; rows, width; epsilon, half, threads
-    "rms_norm": [C_POINTER, C_POINTER, C_POINTER, C_LONG, C_LONG, C_FLOAT, C_INT, C_INT],
-    # states, y; rows, width; threads
-    "noise": [C_POINTER, C_POINTER, C_LONG, C_LONG, C_INT],
-    # logits, probabilities, tokens; rows, vocabulary, k; 1 / temperature, half, threads
-    "rank": [C_POINTER, C_POINTER, C_POINTER, C_LONG, C_LONG, C_LONG, C_FLOAT, C_INT, C_INT],
-    # logits, noise; vocabulary; temperature, half
-    "choose": [C_POINTER, C_POINTER, C_LONG, C_FLOAT, C_INT],
-    # logits, noise, tokens, scores; rows, size; factor, temperature, half
-    "score": [
-        *(C_POINTER, C_POINTER, C_POINTER, C_POINTER),
-        *(C_LONG, C_LONG, C_FLOAT, C_FLOAT, C_INT),
-    ],
-    # addresses of blocks, moves; their numbers; heads, capacity, bytes, threads
-    "copy_columns": [C_STRUCT, C_STRUCT, C_LONG, C_LONG, C_LONG, C_LONG, C_LONG, C_INT],
-}
+SWITCH_VARIABLE = "TREESPEC_KERNELS"
+LOADING_LOCK = threading.Lock()  # threads that load at once compile once
 
 
 @cache
 def load_kernels() -> Any:
-    """Load the kernels; compile them at the first use. None if there is no compiler or it fails."""
-    compiler = find_compiler()
-    if compiler is None:
+    """Load the kernels. None if they are turned off, or where neither a library built ahead nor a compiler is.
+
+    Raises: InputError for an unknown value of `TREESPEC_KERNELS`.
+    """
+    if not is_turned_on():
+        return None
+    with LOADING_LOCK:
+        return load_once(hash_sources(), os.environ.get("CC"), choose_level())
+
+
+@cache
+def load_once(sources: str, compiler: str | None, level: str) -> Any:
+    """Load the kernels for `load_kernels`, which may run in several threads; a failure is logged once.
+
+    Args:
+        sources: hash of the kernels' sources.
+        compiler: the environment's CC.
+        level: of `INSTRUCTION_LEVELS`.
+    """
+    library = load_built(level)
+    try:
+        if library is None:
+            library = load_compiled(level)
+        check_abi(library)
+        declare_parameters(library)
+    except (InputError, OSError) as error:
         log.warning(
-            "no C compiler: torch's own operations run, which are slower, and round by tree"
+            "the C kernels are off: torch's own operations run, which take about 2.4 times as long "
+            "(bfloat16, AVX2) and round by tree: %s",
+            error,
         )
         return None
-    command = [compiler, *choose_compiler_flags(), *COMPILER_OPTIONS]
-    file = choose_library_file(command)
-    try:
-        if not file.exists():
-            compile_library(command, file)
-        library = ctypes.CDLL(str(file))
-    except (OSError, InputError, subprocess.CalledProcessError) as error:
-        message = describe_compile_error(error)
-        log.warning("%s cannot compile the kernels, torch's own run: %s", compiler, message)
-        return None
-    for kernel, parameters in KERNEL_PARAMETERS.items():
-        getattr(library, kernel).argtypes = parameters
     return library
 
 
+def is_turned_on() -> bool:
+    """Whether the environment leaves the kernels on: TREESPEC_KERNELS=0 turns them off. Raises InputError."""
+    value = os.environ.get(SWITCH_VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise InputError(f"{SWITCH_VARIABLE}={value}: 0 turns the C kernels off, 1 leaves them on")
+    return value != "0"
+
+
+def choose_level() -> str:
+    """Choose of `INSTRUCTION_LEVELS` the processor's, or the smaller one of torch's settings."""
+    if torch.backends.cpu.get_cpu_capability() == "AVX2":
+        return "AVX2"
+    if "AMX" in os.environ.get("ONEDNN_MAX_CPU_ISA", "AMX").upper():
+        return "native"
+    if platform.machine() != "x86_64":
+        return "native"
+    return "without AMX"
+
+
+def load_built(level: str) -> Any:
+    """Load the library built ahead for this processor; None if this installation has none that fits.
+
+    level: of `INSTRUCTION_LEVELS`.
+    """
+    flags = read_cpu_flags() - INSTRUCTION_LEVELS[level].unused_flags
+    variant = choose_variant(flags, platform.machine())
+    if variant is None:
+        return None
+    file = BUILT_FOLDER / name_built(variant)
+    if not file.exists():
+        return None
+    try:
+        check_digest(file)
+        share_openmp()
+        return ctypes.CDLL(str(file))
+    except (InputError, OSError) as error:
+        log.info("%s is not used: %s", file, error)
+        return None
+
+
+def share_openmp() -> None:
+    """Make the functions of torch's OpenMP library visible, or else of the system's: libraries built ahead use them.
+
+    Raises: OSError if there is none.
+    """
+    files = find_openmp_files()
+    torch_files = [file for file in files if "/torch" in file]
+    chosen = "libgomp.so.1"
+    if torch_files:
+        chosen = torch_files[0]
+    elif files:
+        chosen = files[0]
+    ctypes.CDLL(chosen, mode=ctypes.RTLD_GLOBAL)
+
+
 def name_library() -> str:
-    """Return the name of the compiled file, a hash of source, flags and processor; "" if there is none."""
+    """Return the name of the loaded library, a hash of source, flags and processor; "" if there is none."""
     library = load_kernels()
     if library is None:
         return ""
     return Path(library._name).name
-
-
-def find_compiler() -> str | None:
-    """Return the C compiler: the environment's CC, or else the system's. None if there is none."""
-    compiler = os.environ.get("CC")
-    if compiler:
-        return compiler
-    return shutil.which("cc")
-
-
-def choose_compiler_flags() -> list[str]:
-    """Return the compiler's flags for this processor, or for the smaller one that torch's settings ask for."""
-    if torch.backends.cpu.get_cpu_capability() == "AVX2":
-        return ["-march=x86-64-v3"]
-    allows_amx = "AMX" in os.environ.get("ONEDNN_MAX_CPU_ISA", "AMX").upper()
-    if allows_amx or platform.machine() != "x86_64":
-        return ["-march=native"]
-    return ["-march=native", "-mno-amx-bf16"]
-
-
-def choose_library_file(command: list[str]) -> Path:
-    """Return where the library that `command` compiles is kept: source, flags and processor give its name."""
-    sources = [source.read_text() for source in SOURCE_FILES]
-    identity = repr([*command, *sources, describe_processor()])
-    digest = hashlib.sha256(identity.encode()).hexdigest()
-    return cache_folder() / f"kernels-{digest[:16]}.so"
-
-
-def compile_library(command: list[str], file: Path) -> None:
-    """Compile the kernels to `file`. Raises OSError, InputError or CalledProcessError if that fails.
-
-    command: the compiler and its flags.
-    """
-    with writing(file) as path:
-        whole_command = [*command, str(SOURCE_FILES[0]), "-o", str(path)]
-        subprocess.run(whole_command, check=True, capture_output=True, text=True)
-
-
-def describe_compile_error(error: Exception) -> str:
-    """Return the first line of what the compiler printed, or else of the error's own message."""
-    message = getattr(error, "stderr", None)
-    if not message:
-        message = str(error)
-    return message.splitlines()[0]

@@ -2,17 +2,24 @@
 
 torch's order of summation depends on the number of rows and of keys, so a node of a tree and a forward over one
 token round differently. The kernels always sum in the same order, and they read a weight once, at the
-speed of the memory. Without a C compiler `load_kernels` returns None, and torch's operations run.
+speed of the memory. Without the kernels `load_kernels` returns None, and torch's operations run.
+
+Only this room calls the library. Each function checks its tensors (`checks.py`), and allocates with explicit dtype
+and device: a process may have other defaults.
 """
 
+import ctypes
 from collections.abc import Sequence
 from struct import Struct
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from treespec.kernels.checks import KernelInputError, check_dense
 from treespec.kernels.huge_pages import allocate_huge_pages
 from treespec.kernels.library import load_kernels
+from treespec.kernels.structs import AttentionStruct, LinearStruct
 
 # dtypes of rows -> the kernels' `half` argument
 BFLOAT16_FLAGS = {torch.bfloat16: 1, torch.float32: 0}
@@ -22,10 +29,27 @@ WEIGHT_FORMS = (torch.bfloat16, torch.float16, torch.float32)
 BLOCK_OUTPUTS = 16
 BLOCK_INPUTS = 32
 
-# `Linear` of kernels.c: pointers, sizes, modes
-LINEAR_STRUCT = Struct("2P2l3i")
-# `Attention` of kernels.c: pointers, sizes and strides, numbers, modes
-ATTENTION_STRUCT = Struct("7P19l2f2i")
+CPU_DEVICE = torch.device("cpu")
+
+
+class PackedWeight(NamedTuple):
+    """A weight [out, in] in the order of the kernels.
+
+    Attributes:
+        numbers: [rows * columns], out padded to `BLOCK_OUTPUTS` and in to `BLOCK_INPUTS`.
+        outputs, inputs: out and in.
+        form: the index of its dtype in `WEIGHT_FORMS`.
+    """
+
+    numbers: Tensor
+    outputs: int
+    inputs: int
+    form: int
+
+    def check(self) -> None:
+        """Raises KernelInputError if the numbers are not those of such a weight: another dtype, size or device."""
+        size = round_up(self.outputs, BLOCK_OUTPUTS) * round_up(self.inputs, BLOCK_INPUTS)
+        check_dense(self.numbers, "the packed weight", (WEIGHT_FORMS[self.form],), (size,))
 
 
 def choose_form(weight: Tensor) -> int | None:
@@ -41,15 +65,25 @@ def choose_form(weight: Tensor) -> int | None:
     return WEIGHT_FORMS.index(weight.dtype)
 
 
-def pack_weight(weight: Tensor, form: int) -> Tensor:
+def pack_weight(weight: Tensor, form: int) -> PackedWeight:
     """Copy a weight [out, in] into the order of the kernels. form: from `choose_form`."""
     outputs, inputs = weight.shape
-    plain = weight.detach().to(WEIGHT_FORMS[form]).contiguous()
+    plain = weight.detach().to(CPU_DEVICE, WEIGHT_FORMS[form]).contiguous()
     rows = round_up(outputs, BLOCK_OUTPUTS)
     columns = round_up(inputs, BLOCK_INPUTS)
-    packed = allocate_huge_pages(rows * columns * plain.itemsize).view(plain.dtype)
-    load_kernels().pack(plain.data_ptr(), packed.data_ptr(), inputs, outputs, form)
-    return packed
+    numbers = allocate_huge_pages(rows * columns * plain.itemsize).view(plain.dtype)
+    load_kernels().pack(plain.data_ptr(), numbers.data_ptr(), inputs, outputs, form)
+    return PackedWeight(numbers, outputs, inputs, form)
+
+
+def unpack_weight(weight: PackedWeight) -> Tensor:
+    """Return a copy [out, in] of a packed weight in the usual order, in the dtype of its form."""
+    weight.check()
+    numbers = weight.numbers
+    plain = torch.empty(weight.outputs, weight.inputs, dtype=numbers.dtype, device=CPU_DEVICE)
+    sizes = (weight.inputs, weight.outputs, weight.form)
+    load_kernels().unpack(numbers.data_ptr(), plain.data_ptr(), *sizes)
+    return plain
 
 
 def round_up(number: int, block: int) -> int:
@@ -57,32 +91,39 @@ def round_up(number: int, block: int) -> int:
     return -(-number // block) * block
 
 
-def multiply_packed(
-    x: Tensor, weight: Tensor, bias: Tensor | None, shape: tuple[int, int], form: int
-) -> Tensor:
+def multiply_packed(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     """Multiply [..., in] by a packed weight. Returns [..., out] in the dtype of x.
 
     Args:
         x: [..., in] bfloat16 or float32; other dtypes are multiplied in float32.
         weight: packed.
         bias: [out], None: no bias.
-        shape: (out, in) of the weight.
-        form: of the packed weight.
+
+    Raises: KernelInputError for an x of another width or device, and a weight or bias that is not of this size.
     """
     if x.dtype not in BFLOAT16_FLAGS:
-        return multiply_packed(x.float(), weight, bias, shape, form).to(x.dtype)
-    outputs, inputs = shape
+        return multiply_packed(x.float(), weight, bias).to(x.dtype)
     x = x.contiguous()
-    bias_pointer = 0
+    shape = x.shape[:-1]
+    check_dense(x, "x", BFLOAT16_FLAGS, (*shape, weight.inputs))
+    weight.check()
+    bias_pointer = None
     if bias is not None:
         bias = bias.to(x.dtype)
+        check_dense(bias, "the bias", BFLOAT16_FLAGS, (weight.outputs,))
         bias_pointer = bias.data_ptr()
-    out = x.new_empty(*x.shape[:-1], outputs)
-    half = BFLOAT16_FLAGS[x.dtype]
-    threads = torch.get_num_threads()
-    pointers = (weight.data_ptr(), bias_pointer)
-    options = LINEAR_STRUCT.pack(*pointers, inputs, outputs, form, half, threads)
-    load_kernels().linear(options, x.data_ptr(), out.data_ptr(), x.numel() // inputs)
+    out = x.new_empty(*shape, weight.outputs)
+    product = LinearStruct(
+        weight.numbers.data_ptr(),
+        bias_pointer,
+        weight.inputs,
+        weight.outputs,
+        weight.form,
+        BFLOAT16_FLAGS[x.dtype],
+        torch.get_num_threads(),
+    )
+    rows = x.numel() // weight.inputs
+    load_kernels().linear(ctypes.byref(product), x.data_ptr(), out.data_ptr(), rows)
     return out
 
 
@@ -91,8 +132,8 @@ def fill_noise(starts: Sequence[int], size: int) -> Tensor:
 
     starts: P int64 states. size: numbers of each stream.
     """
-    states = torch.tensor(starts)
-    noise = torch.empty(len(starts), size)
+    states = torch.tensor(starts, dtype=torch.int64, device=CPU_DEVICE)
+    noise = torch.empty(len(starts), size, dtype=torch.float32, device=CPU_DEVICE)
     threads = torch.get_num_threads()
     load_kernels().noise(states.data_ptr(), noise.data_ptr(), len(starts), size, threads)
     return noise
@@ -106,8 +147,11 @@ def rank_tokens(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Ten
     logits: [N, V] bfloat16 or float32, contiguous on a CPU, with k <= V. temperature: above 0.
     """
     count, size = logits.shape
-    probs = torch.empty(count, k)
-    tokens = torch.empty(count, k, dtype=torch.int64)
+    check_dense(logits, "logits", BFLOAT16_FLAGS, (count, size))
+    if not 0 < k <= size:
+        raise KernelInputError(f"k is {k}, must be from 1 to the {size} tokens of a row")
+    probs = torch.empty(count, k, dtype=torch.float32, device=CPU_DEVICE)
+    tokens = torch.empty(count, k, dtype=torch.int64, device=CPU_DEVICE)
     pointers = (logits.data_ptr(), probs.data_ptr(), tokens.data_ptr())
     half = BFLOAT16_FLAGS[logits.dtype]
     threads = torch.get_num_threads()
@@ -121,8 +165,10 @@ def choose_token(logits: Tensor, noise: Tensor | None, temperature: float) -> in
     logits: [V] bfloat16 or float32, contiguous on a CPU. noise: [V] float32, contiguous on a CPU; None: none.
     temperature: above 0.
     """
-    noise_pointer = 0
+    check_dense(logits, "logits", BFLOAT16_FLAGS, (len(logits),))
+    noise_pointer = None
     if noise is not None:
+        check_dense(noise, "noise", (torch.float32,), (len(logits),))
         noise_pointer = noise.data_ptr()
     half = BFLOAT16_FLAGS[logits.dtype]
     token: int = load_kernels().choose(
@@ -140,9 +186,15 @@ def score_tokens(
     are all V. All are contiguous on a CPU. temperature: above 0.
     """
     rows, size = logits.shape
-    scores = torch.empty(rows, size)
-    tokens_pointer = 0
+    check_dense(logits, "logits", BFLOAT16_FLAGS, (rows, size))
+    noise_size = size
     if tokens is not None:
+        noise_size = len(noise)  # the caller's vocabulary holds tokens below it
+    check_dense(noise, "noise", (torch.float32,), (noise_size,))
+    scores = torch.empty(rows, size, dtype=torch.float32, device=CPU_DEVICE)
+    tokens_pointer = None
+    if tokens is not None:
+        check_dense(tokens, "tokens", (torch.int64,), (size,))
         tokens_pointer = tokens.data_ptr()
     pointers = (logits.data_ptr(), noise.data_ptr(), tokens_pointer, scores.data_ptr())
     half = BFLOAT16_FLAGS[logits.dtype]
@@ -155,7 +207,16 @@ def copy_columns(blocks: Sequence[Tensor], moves: Sequence[Sequence[int]]) -> No
 
     moves: batch row, column to read and column to write of each copy; they run in order.
     """
-    _, heads, capacity, width = blocks[0].shape
+    shape = blocks[0].shape
+    rows, heads, capacity, width = shape
+    dtypes = (blocks[0].dtype,)
+    for block in blocks:
+        check_dense(block, "a block", dtypes, shape)
+    for row, source, place in moves:
+        if not (0 <= row < rows and 0 <= source < capacity and 0 <= place < capacity):
+            raise KernelInputError(
+                f"a move of row {row} from column {source} to {place} leaves {tuple(shape)}"
+            )
     addresses = [block.data_ptr() for block in blocks]
     numbers = [number for move in moves for number in move]
     load_kernels().copy_columns(
@@ -174,6 +235,8 @@ def apply_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return [..., H] the root mean square norm of x [..., H], as in Llama: rounded, then times the weight."""
     x = x.contiguous()
     width = len(weight)
+    check_dense(x, "x", BFLOAT16_FLAGS, (*x.shape[:-1], width))
+    check_dense(weight, "the weight", (x.dtype,), (width,))
     rows = x.numel() // width
     out = torch.empty_like(x)
     pointers = (x.data_ptr(), weight.data_ptr(), out.data_ptr())
@@ -215,27 +278,41 @@ def attend_packed(
     if not can_attend(query, key, value, mask):
         return None
 
-    # 2. Tensors, as pointers and strides.
+    # 2. The fields.
     batch, heads, nodes, width = query.shape
     _, kv_heads, columns, value_width = value.shape
     out = query.new_empty(batch, nodes, heads, value_width)
-    sinks_pointer = 0
+    fields = AttentionStruct(
+        query=query.data_ptr(),
+        key=key.data_ptr(),
+        value=value.data_ptr(),
+        mask=mask.data_ptr(),
+        out=out.data_ptr(),
+        texts=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        nodes=nodes,
+        columns=columns,
+        free_columns=columns - mask.shape[-1],
+        width=width,
+        value_width=value_width,
+        mask_text=find_stride(mask, 0),
+        mask_node=mask.stride(2),
+        scale=scale,
+        cap=cap,
+        half=BFLOAT16_FLAGS[query.dtype],
+        threads=torch.get_num_threads(),
+    )
+    fields.query_text, fields.query_head, fields.query_node = query.stride()[:3]
+    fields.key_text, fields.key_head, fields.key_column = key.stride()[:3]
+    fields.value_text, fields.value_head, fields.value_column = value.stride()[:3]
     if sinks is not None:
         sinks = sinks.to(query.dtype)
-        sinks_pointer = sinks.data_ptr()
-    pointers = [query.data_ptr(), key.data_ptr(), value.data_ptr(), mask.data_ptr()]
-    starts_pointer = 0  # all nodes have rows
-    pointers += [out.data_ptr(), sinks_pointer, starts_pointer]
-    strides = [*query.stride()[:3], *key.stride()[:3], *value.stride()[:3]]
-    strides += [find_stride(mask, 0), mask.stride(2)]
+        check_dense(sinks, "sinks", BFLOAT16_FLAGS, (heads,))
+        fields.sinks = sinks.data_ptr()
 
     # 3. The call.
-    free_columns = columns - mask.shape[-1]
-    sizes = [batch, heads, kv_heads, nodes, columns, free_columns, width, value_width]
-    half = BFLOAT16_FLAGS[query.dtype]
-    threads = torch.get_num_threads()
-    options = ATTENTION_STRUCT.pack(*pointers, *sizes, *strides, scale, cap, half, threads)
-    load_kernels().attention(options)
+    load_kernels().attention(ctypes.byref(fields))
     return out
 
 
@@ -244,7 +321,10 @@ def can_attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
     dtype = query.dtype
     if dtype not in BFLOAT16_FLAGS or mask.shape[-1] > value.shape[2]:
         return False
-    batch, _, nodes, _ = query.shape
+    batch, heads, nodes, width = query.shape
+    _, kv_heads, columns, _ = value.shape
+    if key.shape != (batch, kv_heads, columns, width) or len(value) != batch or heads % kv_heads:
+        return False
     if mask.shape[:3] not in ((batch, 1, nodes), (1, 1, nodes)):
         return False
     for tensor in (query, key, value, mask):

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from treespec.kernels.variants import CPUINFO_FILE
+
 # Names in /proc/cpuinfo of instruction sets that decide how fast weights are multiplied.
 CPU_FEATURES = (
     *("avx2", "fma", "f16c", "avx_vnni", "avx_ne_convert"),
@@ -14,7 +16,6 @@ CPU_FEATURES = (
     *("amx_tile", "amx_int8", "amx_bf16", "amx_fp16"),
     *("asimd", "asimdhp", "asimddp", "bf16", "i8mm", "sve", "sve2", "sme"),
 )
-CPUINFO_FILE = Path("/proc/cpuinfo")
 
 
 def describe_processor(cpuinfo: Path = CPUINFO_FILE) -> str:

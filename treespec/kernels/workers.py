@@ -27,13 +27,18 @@ def end_workers() -> None:
 @cache
 def find_pause_functions() -> list[Callable[[int], int]]:
     """Return `omp_pause_resource_all` of each GNU OpenMP library that the process has loaded."""
-    if sys.platform != "linux":
-        return []
-    mapped = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-    files = {line.split()[-1] for line in mapped if "gomp" in line}
     functions = []
-    for file in files:
+    for file in find_openmp_files():
         pause = getattr(ctypes.CDLL(file), "omp_pause_resource_all", None)
         if pause:
             functions.append(pause)
     return functions
+
+
+def find_openmp_files() -> list[str]:
+    """Return the paths of the GNU OpenMP libraries that the process has loaded; torch brings one."""
+    if sys.platform != "linux":
+        return []
+    mapped = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    files = {line.split(maxsplit=5)[-1] for line in mapped if "gomp" in line}
+    return sorted(files)

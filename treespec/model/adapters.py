@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from treespec.errors import InputError
+from treespec.model.folder import check_adapter_package
 
 TIED = r"(Model (has|with) `tie_word_embeddings|Input and output embeddings are no longer tied|`lora_bias=True`)"
 
@@ -20,10 +21,9 @@ def apply_adapter(model: PreTrainedModel, path: str) -> PreTrainedModel:
         InputError: the package peft is missing, or the adapter cannot be a target.
         Exception: whatever the package raises.
     """
-    try:
-        from peft import PeftModel
-    except ImportError as error:
-        raise InputError("it is a PEFT adapter; pip install peft") from error
+    check_adapter_package()
+    from peft import PeftModel
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft's own
         warnings.filterwarnings("ignore", TIED)

@@ -23,7 +23,7 @@ The first sequence can be cut to a b c d, as the next position sees d and itself
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, final
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor
@@ -55,6 +55,16 @@ class RecurrentStates(Protocol):
     ) -> list[States]: ...
 
 
+class LayersAhead(NamedTuple):
+    """An output [B, N, H] that a call of a decoder layer computed for the following layers too.
+
+    next_layer: the first layer that is not computed; those before it only pass the output on.
+    """
+
+    output: Tensor
+    next_layer: int
+
+
 @final
 class TreeCache(Cache):
     """The `Cache` of a transformers model, with a `TreeLayer` for each layer.
@@ -70,6 +80,7 @@ class TreeCache(Cache):
         tokens: [B, N] of the last forward, if the sequences' tokens are kept.
         node_counts: by sequence, its first nodes in the present forward; the others are padding, whose outputs
             nobody reads. None: not known.
+        layers_ahead: what fused layers have computed ahead in the present forward; None: nothing.
     """
 
     def __init__(
@@ -102,6 +113,7 @@ class TreeCache(Cache):
         self.forwarded: dict[int, Any] = {}
         self.tokens: Tensor | None = None
         self.node_counts: Sequence[int] | None = None
+        self.layers_ahead: LayersAhead | None = None
         super().__init__(layers=list(self.tree_layers))
 
     @property

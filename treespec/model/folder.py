@@ -9,6 +9,7 @@ from safetensors import safe_open
 
 from treespec.errors import InputError, get_first_line
 from treespec.files.atomic import read_json
+from treespec.files.distribution import check_packages
 from treespec.files.hub import explain_missing, is_hub_unreachable
 from treespec.model.placement import AS_IT_IS, Placement
 from treespec.options import join_or
@@ -100,7 +101,11 @@ def check_model_files(
         chats: whether it must have a tokenizer and a chat template.
     """
     folder = Path(path)
-    if not folder.is_dir() or find_gguf_file(path, placement) or find_adapter_base(path):
+    if not folder.is_dir() or find_gguf_file(path, placement):
+        return
+    if find_adapter_base(path):
+        with loading(path):
+            check_adapter_package()
         return
     with loading(path):
         check_fields(folder)
@@ -180,6 +185,11 @@ def check_sizes(sizes: Mapping[str, object]) -> None:
             raise InputError(
                 f"config.json has {name} = {size!r}; it must be a positive whole number"
             )
+
+
+def check_adapter_package() -> None:
+    """Raise InputError if the package that loads PEFT adapters is not installed."""
+    check_packages("it is a PEFT adapter, which", {"peft": "peft"})
 
 
 def find_adapter_base(path: str | Path) -> str | None:

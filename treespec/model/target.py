@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from treespec.errors import InputError
+from treespec.errors import InputError, get_first_line
 from treespec.model.adapters import unwrap_adapter
 from treespec.model.cache import TreeCache
 from treespec.model.cuda_graphs import build_graphs
@@ -34,7 +34,7 @@ from treespec.model.support import (
     refusing,
 )
 from treespec.model.tokenizers import load_tokenizer
-from treespec.model.tree_check import detect_windows
+from treespec.model.tree_check import check_one_token_decoding, detect_windows
 from treespec.model.tree_decoder import AuxLayers, TreeDecoder
 from treespec.model.weights import load_model
 from treespec.trees.mask import compute_positions
@@ -54,6 +54,7 @@ class Target:
         longest_short_text: number of tokens of the longest text with short rotary factors; None if all texts have
             the same factors.
         tree_decoder: its decoder; unset if the model has only its embeddings.
+        tree_obstacle: why it decodes one token at a time only; "": it scores trees.
 
     Raises:
         InputError: the model cannot score a tree.
@@ -61,10 +62,21 @@ class Target:
 
     trust_remote_code = False  # whether `load` was allowed to run the model's Python files
     follows_pictures = False  # whether a trial has shown that trees can follow pictures
+    tree_obstacle = ""
     has_streams = False  # whether layers pass on several hidden states of a token, by a trial
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any = None, ends: bool = False) -> None:
-        """ends: whether the model has only its embeddings, as `treespec.model.weights.load_ends` loads it."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any = None,
+        ends: bool = False,
+        needs_trees: bool = True,
+    ) -> None:
+        """ends: whether the model has only its embeddings, as `treespec.model.weights.load_ends` loads it.
+
+        needs_trees: whether to refuse a model whose trees fail their check. With False it is kept if it decodes one
+        token at a time correctly, and `tree_obstacle` says why.
+        """
         self.model = model = unwrap_adapter(model).eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.ends = ends
@@ -73,7 +85,7 @@ class Target:
             self._read_ends(model)
             if not ends:
                 self._read_layers(model)
-                self.output_device = detect_windows(self)
+                self.output_device = self._check_forwards(needs_trees)
                 self.tree_decoder.graphs = build_graphs(model, self.tree_decoder)
 
     def _read_ends(self, model: PreTrainedModel) -> None:
@@ -99,18 +111,36 @@ class Target:
         mask_room = max(1 << 20, model.get_memory_footprint() >> 8)  # entries
         self.chunked_prefill = ChunkedPrefill(self.tree_decoder, mask_room)
 
+    def _check_forwards(self, needs_trees: bool) -> torch.device:
+        """Check trees, or else one-token decoding if that is enough. Returns the device of the features."""
+        try:
+            return detect_windows(self)
+        except Exception as error:  # a model's own code may raise anything
+            if needs_trees:
+                raise
+            try:
+                device = check_one_token_decoding(self)
+            except Exception:
+                raise error from None
+            self.tree_obstacle = get_first_line(error)
+            log.warning("one token at a time, since trees fail a check: %s", self.tree_obstacle)
+            return device
+
     def _end_texts(self, length: int, why: str) -> None:
         """Limit texts to `length` tokens, and log why."""
         self.context_length = length
         log.warning("%s: texts end at %d tokens: %s", type(self.model).__name__, length, why)
 
     @classmethod
-    def load(cls, path: str, how: Placement = AS_IT_IS, **changed: Any) -> "Target":
+    def load(
+        cls, path: str, how: Placement = AS_IT_IS, needs_trees: bool = True, **changed: Any
+    ) -> "Target":
         """Load the model and tokenizer of a directory or hub id.
 
         Args:
             path: a directory or hub id.
             how: how the model is loaded.
+            needs_trees: as for the constructor.
             changed: fields of `how` to replace, such as `dtype`.
 
         Raises:
@@ -118,7 +148,7 @@ class Target:
         """
         path = os.path.expanduser(path)
         how = replace(how, **changed)
-        target = cls(load_model(path, how), load_tokenizer(path, how))
+        target = cls(load_model(path, how), load_tokenizer(path, how), needs_trees=needs_trees)
         target.trust_remote_code = how.trust_remote_code
         return target
 

@@ -98,6 +98,40 @@ def check_against_plain_model(target: Any, committed: int = 1) -> torch.device:
     return out.features.device
 
 
+@torch.no_grad()
+def check_one_token_decoding(target: Any) -> torch.device:
+    """Compare one-token decoding with the plain model, where trees fail their check.
+
+    Two texts of different lengths are prefilled and decoded together, two tokens each, with narrowed windows.
+
+    Returns: the device of the features.
+
+    Raises:
+        InputError: the logits differ.
+    """
+    texts = []
+    for length in (CHECK_TOKENS, CHECK_WINDOW):
+        texts.append([(3 + 4 * i) % target.vocab_size for i in range(length)])
+    with narrowed(target):
+        cache = target.build_cache()
+        other = target.build_cache()
+        for text, text_cache in zip(texts, (cache, other), strict=True):
+            for chunk in (text[:2], text[2:]):
+                target.prefill(text_cache, torch.tensor([chunk]))
+        cache.join([other])
+        for token in (5 % target.vocab_size, 11 % target.vocab_size):
+            root = build_root_tree(torch.tensor([token]))
+            outputs = target.forward_trees(cache, [root, root])
+            cache.commit([[0], [0]])
+            for text, output in zip(texts, outputs, strict=True):
+                text.append(token)
+                plain = _compute_plain_logits(target, text)[-1]
+                difference = (output.logits[0].float().to(plain.device) - plain).abs().mean()
+                if not difference <= find_tolerance(target) * plain.std():
+                    raise InputError(f"one token at a time differs by {float(difference):.3g}")
+    return outputs[0].features.device
+
+
 def find_tolerance(target: Any) -> float:
     """Return the mean difference of logits that rounding explains, over their standard deviation.
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from treespec.model.attention import ATTENTION_NAME, take_trees
 from treespec.model.cache import WINDOW_SLACK_TOKENS, TreeCache
+from treespec.model.cpu.fused_layers import LayerInputError
 from treespec.model.cuda_graphs import Graphs
 from treespec.model.graph_keys import GraphVariant
 from treespec.model.masks import as_taken, build_additive_masks
@@ -179,6 +180,7 @@ class TreeDecoder:
         else:
             arguments |= model_inputs
         arguments["use_cache"] = True
+        cache.layers_ahead = None  # an interrupted forward may have left it
         if self.factors is None:
             return self.call_decoder(arguments, aux_layers)
         with self.factors.by_text(inputs["is_long"]):
@@ -191,4 +193,8 @@ class TreeDecoder:
 
         arguments: of the decoder's forward, by name. aux_layers: as for `forward`.
         """
-        return forward_with_features(self.decoder, self.stack, arguments, aux_layers)
+        try:
+            return forward_with_features(self.decoder, self.stack, arguments, aux_layers)
+        except LayerInputError:  # now no layer runs ahead any more
+            arguments["past_key_values"].layers_ahead = None
+            return forward_with_features(self.decoder, self.stack, arguments, aux_layers)

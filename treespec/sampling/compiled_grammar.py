@@ -24,7 +24,7 @@ from treespec.errors import InputError
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-NO_LLGUIDANCE = "answers by a grammar need llguidance: pip install 'treespec[grammar]'"
+NO_LLGUIDANCE = "answers by a grammar need llguidance: pip install llguidance"
 GRAMMAR_KINDS = ("json_schema", "regex", "grammar")
 # They bound the time of a token and the memory of a matcher, far above what common schemas need.
 MATCHER_LIMITS: Any = {

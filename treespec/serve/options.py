@@ -73,15 +73,21 @@ class LimitOptions(CommandOptions):
 
     batch: int = option("answers decoded at a time", 8, least=1, most=4096)
     queue: int = option(
-        "answers that may wait; further requests get 429", 64, least=0, most=MAX_COUNT
+        "number of requests that may wait; further ones get 429", 64, least=0, most=MAX_COUNT
     )
     max_tokens: int = option(
-        "most tokens of an answer, and the default of chats", 4096, least=1, most=MAX_TEXT_TOKENS
+        "maximum number of tokens of an answer, and the default of chats",
+        4096,
+        least=1,
+        most=MAX_TEXT_TOKENS,
     )
     max_prompt: int | None = option(
-        "most tokens of a prompt; default: the model's context", None, least=1, most=MAX_COUNT
+        "maximum number of tokens of a prompt; default: the model's context",
+        None,
+        least=1,
+        most=MAX_COUNT,
     )
-    timeout: float = option("most seconds of a request", 600.0, above=0, most=MAX_COUNT)
+    timeout: float = option("maximum seconds of a request", 600.0, above=0, most=MAX_COUNT)
     grace: float = option(
         "seconds that running answers have to finish when the server ends",
         30.0,

@@ -5,7 +5,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import uvicorn
 from fastapi.concurrency import run_in_threadpool
@@ -147,7 +147,19 @@ class HttpServer(uvicorn.Server):
             connection.transport.abort()
 
 
-def serve(spec: Spec, config: ServeConfig, listening: socket.socket) -> None:
+class Served(NamedTuple):
+    """What a server answered.
+
+    Attributes:
+        tokens: number of tokens of its answers.
+        cycles: number of their target forwards.
+    """
+
+    tokens: int
+    cycles: int
+
+
+def serve(spec: Spec, config: ServeConfig, listening: socket.socket) -> Served:
     """Answer requests until SIGINT or SIGTERM. listening: the socket that accepts connections."""
     state = State(spec, config)
     try:
@@ -155,11 +167,15 @@ def serve(spec: Spec, config: ServeConfig, listening: socket.socket) -> None:
         if ":" in host:  # IPv6
             host = f"[{host}]"
         url = f"http://{host}:{port}"
-        print(f"{state.name} at {url}/v1, a page at {url}/", flush=True)
+        print(f"{state.name} at {url}/v1, a page at {url}/ ({spec.drafting_sentence})", flush=True)
         HttpServer(state).run([listening])
     finally:
         state.engine.close(finish=False)
     print("ended", file=sys.stderr)
+    read_count = state.metrics.registry.get_sample_value
+    tokens = read_count("treespec_completion_tokens_total") or 0
+    cycles = read_count("treespec_cycles_total") or 0
+    return Served(int(tokens), int(cycles))
 
 
 def build_uvicorn_config(state: State) -> uvicorn.Config:

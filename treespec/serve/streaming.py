@@ -5,13 +5,13 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any, final
 
 from fastapi.responses import StreamingResponse
 
 from treespec.engine.request import Piece
 from treespec.engine.stats import Stats
+from treespec.files.distribution import find_version
 from treespec.serve.answers import Answers
 from treespec.serve.errors import to_api_error
 from treespec.serve.protocol import AnswerDelta, Fields, format_logprobs, merge_deltas
@@ -148,7 +148,7 @@ class Reply:
             "object": object_name,
             "created": int(time.time()),
             "model": self.answers.state.name,
-            "system_fingerprint": f"treespec-{version('treespec')}",
+            "system_fingerprint": f"treespec-{find_version()}",
         }
 
     async def _stream_deltas(self) -> AsyncIterator[AnswerDelta | None]:

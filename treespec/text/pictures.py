@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, final
 from transformers import AutoProcessor
 
 from treespec.errors import InputError, get_first_line
+from treespec.files.distribution import check_extra
 
 if TYPE_CHECKING:
     from treespec.model.target import Target
@@ -61,6 +62,7 @@ def process_pictures(
 
     Raises: InputError if the processor refuses the messages.
     """
+    check_extra("pictures", "a prompt with pictures")
     path = str(target.model.name_or_path)
     if not path:
         raise InputError("the target has no folder: give what its processor makes of the pictures")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from treespec.errors import InputError, get_first_line
+from treespec.files.distribution import check_extra
 from treespec.text.entries import ROW_FIELDS, WITH_ROWS
 
 PARQUET_BATCH_ROWS = 256  # rows of a parquet file that are read at once
@@ -22,6 +23,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors write it at the start of UTF-8
 # first bytes of packed files
 GZIP_START = b"\x1f\x8b"
 ZSTD_START = b"\x28\xb5\x2f\xfd"
+PARQUET_START = b"PAR1"
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet")  # of the files that are read from a folder
 FILE_ENDINGS = tuple(suffix + packed for suffix in DATA_SUFFIXES for packed in ("", ".gz", ".zst"))
 # owner/name, owner/name:split or owner/name:configuration:split
@@ -71,12 +73,9 @@ def open_zstd(path: Path) -> BufferedReader:
 
     Raises: InputError if pyarrow is not installed.
     """
-    try:
-        import pyarrow
-    except ImportError as error:
-        raise InputError(
-            f"{path} is packed with zstd, which needs pyarrow: pip install 'treespec[data]'"
-        ) from error
+    check_extra("data", f"{path} is packed with zstd, which", "pyarrow")
+    import pyarrow
+
     return BufferedReader(pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd"))
 
 
@@ -84,7 +83,7 @@ def _iterate_file_rows(
     path: Path, file: Any, head: bytes, name: str
 ) -> Iterator[tuple[str, object]]:
     """Yield the rows of a file. head: its first bytes. name: the file's name in positions."""
-    if head.startswith(b"PAR1"):
+    if head.startswith(PARQUET_START):
         yield from _iterate_parquet_rows(path, file, name)
     elif head.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"["):
         content = file.read()
@@ -104,13 +103,10 @@ def _iterate_parquet_rows(path: Path, file: IO[bytes], name: str) -> Iterator[tu
 
     Raises: InputError if pyarrow is not installed, or if the file is damaged or has no column of conversations.
     """
-    try:
-        import pyarrow
-        from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise InputError(
-            f"{path} is a parquet file, which needs pyarrow: pip install 'treespec[data]'"
-        ) from error
+    check_parquet(path)
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
     try:
         if not file.seekable():
             file = BytesIO(file.read())
@@ -133,7 +129,8 @@ def _iterate_hub_rows(name: str) -> Iterator[tuple[str, object]]:
 
     Raises: InputError if the library is not installed, or if there is no such data set or split.
     """
-    library = import_datasets(name)
+    check_hub_package(name)
+    library: Any = importlib.import_module("datasets")
     repository, configuration, split = split_hub_name(name)
     try:
         data: Any = library.load_dataset(repository, configuration, split=split or "train")
@@ -153,13 +150,8 @@ def is_saved(folder: Path) -> bool:
 
 def _read_saved(folder: Path) -> Iterator[tuple[str, object]]:
     """Yield the rows of a data set that `save_to_disk` wrote. Raises InputError if it is damaged."""
-    try:
-        library: Any = importlib.import_module("datasets")
-    except ImportError as error:
-        raise InputError(
-            f"{folder} is a data set that save_to_disk wrote, which needs the package datasets: "
-            "pip install 'treespec[data]'"
-        ) from error
+    check_extra("data", f"{folder} is a data set that save_to_disk wrote, which", "datasets")
+    library: Any = importlib.import_module("datasets")
     try:
         data: Any = library.load_from_disk(str(folder))
     except Exception as error:  # the library passes on errors of the files
@@ -189,15 +181,26 @@ def drop_nulls(value: object) -> object:
     return value
 
 
-def import_datasets(name: str) -> Any:
-    """Import the package `datasets`. Raises InputError if it is not installed."""
-    try:
-        return importlib.import_module("datasets")
-    except ImportError as error:
-        raise InputError(
-            f"there is no file or folder {name}; a data set of the hub needs the package datasets: "
-            "pip install 'treespec[data]'"
-        ) from error
+def check_source_packages(source: str | Path) -> None:
+    """Raises InputError if a source needs a package that is not installed. Reads the first bytes of its files."""
+    name = get_hub_name(source)
+    if name:
+        check_hub_package(name)
+        return
+    for path in list_data_files(source).values():
+        with _open_unpacked(path) as file:
+            if file.read(len(PARQUET_START)) == PARQUET_START:
+                check_parquet(path)
+
+
+def check_hub_package(name: str) -> None:
+    """Raises InputError if the package that reads data sets of the hub is not installed."""
+    check_extra("data", f"there is no file or folder {name}; a data set of the hub", "datasets")
+
+
+def check_parquet(path: Path) -> None:
+    """Raises InputError if the package that reads parquet is not installed."""
+    check_extra("data", f"{path} is a parquet file, which", "pyarrow")
 
 
 def split_hub_name(name: str) -> tuple[str, str | None, str | None]:
@@ -239,7 +242,7 @@ def commit_of(repository: str) -> str:
         file = hf_hub_download(repository, ".gitattributes", repo_type="dataset")
     except Exception as error:  # its class depends on the HTTP client of the hub's library
         raise InputError(
-            f"no file or folder {repository}, and the hub does not give it: {get_first_line(error)}"
+            f"no file or folder {repository}, and the hub cannot load it:  {get_first_line(error)}"
         ) from error
     return Path(file).parent.name
 

@@ -135,7 +135,7 @@ def walk_best_table(p: TargetDistributions, table: Tensor) -> Verdict:
 def walk_best_outputs(
     p: TargetDistributions, parents: Sequence[int], tokens: Sequence[int], depths: Sequence[int]
 ) -> Verdict:
-    """Walk down a tree whose outputs are the tokens with the largest scores, computed for visited nodes only.
+    """Walk down a tree whose outputs are Gumbel-max samples, drawn for visited nodes only.
 
     p: the target's distributions at the nodes. parents, tokens, depths: of the nodes.
     """

@@ -17,6 +17,7 @@ from treespec.heads.eagle import EagleHead
 from treespec.kernels import ops as kernels
 from treespec.model.cache import TreeCache
 from treespec.model.cache_layer import read_bits_on_host
+from treespec.model.cpu.fused_layers import FusedHeadForward
 from treespec.model.cpu.head_step import HeadStep
 from treespec.model.cpu.packed_layers import PackedLinear
 from treespec.model.target import Target
@@ -52,7 +53,7 @@ def find_head_step(head: Any, target: Target) -> HeadStep | None:
 
 def is_fused(layer: Any) -> bool:
     """Whether a head's layer runs as one C call, and without a window or hooks."""
-    has_fused_forward = "forward" in vars(layer)
+    has_fused_forward = isinstance(vars(layer).get("forward"), FusedHeadForward)
     return has_fused_forward and layer.self_attn.window is None and not has_hooks(layer)
 
 
@@ -60,7 +61,7 @@ def is_packed(product: Any, dtype: torch.dtype) -> bool:
     """Whether a linear layer is packed, for inputs and biases of that dtype, without hooks."""
     if type(product) is not PackedLinear or has_hooks(product):
         return False
-    return product.weight.dtype == dtype
+    return product.dtype == dtype
 
 
 def is_plain_embedding(embedding: Any, dtype: torch.dtype) -> bool:

@@ -67,15 +67,48 @@ class PackedProduct(TorchFunctionMode):
     def __init__(self, linear: nn.Module) -> None:
         super().__init__()
         self.linear = linear
+        self.shape = (linear.out_features, linear.in_features)
 
     def __torch_function__(self, code: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if code is F.linear and args[1].shape == self.linear.weight.shape:
+        if code is F.linear and args[1].shape == self.shape:
             return self.linear(args[0])
         if code in (torch.sigmoid, Tensor.sigmoid):
             return pad_to_blocks(code, args[0])
         if kwargs is None:
             kwargs = {}
         return code(*args, **kwargs)
+
+
+@final
+class RouterForward:
+    """The forward of a router that multiplies by a packed layer, as long as its weight is the one that was packed.
+
+    Attributes:
+        router: the router.
+        product: by the packed layer.
+        plain_forward: the router's own.
+        version: of the weight: torch counts changes in place.
+        address: of the weight.
+    """
+
+    def __init__(self, router: Any, linear: nn.Module) -> None:
+        self.router = router
+        self.product = PackedProduct(linear)
+        self.plain_forward = router.forward
+        self.version = router.weight._version
+        self.address = router.weight.data_ptr()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the router has a weight of its own and its own forward."""
+        router = memo[id(self.router)]
+        return type(router).forward.__get__(router)
+
+    def __call__(self, *args: Any) -> Any:
+        weight = self.router.weight
+        if weight.data_ptr() != self.address or weight._version != self.version:
+            return self.plain_forward(*args)
+        with self.product:
+            return self.plain_forward(*args)
 
 
 def pack_router(router: Any, linear: nn.Module) -> None:
@@ -85,15 +118,11 @@ def pack_router(router: Any, linear: nn.Module) -> None:
 
     router: a module that multiplies by its weight. linear: the packed weight.
     """
-    product = PackedProduct(linear)
+    packed = RouterForward(router, linear)
     plain_forward = router.forward
-
-    def packed(*args: Any) -> Any:
-        with product:
-            return plain_forward(*args)
-
     experts, width = router.weight.shape
-    x = torch.linspace(-1, 1, 4 * width).view(4, -1).to(router.weight.dtype)
+    numbers = torch.linspace(-1, 1, 4 * width, dtype=torch.float32, device="cpu")
+    x = numbers.view(4, -1).to(router.weight.dtype)
     others = list(inspect.signature(plain_forward).parameters.values())[1:]
     needed = [other for other in others if other.default is other.empty]
     zeros = [x.new_zeros(experts)] * len(needed)
@@ -107,6 +136,31 @@ def pack_router(router: Any, linear: nn.Module) -> None:
     if matches_outputs(run_packed, run_own, x, 0.05):
         router.forward = packed
         setattr(router, PACKED, True)
+
+
+def save_experts(experts: Any, state: dict[str, Tensor], prefix: str, _: Any) -> None:
+    """Write the weights of packed experts under the names that the model gave them: a hook of `state_dict`."""
+    for name, products in zip(experts.packed_names, experts.products, strict=True):
+        weights = torch.stack([product.weight for product in products])
+        if experts.is_transposed:
+            weights = weights.mT.contiguous()
+        state[prefix + name] = weights  # biases are parameters of the experts, as before
+    for key in [key for key in state if key.startswith(f"{prefix}products.")]:
+        del state[key]
+
+
+def load_experts(experts: Any, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    """Read what `save_experts` writes: a hook of `load_state_dict`, which then loads each expert."""
+    for number, name in enumerate(experts.packed_names):
+        weights = state.pop(prefix + name, None)
+        biases = state.get(f"{prefix}{name}_bias")
+        if weights is not None and experts.is_transposed:
+            weights = weights.mT
+        for tensors, part in ((weights, "weight"), (biases, "bias")):
+            if tensors is None:
+                continue
+            for expert, tensor in enumerate(tensors):
+                state[f"{prefix}products.{number}.{expert}.{part}"] = tensor
 
 
 def matches_outputs(code: Any, plain: Any, x: Tensor, tolerance: float) -> bool:

@@ -1,191 +1,265 @@
 """Gives decoder layers a forward that runs them as one C call, if a trial input gives the same output."""
 
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import Any, NamedTuple, final
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
+from treespec.kernels.layers import LayerWeights
 from treespec.model.attention import ATTENTION_NAME
-from treespec.model.cache import TreeCache
+from treespec.model.cache import LayersAhead, TreeCache
 from treespec.model.cache_layer import TreeLayer
 from treespec.model.cpu.decoder_block import (
     HEAD_NORM_NAMES,
     HEAD_SIGN,
     MODEL_SIGN,
     NORM_NAMES,
-    Block,
+    UnfusableError,
+    read_layer,
     run_blocks,
 )
+from treespec.model.cpu.parts import LayerParts
 from treespec.model.masks import to_additive_mask
+
+log = logging.getLogger(__name__)
 
 FAR_POSITION = 1 << 20  # a position at which some models scale their queries
 FLOAT32_TOLERANCE = 1e-5  # absolute and relative, of a trial; in bfloat16 the bits are equal
 
 
-class FusedLayer(NamedTuple):
-    """A decoder layer with a fused forward, and the modules that it had when it was fused."""
-
-    layer: Any
-    block: Block
-    attention: nn.Module
-    mlp: nn.Module
-
-
-class ComputedOutput(NamedTuple):
-    """An output [B, N, H], and the layer that is to read it: those before only pass it on."""
-
-    output: Tensor | None
-    next_layer: int
-
-
-NO_OUTPUT = ComputedOutput(None, 0)
+class LayerInputError(Exception):
+    """A layer got another input than the output of the layer before: the forward must run again, layer by layer."""
 
 
 @final
-class Stack:
-    """A model's fused layers. A call of a layer runs all following layers up to the next one with a hook.
+@dataclass
+class Fusion:
+    """A model's fused layers.
 
-    a hook before layer 2:   layer     0       1               2             3
-                             computes  0 to 1  passes x on     2 to 3        passes x on
+    Attributes:
+        forwards: by the layers' numbers.
+        reasons: why layers were not fused, with the number of layers.
+        runs_ahead: whether a call of a layer may run the following ones too. The decoder of some models changes
+            the hidden states between layers; the first forward that finds it out ends this.
     """
 
-    def __init__(self) -> None:
-        self.layers: dict[int, FusedLayer] = {}
-        self.computed = NO_OUTPUT
-
-    def add(self, i: int, layer: Any, block: Block) -> None:
-        """Give layer i a fused forward, which falls back to the plain forward for other caches or dtypes."""
-        plain_forward = layer.forward
-        fused = self.layers.setdefault(i, FusedLayer(layer, block, layer.self_attn, layer.mlp))
-        if fused.layer is not layer:
-            return  # of another decoder in the model
-
-        def forward(hidden_states: Tensor, **arguments: Any) -> Any:
-            output, next_layer = self.computed
-            if output is not hidden_states or i >= next_layer:
-                if not self.can_run(i, hidden_states, arguments.get("past_key_values")):
-                    return plain_forward(hidden_states, **arguments)
-                self.run(i, hidden_states, arguments)
-                output, next_layer = self.computed
-            if i + 1 >= next_layer:
-                self.computed = NO_OUTPUT
-            return output
-
-        layer.forward = forward
-
-    def can_run(self, i: int, hidden_states: Tensor, cache: Any) -> bool:
-        """Whether the fused forward of layer i computes what the model asks for."""
-        if type(cache) is not TreeCache or not self.is_fusable(i):
-            return False
-        layer, block, _, _ = self.layers[i]
-        if hidden_states.dtype != block.dtype:
-            return False
-        return layer.self_attn.config._attn_implementation == ATTENTION_NAME
-
-    def run(self, i: int, hidden_states: Tensor, arguments: dict[str, Any]) -> None:
-        """Run layer i and those that can follow in one call, and keep the output for the layers that pass it on.
-
-        arguments: of the layer's forward, as transformers calls it.
-        """
-        cache = arguments["past_key_values"]
-        stores = cache.tree_layers
-        end = self.find_run_end(i, stores)
-        blocks = [self.layers[j].block for j in range(i, end)]
-        mask = arguments["attention_mask"]
-        angles = arguments["position_embeddings"]
-        states = hidden_states
-        counts = cache.node_counts
-        output = run_blocks(blocks, states, states, mask, angles, stores[i:end], counts)
-        self.computed = ComputedOutput(output, end)
-
-    def is_fusable(self, i: int) -> bool:
-        """Whether layer i is fused, and still has the attention and MLP that were fused."""
-        fused = self.layers.get(i)
-        if fused is None:
-            return False
-        layer, _, attention, mlp = fused
-        return layer.self_attn is attention and layer.mlp is mlp
+    forwards: dict[int, "FusedForward"] = field(default_factory=dict)
+    reasons: Counter[str] = field(default_factory=Counter)
+    runs_ahead: bool = True
 
     def find_run_end(self, i: int, stores: Sequence[TreeLayer]) -> int:
-        """Return the first layer after i with another window, without a fused forward, or behind a hook."""
+        """Returns the first layer after i that a call of layer i cannot run too.
+
+        It has another window, or changed parts, or is no longer called by its fused forward, or lies behind a hook.
+
+            a hook before layer 2:   layer     0       1               2             3
+                                     computes  0 to 1  passes x on     2 to 3        passes x on
+        """
         window = stores[i].window
+        previous = self.forwards[i]
         j = i + 1
-        while self.is_fusable(j) and stores[j].window == window:
-            previous = self.layers[j - 1].layer
-            layer = self.layers[j].layer
-            if previous._forward_hooks or layer._forward_pre_hooks:
+        while self.runs_ahead and j in self.forwards and stores[j].window == window:
+            fused = self.forwards[j]
+            layers = (previous.layer, fused.layer)
+            if layers[0]._forward_hooks or layers[1]._forward_pre_hooks:
                 break
+            if not (previous.is_called and fused.is_called and fused.parts.are_unchanged()):
+                break
+            previous = fused
             j += 1
         return j
 
 
+@final
+class FusedForward:
+    """The forward of a fused decoder layer. Where it does not fit, the layer's own forward runs.
+
+    Attributes:
+        fusion: of the model.
+        number: of the layer.
+        layer: the layer.
+        weights: of the layer.
+        plain_forward: the layer's own.
+        parts: of the layer when it was fused.
+    """
+
+    def __init__(
+        self, fusion: Fusion, number: int, layer: nn.Module, weights: LayerWeights
+    ) -> None:
+        self.fusion = fusion
+        self.number = number
+        self.layer: Any = layer
+        self.weights = weights
+        self.plain_forward = layer.forward
+        self.parts = LayerParts(layer)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        """A copy of the layer has weights of its own and its own forward: it is not fused."""
+        layer = memo[id(self.layer)]
+        forward: Callable[..., Any] = type(layer).forward.__get__(layer)
+        return forward
+
+    @property
+    def is_called(self) -> bool:
+        """Whether the layer's calls come here: nobody has put another forward before this one."""
+        return vars(self.layer).get("forward") is self
+
+    def __call__(self, hidden_states: Tensor, **arguments: Any) -> Any:
+        # 1. A layer before this one has computed it already.
+        cache = arguments.get("past_key_values")
+        if type(cache) is not TreeCache:
+            return self.plain_forward(hidden_states, **arguments)
+        ahead = cache.layers_ahead
+        if ahead is not None and self.number < ahead.next_layer:
+            if hidden_states is not ahead.output:
+                self.fusion.runs_ahead = False
+                raise LayerInputError
+            if self.number + 1 == ahead.next_layer:
+                cache.layers_ahead = None
+            return hidden_states
+
+        # 2. This layer, and those that can follow in the same call.
+        if not self.can_run(hidden_states):
+            return self.plain_forward(hidden_states, **arguments)
+        stores = cache.tree_layers
+        end = self.fusion.find_run_end(self.number, stores)
+        weights = [self.fusion.forwards[j].weights for j in range(self.number, end)]
+        output = run_blocks(
+            weights,
+            hidden_states,
+            hidden_states,
+            arguments["attention_mask"],
+            arguments["position_embeddings"],
+            stores[self.number : end],
+            cache.node_counts,
+        )
+        if end > self.number + 1:
+            cache.layers_ahead = LayersAhead(output, end)
+        return output
+
+    def can_run(self, hidden_states: Tensor) -> bool:
+        """Whether the fused forward computes what the model asks for."""
+        if hidden_states.dtype != self.weights.dtype or not self.parts.are_unchanged():
+            return False
+        return self.layer.self_attn.config._attn_implementation == ATTENTION_NAME
+
+
 @torch.no_grad()
-def fuse(model: nn.Module) -> None:
-    """Give decoder layers of packed models and heads a fused forward; other modules keep theirs."""
-    stack = Stack()
-    for layer in model.modules():
-        # Other modules raise errors of many kinds, and a model's code may raise anything.
-        with suppress(Exception):
-            fuse_layer(layer, stack)
-        with suppress(Exception):
-            fuse_head(layer)
+def fuse(model: nn.Module) -> Fusion:
+    """Gives decoder layers of packed models and heads a fused forward; other modules keep theirs."""
+    fusion = Fusion()
+    for layer in list(model.modules()):
+        if not {"self_attn", "mlp"} <= layer._modules.keys():
+            continue
+        try:
+            if hasattr(layer, "split_inputs"):
+                fuse_head(layer)
+            else:
+                fuse_layer(layer, fusion)
+        except UnfusableError as error:
+            fusion.reasons[str(error)] += 1
+    for reason, layers in fusion.reasons.items():
+        log.info("%d layers of %s are not fused: %s", layers, type(model).__name__, reason)
+    return fusion
 
 
-def fuse_layer(layer: Any, stack: Stack) -> None:
-    """Fuse a model's decoder layer, if a trial agrees: on two texts of five nodes, in bfloat16 to the bit."""
+def fuse_layer(layer: Any, fusion: Fusion) -> None:
+    """Fuses a model's decoder layer. Raises UnfusableError with the reason if it computes something else."""
+    weights = read_layer(layer, NORM_NAMES, MODEL_SIGN)
+    number = getattr(layer.self_attn, "layer_idx", None)
+    if type(number) is not int:
+        raise UnfusableError("its attention has no number")
+    if number in fusion.forwards:
+        raise UnfusableError("it is a layer of a second decoder in the model")
+    compare_with_modules(layer, weights, number)
+    forward = FusedForward(fusion, number, layer, weights)
+    fusion.forwards[number] = forward
+    layer.forward = forward
+
+
+def compare_with_modules(layer: Any, weights: LayerWeights, number: int) -> None:
+    """Raises UnfusableError unless a trial of two texts of five nodes agrees, in bfloat16 to the bit.
+
+    weights: of the layer. number: of the layer.
+    """
     # 1. Random inputs, at positions where some models scale their queries.
-    block = Block(layer, NORM_NAMES, MODEL_SIGN)
-    number = layer.self_attn.layer_idx
     random = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 5, block.hidden, generator=random).to(block.dtype)
-    half_angles = torch.randn(2, 2, 5, block.head_width // 2, generator=random)
+    options: dict[str, Any] = {"generator": random, "dtype": torch.float32, "device": "cpu"}
+    x = torch.randn(2, 5, weights.hidden, **options).to(weights.dtype)
+    half_angles = torch.randn(2, 2, 5, weights.head_width // 2, **options)
     angles = half_angles.repeat(1, 1, 1, 2).to(x)
-    visible = torch.eye(5) + torch.rand(5, 5, generator=random)
+    visible = torch.eye(5, dtype=torch.float32, device="cpu") + torch.rand(5, 5, **options)
     mask = to_additive_mask(visible > 0.5, x.dtype)[None, None]
-    positions = torch.arange(5)[None] + FAR_POSITION
+    positions = torch.arange(5, device="cpu")[None] + FAR_POSITION
 
     # 2. Outputs, keys and values of both.
     cache = TreeCache(number + 1, 5)
-    expected = layer(
-        x,
-        attention_mask=mask,
-        position_ids=positions,
-        position_embeddings=angles,
-        past_key_values=cache,
-    )
-    expected_states = (expected, *cache.tree_layers[number].storage)
+    try:
+        expected = layer(
+            x,
+            attention_mask=mask,
+            position_ids=positions,
+            position_embeddings=angles,
+            past_key_values=cache,
+        )
+    except Exception as error:  # a model's own code may raise anything
+        raise UnfusableError(f"its forward takes other arguments ({error})") from error
     store = TreeLayer(5)
-    output = run_blocks([block], x, x, mask, angles, [store])
+    output = run_blocks([weights], x, x, mask, angles, [store])
     states = (output, *store.storage)
+    expected_states = (expected, *cache.tree_layers[number].storage)
 
     # 3. The comparison.
     tolerance = FLOAT32_TOLERANCE
     if x.dtype == torch.bfloat16:
         tolerance = 0.0
     for part, expected_part in zip(states, expected_states, strict=True):
-        if not torch.allclose(expected_part, part, tolerance, tolerance):
-            return
-    stack.add(number, layer, block)
+        is_like = isinstance(expected_part, Tensor) and expected_part.shape == part.shape
+        if not is_like or not torch.allclose(expected_part, part, tolerance, tolerance):
+            raise UnfusableError("its modules compute something else")
 
 
 def fuse_head(layer: Any) -> None:
-    """Fuse a draft head's layer. There is no trial: drafts may round differently."""
-    block = Block(layer, HEAD_NORM_NAMES, HEAD_SIGN)
-    plain_forward = layer.forward
-    split_inputs = layer.split_inputs
-    apply_window = layer.self_attn.apply_window
+    """Fuses a draft head's layer. There is no trial: drafts may round differently."""
+    layer.forward = FusedHeadForward(layer, read_layer(layer, HEAD_NORM_NAMES, HEAD_SIGN))
 
-    def forward(x: Tensor, attend: Any) -> Tensor:
+
+@final
+class FusedHeadForward:
+    """The forward of a draft head's fused layer. Where it does not fit, the layer's own forward runs.
+
+    Attributes:
+        layer: the layer.
+        weights: of the layer.
+        plain_forward: the layer's own.
+        parts: of the layer when it was fused.
+    """
+
+    def __init__(self, layer: Any, weights: LayerWeights) -> None:
+        self.layer = layer
+        self.weights = weights
+        self.plain_forward = layer.forward
+        self.parts = LayerParts(layer)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        """As `FusedForward`."""
+        layer = memo[id(self.layer)]
+        forward: Callable[..., Any] = type(layer).forward.__get__(layer)
+        return forward
+
+    def __call__(self, x: Tensor, attend: Any) -> Tensor:
         arguments = attend.keywords
         mask = arguments.get("mask")
         store = arguments.get("cache")
         if mask is None or store is None or "context" in arguments:
-            return plain_forward(x, attend)
+            return self.plain_forward(x, attend)
+        if not self.parts.are_unchanged():
+            return self.plain_forward(x, attend)
         angles = [part.flatten(0, -3) for part in arguments["angles"]]
-        attention_input, residual = split_inputs(x)
-        mask = to_additive_mask(apply_window(mask), x.dtype)
-        return run_blocks([block], attention_input, residual, mask, angles, [store])
-
-    layer.forward = forward
+        attention_input, residual = self.layer.split_inputs(x)
+        mask = to_additive_mask(self.layer.self_attn.apply_window(mask), x.dtype)
+        return run_blocks([self.weights], attention_input, residual, mask, angles, [store])

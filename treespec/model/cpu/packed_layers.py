@@ -10,7 +10,7 @@ Each expert of a mixture is a `PackedLinear` too, and a router keeps its plain w
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -19,12 +19,15 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from treespec.kernels import ops as kernels
+from treespec.kernels.checks import KernelInputError
 from treespec.model.cpu.experts import (
     PACKED,
+    load_experts,
     matches_outputs,
     pack_router,
     pad_to_blocks,
     run_experts,
+    save_experts,
 )
 from treespec.model.quantization.layers import is_plain_weight
 
@@ -33,23 +36,109 @@ from treespec.model.quantization.layers import is_plain_weight
 class PackedLinear(nn.Module):
     """`nn.Linear` for inference on a CPU by our kernels. It holds only the packed weight.
 
-    A row of the output has the same bits for any number of rows.
+    A row of the output has the same bits for any number of rows. To code outside, it is a linear layer in float32,
+    bfloat16 or half precision: `weight` and `state_dict` unpack, loading and a change of dtype pack again.
+
+    Attributes:
+        packed: the weight in the order of the kernels.
+        bias: [out]; None: no bias.
+        dtype: of the weight that was packed.
+        form: of the packed weight (`treespec.kernels.ops.choose_form`).
     """
 
+    packed: nn.Parameter
+
     def __init__(self, weight: Tensor, bias: Tensor | None, form: int) -> None:
-        """weight: [out, in]. form: of the packed weight (`treespec.kernels.ops.choose_form`)."""
+        """weight: [out, in]. form: of the packed weight."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.packed = nn.Parameter(kernels.pack_weight(weight, form), requires_grad=False)
         self.bias = bias
+        self.dtype = weight.dtype
         self.form = form
-        # [out, in], without values: other code reads shape, dtype and device here.
-        self.weight = torch.empty((), dtype=weight.dtype).expand(weight.shape)
+        self.pack_weight(weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out], no gradient."""
-        shape = self.out_features, self.in_features
-        return kernels.multiply_packed(x, self.packed, self.bias, shape, self.form)
+        return kernels.multiply_packed(x, self.read_weight(), self.bias)
+
+    def read_weight(self) -> kernels.PackedWeight:
+        """Returns the packed weight, as the kernels take it."""
+        return kernels.PackedWeight(self.packed, self.out_features, self.in_features, self.form)
+
+    @property
+    def weight(self) -> Tensor:
+        """[out, in], a copy: a change of it does not change the layer."""
+        return kernels.unpack_weight(self.read_weight()).to(self.dtype)
+
+    def pack_weight(self, weight: Tensor) -> None:
+        """Replaces the weight [out, in]; its dtype becomes that of the layer."""
+        form = kernels.choose_form(weight)
+        if form is None or weight.shape != (self.out_features, self.in_features):
+            raise KernelInputError(
+                f"a packed layer of {self.out_features} outputs and {self.in_features} inputs cannot take a weight "
+                f"{tuple(weight.shape)} of {weight.dtype}"
+            )
+        numbers = kernels.pack_weight(weight, form).numbers
+        self.packed = nn.Parameter(numbers, requires_grad=False)
+        self.dtype = weight.dtype
+        self.form = form
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PackedLinear":
+        """Applies `fn` of `Module.to`, `float` and the like: another dtype packs again, another device is refused."""
+        probe = fn(torch.empty(0, dtype=self.dtype, device="cpu"))
+        if probe.device.type != "cpu":
+            raise KernelInputError(
+                f"this model's weights are packed for a CPU: to use {probe.device}, load it there (--device-map)"
+            )
+        if probe.dtype != self.dtype:
+            self.pack_weight(fn(self.weight))
+        if self.bias is not None:
+            bias = fn(self.bias.detach())
+            self.bias = nn.Parameter(bias, requires_grad=False)
+        return self
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Tensor], prefix: str, keep_vars: bool
+    ) -> None:
+        """Writes `weight` and `bias`, as `nn.Linear` does."""
+        destination[f"{prefix}weight"] = self.weight
+        if self.bias is not None:
+            destination[f"{prefix}bias"] = self.bias if keep_vars else self.bias.detach()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Tensor],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Reads `weight` and `bias`, as `nn.Linear` does, in the layer's dtype."""
+        wanted: dict[str, tuple[int, ...]] = {
+            f"{prefix}weight": (self.out_features, self.in_features)
+        }
+        if self.bias is not None:
+            wanted[f"{prefix}bias"] = (self.out_features,)
+        for name, shape in wanted.items():
+            if name not in state_dict:
+                if strict:
+                    missing_keys.append(name)
+                continue
+            value = state_dict[name]
+            if value.shape != shape:
+                error_msgs.append(f"size mismatch for {name}: {tuple(value.shape)}, not {shape}")
+                continue
+            value = value.detach().to("cpu", self.dtype)
+            if name.endswith("weight"):
+                self.pack_weight(value)
+            else:
+                self.bias = nn.Parameter(value.clone(), requires_grad=False)
+        for name in state_dict:
+            below = name.removeprefix(prefix)
+            if strict and name.startswith(prefix) and "." not in below and name not in wanted:
+                unexpected_keys.append(name)
 
 
 @final
@@ -63,7 +152,8 @@ class PackedNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H], no gradient."""
-        if x.dtype != self.weight.dtype or not x.is_cpu:
+        dtype = self.weight.dtype
+        if x.dtype != dtype or not x.is_cpu or dtype not in kernels.BFLOAT16_FLAGS:
             return nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return kernels.apply_rms_norm(x, self.weight, self.eps)
 
@@ -79,7 +169,8 @@ def pack_norm(norm: Any) -> nn.Module:
         return norm
     packed = PackedNorm(weight, constants[0])
     random = torch.Generator().manual_seed(0)
-    x = torch.randn(16, len(weight), generator=random) * torch.logspace(-3, 3, 16)[:, None]
+    x = torch.randn(16, len(weight), generator=random, dtype=torch.float32, device="cpu")
+    x *= torch.logspace(-3, 3, 16, dtype=torch.float32, device="cpu")[:, None]
     rounding = max(2 * torch.finfo(weight.dtype).eps, 1e-6)
     if matches_outputs(packed, norm, x.to(weight), rounding):
         return packed
@@ -164,7 +255,8 @@ def pack_experts(experts: Any) -> None:
     if experts.has_gate:
         first = "gate_up_proj"
     experts.products = nn.ModuleList()
-    for name in (first, "down_proj"):
+    experts.packed_names = (first, "down_proj")
+    for name in experts.packed_names:
         weights = getattr(experts, name)  # [E, out, in]
         if experts.is_transposed:
             weights = weights.mT
@@ -172,6 +264,8 @@ def pack_experts(experts: Any) -> None:
         experts.products.append(pack_matrices(weights, biases))
         delattr(experts, name)
     experts.forward = partial(run_experts, experts)
+    experts.register_state_dict_post_hook(save_experts)
+    experts.register_load_state_dict_pre_hook(load_experts)
     setattr(experts, PACKED, True)
 
 

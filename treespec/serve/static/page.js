@@ -64,7 +64,7 @@ async function* cycles(body, signal) {
   let held = "";
   for (;;) {
     const {done, value} = await reader.read();
-    if (done) throw new Error("the server left amid the answer");
+    if (done) throw new Error("the server closed the connection mid-answer");
     const events = (held + value).split("\n\n");
     held = events.pop();
     for (const event of events) {

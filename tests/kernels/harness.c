@@ -1,0 +1,654 @@
+// Holds every kernel to what kernels.c and layer.c promise: results up to rounding, computed again in float64; a row
+// alone has the bits of a row in company, with any number of threads; no byte beside a buffer is touched (each has
+// exactly its size, so a sanitizer sees it); a failed allocation is told. Last, the bits of all results, which AVX2
+// and aarch64 share. `check.sh` compiles and runs it.
+
+#include <float.h>
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+// The kernels' allocations fail when the countdown reaches 0.
+static int countdown = -1;
+static void *failing_malloc(size_t bytes) { return countdown-- ? malloc(bytes) : NULL; }
+static void *failing_aligned_alloc(size_t line, size_t bytes) { return countdown-- ? aligned_alloc(line, bytes) : NULL; }
+#define malloc failing_malloc
+#define aligned_alloc failing_aligned_alloc
+#include "layer.c"
+#undef malloc
+#undef aligned_alloc
+
+// The digest of all results where products are fused and vectors hold at most 8 floats.
+#define SHARED_BITS 0x2359fb7fdf16530eULL
+#if (defined(__FMA__) && !defined(__AVX512F__)) || defined(__aarch64__)
+#define HAS_SHARED_BITS 1
+#else
+#define HAS_SHARED_BITS 0
+#endif
+
+static const int THREADS[] = {1, 2, 3, 7};
+enum { THREAD_COUNTS = 4, MOST_ROOMS = 256 };
+
+static int failures = 0;
+#define DEMAND(true_, ...) \
+  do { \
+    if (true_) break; \
+    printf("line %d: %s: ", __LINE__, #true_); \
+    printf(__VA_ARGS__); \
+    printf("\n"); \
+    failures++; \
+  } while (0)
+
+// --- Buffers and numbers ----------------------------------------------------------------------------
+
+static void *rooms[MOST_ROOMS];
+static int room_count = 0;
+
+static void *room(int64_t bytes) {  // until `release_rooms`
+  void *x = malloc(bytes);
+  if (!x || room_count == MOST_ROOMS) { printf("no room\n"); exit(1); }
+  memset(x, 0xcd, bytes);
+  return rooms[room_count++] = x;
+}
+
+static void release_rooms(void) {
+  while (room_count) free(rooms[--room_count]);
+}
+
+static int64_t size_of(int half) { return half ? 2 : 4; }
+
+static void *row_at(const void *x, int64_t i, int half) { return (char *)x + i * size_of(half); }
+
+static uint64_t state = 1;
+static uint64_t draw(void) {  // SplitMix64
+  uint64_t z = state += 0x9E3779B97F4A7C15ULL;
+  z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ULL;
+  z = (z ^ z >> 27) * 0x94D049BB133111EBULL;
+  return z ^ z >> 31;
+}
+
+static float uniform(void) { return (draw() >> 40) * 0x1p-23f - 1; }
+
+static void *numbers(int64_t count, int half, float scale) {
+  void *x = room(count * size_of(half));
+  for (int64_t i = 0; i < count; i++) put(x, i, uniform() * scale, half);
+  return x;
+}
+
+static void *zeros(int64_t count, int half) { return memset(room(count * size_of(half)), 0, count * size_of(half)); }
+
+static void *copy_of(const void *x, int64_t count, int half) {
+  return memcpy(room(count * size_of(half)), x, count * size_of(half));
+}
+
+static void *weights(int64_t count, int form, float scale) {
+  if (form != HALF) return numbers(count, form == PAIRED, scale);
+  uint16_t *x = room(count * 2);
+  for (int64_t i = 0; i < count; i++) {  // also numbers below the normal ones
+    uint64_t bits = draw(), exponent = bits % 8 ? 9 + bits % 4 : 0;
+    x[i] = (bits >> 32 & 1) << 15 | exponent << 10 | (bits >> 40 & 1023);
+  }
+  return x;
+}
+
+static double exact_weight(const void *x, int64_t i, int form) {
+  if (form != HALF) return get(x, i, form == PAIRED);
+  int bits = ((const uint16_t *)x)[i], exponent = bits >> 10 & 31, mantissa = bits & 1023;
+  double size = exponent ? ldexp(1024 + mantissa, exponent - 25) : ldexp(mantissa, -24);
+  return bits >> 15 ? -size : size;
+}
+
+static uint64_t digest = 0xcbf29ce484222325ULL;
+static void add_to_digest(const void *x, int64_t bytes) {  // FNV-1a
+  for (int64_t i = 0; i < bytes; i++) digest = (digest ^ ((const unsigned char *)x)[i]) * 0x100000001b3ULL;
+}
+
+static int equal(const void *x, const void *y, int64_t count, int half) { return !memcmp(x, y, count * size_of(half)); }
+
+// --- Products and norms -----------------------------------------------------------------------------
+
+static void *packed_of(const void *weight, int64_t in, int64_t out, int form) {
+  void *packed = room((out + L - 1) / L * L * ((in + 31) / 32 * 32) * (form == SINGLE ? 4 : 2));
+  DEMAND(pack(weight, packed, in, out, form) == DONE, "%d x %d", (int)in, (int)out);
+  return packed;
+}
+
+static void check_linear(int64_t in, int64_t out, int64_t n, int form, int half) {
+  void *weight = weights(in * out, form, 1), *bias = n % 2 ? numbers(out, half, 1) : NULL, *x = numbers(n * in, half, 1);
+  void *y = room(n * out * size_of(half)), *again = room(n * out * size_of(half)), *alone = room(out * size_of(half));
+  Linear a = {packed_of(weight, in, out, form), bias, in, out, form, half, 1};
+  DEMAND(linear(&a, x, y, n) == DONE, "in %d out %d", (int)in, (int)out);
+  for (int t = 1; t < THREAD_COUNTS; t++) {
+    a.threads = THREADS[t];
+    DEMAND(linear(&a, x, again, n) == DONE && equal(y, again, n * out, half), "in %d out %d", (int)in, (int)out);
+  }
+  for (int64_t r = 0; r < n; r++) {
+    linear(&a, row_at(x, r * in, half), alone, 1);
+    DEMAND(equal(row_at(y, r * out, half), alone, out, half), "in %d out %d row %d", (int)in, (int)out, (int)r);
+    for (int64_t o = 0; o < out; o++) {
+      double sum = bias ? get(bias, o, half) : 0, size = fabs(sum);
+      for (int64_t i = 0; i < in; i++) {
+        double product = get(x, r * in + i, half) * exact_weight(weight, o * in + i, form);
+        sum += product, size += fabs(product);
+      }
+      double error = fabs(get(y, r * out + o, half) - sum);
+      DEMAND(error <= size * in * 0x1p-23 + half * 0x1p-8 * fabs(sum), "in %d out %d: %g", (int)in, (int)out, error);
+    }
+  }
+  add_to_digest(y, n * out * size_of(half));
+  release_rooms();
+}
+
+static void exact_norm(const double *x, const void *weight, double *y, int64_t width, double eps, int half) {
+  double squares = 0;
+  for (int64_t i = 0; i < width; i++) squares += x[i] * x[i];
+  for (int64_t i = 0; i < width; i++) y[i] = x[i] / sqrt(squares / width + eps) * get(weight, i, half);
+}
+
+static void check_norm(int64_t width, int64_t n, int half) {
+  void *x = numbers(n * width, half, 3), *weight = numbers(width, half, 1);
+  void *y = room(n * width * size_of(half)), *again = room(n * width * size_of(half));
+  double *row = room(width * 8), *exact = room(width * 8);
+  DEMAND(rms_norm(x, weight, y, n, width, 1e-5f, half, 1) == DONE, "width %d", (int)width);
+  for (int t = 1; t < THREAD_COUNTS; t++) {
+    rms_norm(x, weight, again, n, width, 1e-5f, half, THREADS[t]);
+    DEMAND(equal(y, again, n * width, half), "width %d", (int)width);
+  }
+  for (int64_t r = 0; r < n; r++) {
+    rms_norm(row_at(x, r * width, half), weight, again, 1, width, 1e-5f, half, 1);
+    DEMAND(equal(row_at(y, r * width, half), again, width, half), "width %d row %d", (int)width, (int)r);
+    for (int64_t i = 0; i < width; i++) row[i] = get(x, r * width + i, half);
+    exact_norm(row, weight, exact, width, 1e-5, half);
+    for (int64_t i = 0; i < width; i++) {
+      double error = fabs(get(y, r * width + i, half) - exact[i]);
+      DEMAND(error <= fabs(exact[i]) * (half ? 0x1p-7 : width * 0x1p-22), "width %d: %g", (int)width, error);
+    }
+  }
+  add_to_digest(y, n * width * size_of(half));
+  release_rooms();
+}
+
+// --- Attention --------------------------------------------------------------------------------------
+
+typedef struct { int64_t texts, heads, kv, n, columns, free, d, dv; float cap; int sinks; } Shape;
+
+// The output [dv] of a head of a node. a: as `attention` takes it, of one text.
+static void exact_attention(const Attention *a, int64_t b, int64_t node, int64_t head, double *out) {
+  int64_t group = head / (a->heads / a->kv);
+  double sum = a->sinks ? exp(get(a->sinks, head, a->half)) : 0;
+  memset(out, 0, a->dv * 8);
+  for (int64_t t = 0; t < a->columns; t++) {
+    double score = 0;
+    for (int64_t i = 0; i < a->d; i++)
+      score += (double)get(a->q, b * a->qb + head * a->qh + node * a->qn + i, a->half) *
+               get(a->k, b * a->kb + group * a->kh + t * a->kt + i, a->half);
+    score *= a->scale;
+    if (a->cap) score = a->cap * tanh(score / a->cap);
+    if (t >= a->free) score += get(a->mask, b * a->mb + node * a->mn + t - a->free, a->half);
+    double weight = exp(score);
+    sum += weight;
+    for (int64_t i = 0; i < a->dv; i++) out[i] += weight * get(a->v, b * a->vb + group * a->vh + t * a->vt + i, a->half);
+  }
+  for (int64_t i = 0; i < a->dv; i++) out[i] /= sum;
+}
+
+static void *random_mask(int64_t rows, int64_t width, int free, int half) {  // each row sees its first column, or free ones
+  void *mask = room(MAX(rows * width, 1) * size_of(half));
+  for (int64_t i = 0; i < rows * width; i++) put(mask, i, draw() % 2 && (free || i % width) ? -FLT_MAX : 0, half);
+  return mask;
+}
+
+static void check_attention(Shape s, int half) {
+  int64_t own = s.columns - s.free, row = s.heads * s.dv, count = s.texts * s.n * row;
+  Attention a = {
+    .q = numbers(s.texts * s.n * s.heads * s.d, half, 2), .k = numbers(s.texts * s.kv * s.columns * s.d, half, 1),
+    .v = numbers(s.texts * s.kv * s.columns * s.dv, half, 1), .mask = random_mask(s.texts * s.n, own, s.free > 0, half),
+    .out = room(count * size_of(half)), .sinks = s.sinks ? numbers(s.heads, half, 2) : NULL,
+    .texts = s.texts, .heads = s.heads, .kv = s.kv, .n = s.n, .columns = s.columns, .free = s.free, .d = s.d, .dv = s.dv,
+    .qb = s.n * s.heads * s.d, .qh = s.d, .qn = s.heads * s.d, .kb = s.kv * s.columns * s.d, .kh = s.columns * s.d,
+    .kt = s.d, .vb = s.kv * s.columns * s.dv, .vh = s.columns * s.dv, .vt = s.dv, .mb = s.n * own, .mn = own,
+    .scale = 0.25f, .cap = s.cap, .half = half, .threads = 1,
+  };
+  DEMAND(attention(&a) == DONE, "columns %d", (int)s.columns);
+  Attention other = a;
+  other.out = room(count * size_of(half));
+  for (int t = 1; t < THREAD_COUNTS; t++) {
+    other.threads = THREADS[t];
+    DEMAND(attention(&other) == DONE && equal(a.out, other.out, count, half), "columns %d", (int)s.columns);
+  }
+  other.out = room(row * size_of(half)), other.texts = other.n = 1;
+  double *exact = room(s.dv * 8);
+  for (int64_t b = 0; b < s.texts; b++)
+    for (int64_t i = 0; i < s.n; i++) {
+      void *out = row_at(a.out, (b * s.n + i) * row, half);
+      other.q = row_at(a.q, b * a.qb + i * a.qn, half), other.mask = row_at(a.mask, b * a.mb + i * a.mn, half);
+      other.k = row_at(a.k, b * a.kb, half), other.v = row_at(a.v, b * a.vb, half);
+      DEMAND(attention(&other) == DONE && equal(out, other.out, row, half), "columns %d node %d", (int)s.columns, (int)i);
+      for (int64_t head = 0; head < s.heads; head++) {
+        exact_attention(&a, b, i, head, exact);
+        for (int64_t c = 0; c < s.dv; c++) {
+          double error = fabs(get(out, head * s.dv + c, half) - exact[c]);
+          DEMAND(error <= (half ? 0x1p-8 : 4e-6), "columns %d d %d: %g", (int)s.columns, (int)s.d, error);
+        }
+      }
+    }
+  add_to_digest(a.out, count * size_of(half));
+  release_rooms();
+}
+
+// --- Layers -----------------------------------------------------------------------------------------
+
+enum { HIDDEN = 40, HEADS = 4, KV = 2, INNER = 52, TURNED = 8, NODES = 5, BEFORE = 21, FIRST = 3 };
+enum { COLUMNS = BEFORE + NODES, CAPACITY = COLUMNS + 2, MOST_D = 16 };
+
+typedef struct { Layer a; const void *weights[PRODUCTS]; } RawLayer;  // as `layers` takes it, and weights that are not packed
+
+// A causal chain of NODES nodes in each of two texts; d: of a head.
+static RawLayer random_layer(int64_t d, int form, int half) {
+  int64_t outs[PRODUCTS] = {HEADS * d, KV * d, KV * d, HIDDEN, INNER, INNER, HIDDEN}, widths[NORMS] = {HIDDEN, HIDDEN, d, d};
+  int64_t ins[PRODUCTS] = {HIDDEN, HIDDEN, HIDDEN, HEADS * d, HIDDEN, HIDDEN, INNER};
+  RawLayer raw = {.a = {
+    .texts = 2, .n = NODES, .in = HIDDEN, .hidden = HIDDEN, .heads = HEADS, .kv = KV, .d = d, .inner = INNER, .turned = TURNED,
+    .columns = COLUMNS, .capacity = CAPACITY, .first = FIRST, .free = BEFORE - FIRST,
+    .ab = NODES * TURNED, .an = TURNED, .mn = NODES, .scale = 0.3f, .eps = 1e-5f, .sign = -1,
+    .form = form, .half = half, .threads = 1,
+  }};
+  Layer *a = &raw.a;
+  for (int i = 0; i < PRODUCTS; i++) {
+    raw.weights[i] = weights(ins[i] * outs[i], form, 0.3f);
+    a->weights[i] = packed_of(raw.weights[i], ins[i], outs[i], form);
+    a->biases[i] = i % 2 ? numbers(outs[i], half, 0.3f) : NULL;
+  }
+  for (int i = 0; i < NORMS; i++) a->norms[i] = numbers(widths[i], half, 1);
+  a->x = numbers(2 * NODES * HIDDEN, half, 1), a->residual = numbers(2 * NODES * HIDDEN, half, 1);
+  a->cos = numbers(2 * NODES * TURNED, half, 1), a->sin = numbers(2 * NODES * TURNED, half, 1);
+  a->keys = numbers(2 * KV * CAPACITY * d, half, 1), a->values = numbers(2 * KV * CAPACITY * d, half, 1);
+  a->y = zeros(2 * NODES * HIDDEN, half);
+  void *mask = zeros(NODES * NODES, half);
+  for (int i = 0; i < NODES; i++)
+    for (int j = i + 1; j < NODES; j++) put(mask, i * NODES + j, -FLT_MAX, half);
+  a->mask = mask;
+  return raw;
+}
+
+static void exact_product(const RawLayer *raw, int i, const double *x, double *y, int64_t in, int64_t out) {
+  const Layer *a = &raw->a;
+  for (int64_t o = 0; o < out; o++) {
+    y[o] = a->biases[i] ? get(a->biases[i], o, a->half) : 0;
+    for (int64_t c = 0; c < in; c++) y[o] += x[c] * exact_weight(raw->weights[i], o * in + c, a->form);
+  }
+}
+
+static void turn_exactly(const Layer *a, double *x, int64_t at) {
+  double y[TURNED];
+  for (int i = 0; i < TURNED; i++) {
+    double other = i < TURNED / 2 ? a->sign * x[i + TURNED / 2] : x[i - TURNED / 2];
+    y[i] = x[i] * get(a->cos, at + i, a->half) + other * get(a->sin, at + i, a->half);
+  }
+  memcpy(x, y, sizeof y);
+}
+
+// The outputs y [NODES, HIDDEN] of text b, node by node. before: keys and values [2, KV, CAPACITY, d] of the columns before.
+static void exact_layer(const RawLayer *raw, int64_t b, const void *const *before, double *y) {
+  const Layer *a = &raw->a;
+  int64_t d = a->d;
+  double cache[2][KV][COLUMNS][MOST_D], x[HIDDEN], normed[HIDDEN], q[HEADS * MOST_D], new[2][KV * MOST_D];
+  double attended[HEADS * MOST_D], h[HIDDEN], gate[INNER], up[INNER];
+  for (int of = 0; of < 2; of++)
+    for (int g = 0; g < KV; g++)
+      for (int t = 0; t < BEFORE; t++)
+        for (int64_t i = 0; i < d; i++) cache[of][g][t][i] = get(before[of], ((b * KV + g) * CAPACITY + t) * d + i, a->half);
+  for (int64_t node = 0; node < NODES; node++, y += HIDDEN) {
+    int64_t r = b * NODES + node, column = BEFORE + node;
+    for (int i = 0; i < HIDDEN; i++) x[i] = get(a->x, r * HIDDEN + i, a->half);
+    exact_norm(x, a->norms[BEFORE_ATTENTION], normed, HIDDEN, a->eps, a->half);
+    exact_product(raw, QUERY, normed, q, HIDDEN, HEADS * d);
+    for (int of = 0; of < 2; of++) exact_product(raw, KEY + of, normed, new[of], HIDDEN, KV * d);
+    for (int head = 0; head < HEADS; head++) {
+      exact_norm(q + head * d, a->norms[OF_QUERIES], q + head * d, d, a->eps, a->half);
+      turn_exactly(a, q + head * d, r * TURNED);
+    }
+    for (int g = 0; g < KV; g++) {
+      exact_norm(new[0] + g * d, a->norms[OF_KEYS], new[0] + g * d, d, a->eps, a->half);
+      turn_exactly(a, new[0] + g * d, r * TURNED);
+      for (int of = 0; of < 2; of++) memcpy(cache[of][g][column], new[of] + g * d, d * 8);
+    }
+    memset(attended, 0, sizeof attended);
+    for (int head = 0; head < HEADS; head++) {
+      double sum = 0, *out = attended + head * d;
+      for (int64_t t = FIRST; t <= column; t++) {
+        double score = 0;
+        for (int64_t i = 0; i < d; i++) score += q[head * d + i] * cache[0][head / (HEADS / KV)][t][i];
+        sum += exp(score * a->scale);
+        for (int64_t i = 0; i < d; i++) out[i] += exp(score * a->scale) * cache[1][head / (HEADS / KV)][t][i];
+      }
+      for (int64_t i = 0; i < d; i++) out[i] /= sum;
+    }
+    exact_product(raw, OUTPUT, attended, h, HEADS * d, HIDDEN);
+    for (int i = 0; i < HIDDEN; i++) h[i] += get(a->residual, r * HIDDEN + i, a->half);
+    exact_norm(h, a->norms[BEFORE_MLP], normed, HIDDEN, a->eps, a->half);
+    exact_product(raw, GATE, normed, gate, HIDDEN, INNER);
+    exact_product(raw, UP, normed, up, HIDDEN, INNER);
+    for (int i = 0; i < INNER; i++) gate[i] = gate[i] / (1 + exp(-gate[i])) * up[i];
+    exact_product(raw, DOWN, gate, y, INNER, HIDDEN);
+    for (int i = 0; i < HIDDEN; i++) y[i] += h[i];
+  }
+}
+
+// Text b node by node, each in a forward of its own: its rows of y and its columns of the cache are those of `a`.
+static void check_nodes_alone(const Layer *a, const void *const *before, int64_t b, int64_t nodes, const void *y) {
+  int64_t text = KV * CAPACITY * a->d;
+  void *nothing = zeros(1, a->half), *cache[2];
+  for (int of = 0; of < 2; of++) cache[of] = copy_of(row_at(before[of], b * text, a->half), text, a->half);
+  Layer one = *a;
+  one.texts = one.n = 1, one.starts = NULL, one.mask = nothing, one.mb = one.mn = 0;
+  one.keys = cache[0], one.values = cache[1], one.y = room(HIDDEN * size_of(a->half));
+  for (int64_t i = 0; i < nodes; i++) {
+    int64_t row = (b * NODES + i) * HIDDEN, angle = (b * NODES + i) * TURNED;
+    one.x = row_at(a->x, row, a->half), one.residual = row_at(a->residual, row, a->half);
+    one.cos = row_at(a->cos, angle, a->half), one.sin = row_at(a->sin, angle, a->half);
+    one.columns = BEFORE + i + 1, one.free = one.columns - FIRST - 1;
+    DEMAND(layers(&one, 1) == DONE && equal(one.y, row_at(y, i * HIDDEN, a->half), HIDDEN, a->half), "node %d", (int)i);
+  }
+  for (int g = 0; g < KV; g++) {
+    int64_t first = g * CAPACITY * a->d, count = (BEFORE + nodes) * a->d;
+    DEMAND(equal(row_at(cache[0], first, a->half), row_at(a->keys, b * text + first, a->half), count, a->half), "keys");
+    DEMAND(equal(row_at(cache[1], first, a->half), row_at(a->values, b * text + first, a->half), count, a->half), "values");
+  }
+}
+
+static void check_layers(int64_t d, int form, int half) {
+  RawLayer raw = random_layer(d, form, half);
+  int64_t cached = 2 * KV * CAPACITY * d;
+  const void *before[2] = {copy_of(raw.a.keys, cached, half), copy_of(raw.a.values, cached, half)};
+
+  // 1. Two texts, against float64, against each node alone, with any number of threads.
+  DEMAND(layers(&raw.a, 1) == DONE, "d %d", (int)d);
+  void *y = copy_of(raw.a.y, 2 * NODES * HIDDEN, half);
+  double exact[NODES * HIDDEN], bound = half ? 0.1 : 2e-5;
+  for (int64_t b = 0; b < 2; b++) {
+    exact_layer(&raw, b, before, exact);
+    check_nodes_alone(&raw.a, before, b, NODES, row_at(y, b * NODES * HIDDEN, half));
+    for (int64_t i = 0; i < NODES * HIDDEN; i++) {
+      double error = fabs(get(y, b * NODES * HIDDEN + i, half) - exact[i]);
+      DEMAND(error <= bound * (1 + fabs(exact[i])), "d %d form %d: %g of %g", (int)d, form, error, exact[i]);
+    }
+  }
+  for (int t = 1; t < THREAD_COUNTS; t++) {
+    raw.a.threads = THREADS[t];
+    DEMAND(layers(&raw.a, 1) == DONE && equal(y, raw.a.y, 2 * NODES * HIDDEN, half), "d %d", (int)d);
+  }
+  add_to_digest(y, 2 * NODES * HIDDEN * size_of(half));
+  add_to_digest(raw.a.keys, cached * size_of(half));
+
+  // 2. Two layers in a row, the second upon the first's output, are one after the other.
+  Layer two[2] = {raw.a, raw.a};
+  two[1].x = two[1].residual = two[1].y = two[0].y;
+  DEMAND(layers(two, 2) == DONE, "d %d", (int)d);
+  void *both = copy_of(raw.a.y, 2 * NODES * HIDDEN, half);
+  layers(two, 1), layers(two + 1, 1);
+  DEMAND(equal(both, raw.a.y, 2 * NODES * HIDDEN, half), "d %d", (int)d);
+
+  // 3. Text 0 with two nodes, text 1 with all: rows of x, residual and y lie dense.
+  int64_t starts[3] = {0, 2, 2 + NODES}, row = HIDDEN * size_of(half);
+  Layer dense = raw.a;
+  void *x[2] = {room(starts[2] * row), room(starts[2] * row)};
+  for (int of = 0; of < 2; of++) {
+    const void *from = of ? raw.a.residual : raw.a.x;
+    memcpy(x[of], from, 2 * row);
+    memcpy((char *)x[of] + 2 * row, (const char *)from + NODES * row, NODES * row);
+  }
+  dense.x = x[0], dense.residual = x[1], dense.starts = starts, dense.y = room(starts[2] * row);
+  dense.keys = copy_of(before[0], cached, half), dense.values = copy_of(before[1], cached, half);
+  DEMAND(layers(&dense, 1) == DONE, "d %d", (int)d);
+  DEMAND(equal(dense.y, y, 2 * HIDDEN, half), "d %d", (int)d);
+  DEMAND(equal(row_at(dense.y, 2 * HIDDEN, half), row_at(y, NODES * HIDDEN, half), NODES * HIDDEN, half), "d %d", (int)d);
+  release_rooms();
+}
+
+// A head's step has the bits of its parts: pairs of rows, a product, a layer, a product.
+static void check_head_step(int form, int half) {
+  enum { VOCABULARY = 30, DRAFTED = 17, ROWS_ = 2 + NODES, POSITIONS = 50, FEATURES = 4 };
+  int64_t row = HIDDEN * size_of(half), cached = 2 * KV * CAPACITY * MOST_D;
+  RawLayer raw = random_layer(MOST_D, form, half);
+  raw.a.norms[BEFORE_ATTENTION] = NULL, raw.a.first = 0;
+  void *input = packed_of(weights(2 * HIDDEN * HIDDEN, form, 0.3f), 2 * HIDDEN, HIDDEN, form);
+  void *output = packed_of(weights(HIDDEN * DRAFTED, form, 0.3f), HIDDEN, DRAFTED, form);
+  HeadStep step = {raw.a, {input, NULL, 2 * HIDDEN, HIDDEN, form, half, 0},
+                   {output, numbers(DRAFTED, half, 1), HIDDEN, DRAFTED, form, half, 0}, numbers(VOCABULARY * HIDDEN, half, 1)};
+  int64_t tokens[ROWS_], parents[ROWS_], positions[ROWS_], starts[3] = {0, 2, ROWS_}, drafted[3] = {6, 0, 2};
+  int64_t vocabulary[DRAFTED];
+  for (int i = 0; i < ROWS_; i++) {
+    tokens[i] = draw() % DRAFTED, parents[i] = draw() % FEATURES, positions[i] = draw() % POSITIONS;
+  }
+  for (int i = 0; i < DRAFTED; i++) vocabulary[i] = draw() % VOCABULARY;
+  void *cache[2] = {copy_of(raw.a.keys, cached, half), copy_of(raw.a.values, cached, half)};
+  HeadNodes nodes = {
+    .tokens = tokens, .parents = parents, .positions = positions, .starts = starts, .drafted = drafted,
+    .vocabulary = vocabulary, .features = numbers(FEATURES * HIDDEN, half, 1), .cos = numbers(POSITIONS * TURNED, half, 1),
+    .sin = numbers(POSITIONS * TURNED, half, 1), .keys = cache[0], .values = cache[1],
+    .states = room(ROWS_ * row), .last = room(3 * row), .logits = room(3 * DRAFTED * size_of(half)),
+    .texts = 2, .n = NODES, .rows = 3, .turned = TURNED, .columns = COLUMNS, .capacity = CAPACITY, .free = BEFORE, .threads = 3,
+  };
+  void *mask = room(2 * NODES * NODES * size_of(half));  // one for each text
+  memcpy(mask, raw.a.mask, NODES * NODES * size_of(half));
+  memcpy(row_at(mask, NODES * NODES, half), raw.a.mask, NODES * NODES * size_of(half));
+  nodes.mask = mask;
+  DEMAND(head_step(&step, &nodes) == DONE, "form %d", form);
+
+  void *pairs = room(2 * ROWS_ * row), *x = room(ROWS_ * row), *last = room(3 * row);
+  void *cos = zeros(2 * NODES * TURNED, half), *sin = zeros(2 * NODES * TURNED, half);
+  for (int i = 0; i < ROWS_; i++) {
+    int64_t turned = TURNED * size_of(half), place = i < 2 ? i : NODES + i - 2;
+    memcpy((char *)pairs + 2 * i * row, (const char *)step.embedding + vocabulary[tokens[i]] * row, row);
+    memcpy((char *)pairs + (2 * i + 1) * row, (const char *)nodes.features + parents[i] * row, row);
+    memcpy((char *)cos + place * turned, (const char *)nodes.cos + positions[i] * turned, turned);
+    memcpy((char *)sin + place * turned, (const char *)nodes.sin + positions[i] * turned, turned);
+  }
+  step.input.threads = step.output.threads = 1;
+  linear(&step.input, pairs, x, ROWS_);
+  Layer a = raw.a;
+  a.x = a.residual = x, a.cos = cos, a.sin = sin, a.starts = starts, a.free = BEFORE, a.y = room(ROWS_ * row);
+  layers(&a, 1);
+  DEMAND(equal(a.y, nodes.states, ROWS_ * HIDDEN, half), "form %d", form);
+  for (int i = 0; i < 3; i++) memcpy((char *)last + i * row, (char *)a.y + drafted[i] * row, row);
+  DEMAND(equal(last, nodes.last, 3 * HIDDEN, half), "form %d", form);
+  void *logits = room(3 * DRAFTED * size_of(half));
+  linear(&step.output, last, logits, 3);
+  DEMAND(equal(logits, nodes.logits, 3 * DRAFTED, half), "form %d", form);
+  add_to_digest(logits, 3 * DRAFTED * size_of(half));
+
+  int fails = 0;  // each of its allocations
+  for (countdown = 0; head_step(&step, &nodes) == NO_MEMORY; countdown = ++fails) { }
+  DEMAND(fails >= 3 && fails < 9, "%d", fails);
+  countdown = -1;
+  release_rooms();
+}
+
+static void check_failed_allocations(void) {
+  Linear a = {packed_of(weights(40 * 20, PAIRED, 1), 40, 20, PAIRED), NULL, 40, 20, PAIRED, 1, 3};
+  RawLayer raw = random_layer(MOST_D, SINGLE, 0);
+  Attention none = {.texts = 1, .heads = 1, .kv = 1, .n = 1, .columns = 1, .free = 1, .d = 1, .dv = 1, .threads = 3};
+  void *x = numbers(3 * 40, 1, 1), *y = room(3 * 20 * 2);
+  countdown = 0;
+  DEMAND(linear(&a, x, y, 3) == NO_MEMORY, "linear");
+  countdown = 0;
+  DEMAND(layers(&raw.a, 1) == NO_MEMORY, "layers");
+  countdown = 0;
+  DEMAND(attention(&none) == NO_MEMORY, "attention");
+  countdown = -1;
+  DEMAND(linear(&a, NULL, NULL, 0) == DONE, "no rows");
+  raw.a.texts = 0;
+  DEMAND(layers(&raw.a, 1) == DONE, "no texts");
+  release_rooms();
+}
+
+// --- Tokens -----------------------------------------------------------------------------------------
+
+static void check_noise(int64_t rows, int64_t size) {
+  int64_t *starts = room(rows * 8);
+  float *y = room(rows * size * 4), *again = room(rows * size * 4);
+  for (int64_t r = 0; r < rows; r++) starts[r] = draw();
+  DEMAND(noise(starts, y, rows, size, 1) == DONE, "size %d", (int)size);
+  for (int t = 1; t < THREAD_COUNTS; t++) {
+    noise(starts, again, rows, size, THREADS[t]);
+    DEMAND(equal(y, again, rows * size, 0), "size %d", (int)size);
+  }
+  for (int64_t r = 0; r < rows; r++) {
+    noise(starts + r, again, 1, size, 1);
+    DEMAND(equal(y + r * size, again, size, 0), "size %d row %d", (int)size, (int)r);
+    uint64_t kept = state;
+    state = starts[r];
+    for (int64_t i = 0; i < size; i++) {
+      double exact = -log(-log(((draw() >> 11) + 0.5) * 0x1p-53)), error = fabs(y[r * size + i] - exact);
+      DEMAND(error <= 1e-6 * (1 + fabs(exact)), "size %d: %g", (int)size, error);
+    }
+    state = kept;
+  }
+  add_to_digest(y, rows * size * 4);
+  release_rooms();
+}
+
+static void check_rank(int64_t rows, int64_t size, int64_t k, int half) {
+  void *logits = numbers(rows * size, half, 4);
+  for (int64_t i = 0; i < size; i += 3) put(logits, i, 1, half);  // equal ones
+  float *best = room(rows * k * 4), *again = room(rows * k * 4);
+  int64_t *tokens = room(rows * k * 8), *tokens_again = room(rows * k * 8);
+  DEMAND(rank(logits, best, tokens, rows, size, k, 2, half, 1) == DONE, "size %d", (int)size);
+  for (int t = 1; t < THREAD_COUNTS; t++) {
+    rank(logits, again, tokens_again, rows, size, k, 2, half, THREADS[t]);
+    DEMAND(equal(best, again, rows * k, 0) && !memcmp(tokens, tokens_again, rows * k * 8), "size %d", (int)size);
+  }
+  for (int64_t r = 0; r < rows; r++) {
+    rank(row_at(logits, r * size, half), again, tokens_again, 1, size, k, 2, half, 1);
+    DEMAND(equal(best + r * k, again, k, 0) && !memcmp(tokens + r * k, tokens_again, k * 8), "size %d", (int)size);
+    double sum = 0;
+    for (int64_t i = 0; i < size; i++) sum += exp(2 * get(logits, r * size + i, half));
+    for (int64_t j = 0; j < k; j++) {
+      int64_t token = tokens[r * k + j], before = 0;
+      float x = get(logits, r * size + token, half);
+      for (int64_t i = 0; i < size; i++) {
+        float other = get(logits, r * size + i, half);
+        before += other > x || (other == x && i < token);
+      }
+      DEMAND(before == j, "size %d place %d: %d", (int)size, (int)j, (int)before);
+      double exact = exp(2.0 * x) / sum, error = fabs(best[r * k + j] - exact);
+      DEMAND(error <= exact * (4e-6 + size * 0x1p-23), "size %d: %g of %g", (int)size, error, exact);
+    }
+  }
+  add_to_digest(best, rows * k * 4);
+  add_to_digest(tokens, rows * k * 8);
+  release_rooms();
+}
+
+static void check_choice(int64_t size, float temperature, int noisy, int half) {
+  int64_t rows = 3, *tokens = room(size * 8), token = 0;
+  void *logits = numbers(rows * size, half, 4);
+  float *gumbel = numbers(2 * size, 0, 4), *scores = room(rows * size * 4);
+  for (int64_t i = 0; i < size; i++) tokens[i] = draw() % (2 * size);
+  for (int64_t r = 0; r < rows; r++) {
+    const void *row = row_at(logits, r * size, half);
+    float best = -INFINITY;
+    for (int64_t i = 0; i < size; i++) {
+      float x = get(row, i, half) / temperature + (noisy ? gumbel[i] : 0);
+      if (x > best) best = x, token = i;
+    }
+    void *exact_row = copy_of(row, size, half);
+    float *exact_noise = copy_of(gumbel, size, 0);
+    DEMAND(choose(exact_row, noisy ? exact_noise : NULL, size, temperature, half) == token, "size %d", (int)size);
+    put(exact_row, size - 1, NAN, half);
+    DEMAND(choose(exact_row, noisy ? exact_noise : NULL, size, temperature, half) == size, "size %d", (int)size);
+  }
+  DEMAND(score(logits, gumbel, noisy ? tokens : NULL, scores, rows, size, 0.7f, temperature, half) == DONE, "score");
+  for (int64_t i = 0; i < rows * size; i++) {
+    float scaled[1];
+    put(scaled, 0, get(logits, i, half) * 0.7f, half);
+    float exact = get(scaled, 0, half) / temperature + gumbel[noisy ? tokens[i % size] : i % size];
+    DEMAND(scores[i] == exact, "size %d", (int)size);
+  }
+  add_to_digest(scores, rows * size * 4);
+  release_rooms();
+}
+
+static void check_columns(void) {
+  enum { COUNT = 3, ROWS_ = 2, HEADS_ = 3, PLACES_ = 7, BYTES = 10, MOVES = 4 };
+  int64_t moves[MOVES][3] = {{0, 6, 1}, {1, 5, 0}, {1, 0, 4}, {0, 1, 1}}, whole = ROWS_ * HEADS_ * PLACES_ * BYTES;
+  for (int t = 0; t < THREAD_COUNTS; t++) {
+    char *blocks[COUNT], *exact[COUNT];
+    for (int i = 0; i < COUNT; i++) {
+      blocks[i] = numbers(whole / 2, 1, 1), exact[i] = copy_of(blocks[i], whole / 2, 1);
+      for (int m = 0; m < 3; m++)
+        for (int h = 0; h < HEADS_; h++) {
+          char *columns = exact[i] + (moves[m][0] * HEADS_ + h) * PLACES_ * BYTES;
+          memmove(columns + moves[m][2] * BYTES, columns + moves[m][1] * BYTES, BYTES);
+        }
+    }
+    DEMAND(copy_columns(blocks, moves[0], COUNT, 3, HEADS_, PLACES_, BYTES, THREADS[t]) == DONE, "columns");
+    for (int i = 0; i < COUNT; i++) DEMAND(!memcmp(blocks[i], exact[i], whole), "block %d", i);
+  }
+  release_rooms();
+}
+
+// --- Numbers that are none --------------------------------------------------------------------------
+
+static void check_nan(void) {
+  const uint32_t patterns[] = {0x7fc00001, 0x7fffffff, 0xffffffff, 0x7f800001, 0xffc00000};
+  for (int i = 0; i < 5; i++) {
+    float nan;
+    uint16_t narrowed[L];
+    memcpy(&nan, &patterns[i], 4);
+    F e = exponential(all(nan)), y = silu(all(nan)), c = capped(all(nan), 3);
+    store(narrowed, 0, all(nan), 1);
+    for (int lane = 0; lane < L; lane++) {
+      DEMAND(e[lane] != e[lane] && y[lane] != y[lane] && c[lane] != c[lane], "%x", patterns[i]);
+      DEMAND(narrowed[lane] == 0x7fc0 && narrow(nan) == 0x7fc0, "%x: %x", patterns[i], narrowed[lane]);
+    }
+  }
+  const uint16_t halves[] = {0x7c00, 0xfc00, 0x7c01, 0x7fff, 0x8001, 0x3c00, 0x7bff};
+  for (int i = 0; i < 7; i++) {
+    uint16_t row[L];
+    for (int lane = 0; lane < L; lane++) row[lane] = halves[i];
+    F x = from_halves(*(const H *)row);
+    int sign = halves[i] >> 15 ? -1 : 1;
+    if ((halves[i] & 0x7fff) > 0x7c00) DEMAND(x[L - 1] != x[L - 1], "%x", halves[i]);
+    else if ((halves[i] & 0x7fff) == 0x7c00) DEMAND(x[L - 1] == sign * INFINITY, "%x", halves[i]);
+    else DEMAND(x[L - 1] == exact_weight(row, 0, HALF), "%x", halves[i]);
+  }
+}
+
+int main(void) {
+  const int64_t ins[] = {1, 33, 64, 200}, outs[] = {1, 17, 48, 130}, rows[] = {1, 3, 9, 20};
+  for (int form = PAIRED; form <= SINGLE; form++)
+    for (int half = 0; half < 2; half++) {
+      for (int i = 0; i < 4; i++)
+        for (int o = 0; o < 4; o++) check_linear(ins[i], outs[o], rows[(i + o + half) % 4], form, half);
+      check_linear(96, 70, 40, form, half);
+      check_layers(12, form, half);
+      check_layers(MOST_D, form, half);
+      check_head_step(form, half);
+    }
+  const Shape shapes[] = {
+    {1, 1, 1, 1, 1, 0, 1, 1, 0, 0},      {1, 3, 1, 1, 40, 0, 64, 64, 0, 0},  {2, 4, 2, 5, 33, 11, 16, 32, 0, 1},
+    {3, 8, 2, 13, 50, 50, 32, 48, 0, 0}, {1, 4, 4, 30, 70, 7, 20, 13, 2, 1}, {2, 6, 2, 9, 130, 100, 48, 64, 3, 0},
+    {1, 9, 3, 26, 90, 64, 64, 64, 0, 0},
+  };
+  for (int half = 0; half < 2; half++) {
+    for (int i = 0; i < 7; i++) check_attention(shapes[i], half);
+    for (int64_t width = 1; width < 100; width = width * 2 + 3) check_norm(width, 4, half);
+    check_norm(576, 40, half);
+    for (int64_t size = 9; size < 300; size = size * 3 + 1)
+      for (int64_t k = 1; k <= size; k = k * 2 + size / 2) check_rank(3, size, k, half);
+    for (int64_t size = 1; size < 100; size = size * 2 + 1)
+      for (int noisy = 0; noisy < 2; noisy++) check_choice(size, noisy ? 0.7f : 1, noisy, half);
+  }
+  check_noise(3, 1);
+  check_noise(2, 2500);
+  check_columns();
+  check_failed_allocations();
+  check_nan();
+  if (HAS_SHARED_BITS) DEMAND(digest == SHARED_BITS, "%016llx", (unsigned long long)digest);
+  printf("vectors of %d, bits %016llx\n", L, (unsigned long long)digest);
+  return failures != 0;
+}

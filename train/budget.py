@@ -1,0 +1,166 @@
+"""The default recipe of a run follows its budget: the number of tokens that it will visit.
+
+The papers' recipes are for about a billion token visits. In the minutes that a first head gets, their learning
+rate hardly leaves its warm-up. Below `PUBLISHED_VISITS` the options of `BUDGET_OPTIONS` are taken, and:
+
+    tokens visited    up to 2 million    8 million    50 million    100 million and more
+    a step            2 conversations    8            32            the published recipe
+
+This module loads no torch.
+"""
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from treespec.heads.folder import find_head_folder, read_head_config
+from treespec.train.config import BUDGET_DRAFT_VOCAB, TrainConfig
+
+PUBLISHED_VISITS = 100_000_000  # token visits from which on the published recipe is the default
+MAX_FORWARD_CONVERSATIONS = 4
+MIN_STEP_CONVERSATIONS = 2
+TOKENS_PER_SECOND_ON_CPU = 500  # order of magnitude, for a budget in minutes
+TOKENS_PER_SECOND_ELSEWHERE = 50_000
+SHARED_OPTIONS: dict[str, object] = {"learning_rate": 1e-3, "warm_up": 30}
+BUDGET_OPTIONS: dict[
+    str, dict[str, object]
+] = {  # by the kind of head; other kinds have their own recipe
+    "eagle": SHARED_OPTIONS | {"first_weights": "fitted", "bias": False, "token_weight": 10.0},
+    "eagle3": SHARED_OPTIONS,
+    "medusa": SHARED_OPTIONS,
+    "hydra": SHARED_OPTIONS,
+    "hydra++": SHARED_OPTIONS,
+    "dflash": {},  # their published recipe is treespec's own
+    "p-eagle": {},
+}
+RESTRICTED_KINDS = (
+    "eagle",
+    "eagle3",
+    "dflash",
+    "p-eagle",
+)  # their loss is over the draft vocabulary
+OPTIONS_OF_A_RUN = (  # that `choose_recipe` may set
+    *(
+        "recipe",
+        "first_weights",
+        "batch_size",
+        "accumulate",
+        "learning_rate",
+        "warm_up",
+        "token_weight",
+    ),
+    *("bias", "draft_vocab"),
+)
+
+
+@dataclass(frozen=True)
+class TrainingSize:
+    """The size of what a run trains on.
+
+    Attributes:
+        conversations: the number of conversations.
+        tokens: the number of their tokens.
+        vocab_size: the number of the target's tokens.
+        on_cpu: whether the head trains on a CPU.
+        processes: the number of processes.
+    """
+
+    conversations: int
+    tokens: int
+    vocab_size: int
+    on_cpu: bool
+    processes: int = 1
+
+
+def estimate_token_visits(config: TrainConfig, size: TrainingSize) -> int:
+    """Estimate how many tokens a run visits: by its steps, or by its epochs, or by its minutes if they are fewer.
+
+    Minutes count `TOKENS_PER_SECOND_ON_CPU`, so that the same options give the same recipe on each machine.
+    """
+    visits = float(config.hyperparameters.epochs * size.tokens)
+    if config.max_steps:
+        forwards = config.accumulate or 1
+        conversations = config.max_steps * config.forward_size * forwards * size.processes
+        visits = conversations * size.tokens / size.conversations
+    if config.minutes:
+        speed = TOKENS_PER_SECOND_ELSEWHERE * size.processes
+        if size.on_cpu:
+            speed = TOKENS_PER_SECOND_ON_CPU
+        visits = min(visits, 60 * config.minutes * speed)
+    return math.ceil(visits)
+
+
+def choose_step_conversations(visits: int) -> int:
+    """Choose the conversations of an optimizer step: 2 at a million token visits, 32 at 64 million."""
+    exponent = 1 + 2 / 3 * math.log2(max(visits, 1) / 1e6)
+    return max(MIN_STEP_CONVERSATIONS, 2 ** max(0, round(exponent)))
+
+
+def choose_recipe(config: TrainConfig, size: TrainingSize) -> TrainConfig:
+    """Choose the options that a new run does not set, by its budget; with `--recipe published` the papers'.
+
+    Args:
+        config: the options as they were given.
+        size: the size of what the run trains on.
+
+    Returns:
+        The options, with a value for each of `OPTIONS_OF_A_RUN` that the kind of head has.
+    """
+    visits = estimate_token_visits(config, size)
+    values = BUDGET_OPTIONS.get(config.head)
+    by_budget = config.recipe == "budget" or visits < PUBLISHED_VISITS
+    if config.recipe == "published" or values is None or not by_budget:
+        return replace(config, recipe="published")
+
+    # 1. What the kind of head has, unless an earlier head brings it.
+    chosen: dict[str, Any] = {"recipe": "budget"} | values
+    if config.head in RESTRICTED_KINDS and size.vocab_size > 2 * BUDGET_DRAFT_VOCAB:
+        chosen["draft_vocab"] = BUDGET_DRAFT_VOCAB
+    if config.from_head is not None:
+        chosen["first_weights"] = "random"
+        chosen.pop("draft_vocab", None)
+        if "bias" in chosen:
+            chosen["bias"] = read_head_config(find_head_folder(config.from_head)).get("bias", True)
+
+    # 2. The conversations of a step, in forwards of a few.
+    conversations = choose_step_conversations(visits)
+    chosen["batch_size"] = min(conversations, MAX_FORWARD_CONVERSATIONS)
+    forward_size = config.batch_size or chosen["batch_size"]
+    chosen["accumulate"] = max(1, round(conversations / (forward_size * size.processes)))
+    return set_missing(config, chosen)
+
+
+def keep_recipe(config: TrainConfig, earlier: dict[str, Any]) -> TrainConfig:
+    """Take the options that are not set from the run in --out.
+
+    earlier: the run's record. One of an earlier version names no recipe: it is the published one.
+    """
+    earlier = {"recipe": "published"} | earlier
+    if config.dtype == "auto":
+        config = replace(config, dtype=earlier["dtype"])
+    recipe = config.recipe or earlier["recipe"]
+    if recipe == "published":
+        return replace(config, recipe=recipe)
+    return set_missing(config, {name: earlier.get(name) for name in OPTIONS_OF_A_RUN})
+
+
+def set_missing(config: TrainConfig, values: dict[str, Any]) -> TrainConfig:
+    """Set the options that are None."""
+    missing = {}
+    for field in fields(config):
+        if field.name in values and getattr(config, field.name) is None:
+            missing[field.name] = values[field.name]
+    return replace(config, **missing)
+
+
+def describe_recipe(config: TrainConfig) -> str:
+    """Describe a run's recipe in a line: its name and what it sets."""
+    recipe = config.hyperparameters
+    told = [f"learning rate {recipe.learning_rate:g}"]
+    if recipe.warm_up is not None:
+        told.append(f"warm-up {recipe.warm_up:,} steps")
+    if config.head == "eagle":
+        told.append(f"token weight {config.token_weight:g}, {config.first_weights} first weights")
+    if config.draft_vocab:
+        told.append(f"{config.draft_vocab:,} draft tokens")
+    return f"recipe {config.recipe}: {', '.join(told)}"

@@ -1,0 +1,91 @@
+"""The end of a run: the head is written first, then measured and calibrated in a tenth of the run's time."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from treespec.api.calibrate import calibrate
+from treespec.draft.calibration import save_calibration
+from treespec.draft.vocabulary import restrict
+from treespec.errors import InputError
+from treespec.files.atomic import write_json
+from treespec.heads.checkpoint import save_head
+from treespec.heads.head import Head
+from treespec.train.checkpoints import Place
+from treespec.train.loop.run import (
+    DRAFT_STEPS,
+    TRAINED_TIME_SHARE,
+    TrainingRun,
+    ValidationRow,
+    check_head_weights,
+    validate,
+    validate_head,
+)
+from treespec.train.machine import whole
+from treespec.train.progress import TimeLimit, format_seconds
+from treespec.train.record import NOT_VALIDATED, Validation, write_card
+
+
+def finish(run: TrainingRun, place: Place) -> Validation:
+    """Write the head, then validate and calibrate it, and write its card. place: where the run ended."""
+    config = run.config
+    accelerator = run.accelerator
+    served = run.copy_as_served()
+    check_head_weights(served, f"the head in {run.target.dtype}", run.folder)
+    limit = TimeLimit(place.seconds)
+    if accelerator.is_main_process:
+        save_head(run.head, Path(config.out), run.target.dtype, leave_out=served.optional)
+        write_json(run.folder / "config.json", run.record)
+        write_card(config, run.data, place, NOT_VALIDATED)
+    accelerator.print(
+        f"{config.out} has the head; validation and calibration take at most {format_seconds(limit.seconds)}"
+    )
+    with whole(run.target, config, accelerator, "validate and calibrate the head") as target:
+        return measure_head(replace(run, target=target), served, place, limit)
+
+
+def measure_head(run: TrainingRun, served: Head, place: Place, limit: TimeLimit) -> Validation:
+    """Validate and calibrate the head, and write its card and the result.
+
+    Args:
+        run: the run, with the whole target.
+        served: the head as it will be served.
+        place: where the run ended.
+        limit: the time for it.
+    """
+    # 1. Validate on held-out conversations, and on some that the head was trained on.
+    config = run.config
+    accelerator = run.accelerator
+    rows: list[ValidationRow] = []
+    result = validate_head(run, limit, rows)
+    trained = validate(served, run.target, iterate_trained_rows(run, limit), DRAFT_STEPS)
+    result = replace(result, trained=trained.agreement)
+    accelerator.log(result.to_figures(), step=place.step)
+
+    # 2. Calibrate, and write the figures.
+    if accelerator.is_main_process:
+        if run.vocabulary is not None:
+            restrict(served, run.target, run.vocabulary)
+        if config.calibrate and run.data.held_out:
+            accelerator.print("calibrating the head for --tree auto …")
+            try:
+                seconds = limit.count_remaining()
+                save_calibration(
+                    calibrate(served, run.target, rows, seconds=seconds), Path(config.out)
+                )
+            except InputError as error:
+                accelerator.print(f"no calibration, treespec calibrate makes one: {error}")
+        write_card(config, run.data, place, result)
+        write_json(run.folder / "result.json", asdict(result))
+    return result
+
+
+def iterate_trained_rows(run: TrainingRun, limit: TimeLimit) -> Iterator[ValidationRow]:
+    """Yield conversations that the head was trained on, with the target's features, at most `--validate-on`."""
+    examples = run.data.train[: run.config.validate_on]
+    for number, example in enumerate(examples):
+        if number and limit.is_over(TRAINED_TIME_SHARE):
+            return
+        features = run.data.features([number])[0].to(run.target.output_device)
+        tokens = example.input_ids.to(features.device)
+        yield ValidationRow(tokens, example.loss_mask.to(tokens.device), features)

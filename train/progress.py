@@ -1,0 +1,74 @@
+"""What a run says of its phases without steps, and how long they may take."""
+
+import time
+from typing import final
+
+from accelerate import Accelerator
+
+FIRST_LINE_SECONDS = 10.0
+LINE_SECONDS = 30.0
+END_SHARE = 0.1  # of a run's time, for validation and calibration at its end
+MIN_END_SECONDS = 30.0
+
+
+@final
+class PhaseProgress:
+    """Prints how far a phase is: after ten seconds, and every thirty from then on.
+
+    Args:
+        accelerator: the processes; the main one prints.
+        text: what the phase does, such as "storing features".
+        total: the number of its parts.
+        unit: what the parts are. Default: conversations.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, text: str, total: int, unit: str = "conversations"
+    ) -> None:
+        self.accelerator = accelerator
+        self.text = text
+        self.total = total
+        self.unit = unit
+        self.started = time.monotonic()
+        self.next_line = self.started + FIRST_LINE_SECONDS
+
+    def update(self, done: int) -> None:
+        """Print a line if it is time for one. done: the number of finished parts, at least 1."""
+        now = time.monotonic()
+        if now < self.next_line:
+            return
+        self.next_line = now + LINE_SECONDS
+        remaining = (now - self.started) / done * (self.total - done)
+        self.accelerator.print(
+            f"{self.text}: {done:,} of {self.total:,} {self.unit}, about {format_seconds(remaining)} left"
+        )
+
+
+@final
+class TimeLimit:
+    """The time that the end of a run may take. Each phase may use it up to a share.
+
+    Args:
+        run_seconds: the seconds of the run so far.
+    """
+
+    def __init__(self, run_seconds: float) -> None:
+        self.started = time.monotonic()
+        self.seconds = max(MIN_END_SECONDS, END_SHARE * run_seconds)
+
+    def is_over(self, share: float) -> bool:
+        """Whether a share of the time has passed."""
+        return time.monotonic() > self.started + share * self.seconds
+
+    def count_remaining(self) -> float:
+        """The seconds that are left, at least 0."""
+        return max(0.0, self.started + self.seconds - time.monotonic())
+
+
+def format_seconds(seconds: float) -> str:
+    """Format a duration for people: `40 s`, `2.5 min` or `3.1 h`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:.1f} h"

@@ -1,0 +1,190 @@
+"""Runs a step of a draft head as one C call, `head_step` of layer.c.
+
+[embedding of a token, feature] -> fc -> decoder layer -> state -> output layer -> draft logits
+"""
+
+import ctypes
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treespec.kernels.checks import KernelInputError, check_dense
+from treespec.kernels.layers import Columns, LayerWeights
+from treespec.kernels.library import load_kernels
+from treespec.kernels.ops import BFLOAT16_FLAGS, PackedWeight
+from treespec.kernels.structs import HeadNodesStruct, HeadStepStruct, LinearStruct
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """The weights of a draft head's step.
+
+    Attributes:
+        layer: the decoder layer.
+        fc: 2 H -> H.
+        fc_bias: [H]; None: no bias.
+        embedding: [V, H].
+        output: H -> Vd.
+        output_bias: [Vd]; None: no bias.
+    """
+
+    layer: LayerWeights
+    fc: PackedWeight
+    fc_bias: Tensor | None
+    embedding: Tensor
+    output: PackedWeight
+    output_bias: Tensor | None
+
+    @cached_property
+    def fields(self) -> HeadStepStruct:
+        """The fields for C. Raises KernelInputError if the sizes do not fit."""
+        layer = self.layer
+        hidden = layer.hidden
+        dtypes = (layer.dtype,)
+        check_dense(self.embedding, "the embedding", dtypes, (len(self.embedding), hidden))
+        if (self.fc.outputs, self.fc.inputs) != (
+            layer.inputs,
+            2 * hidden,
+        ) or layer.inputs != hidden:
+            raise KernelInputError("the product before a head's layer has other widths")
+        if self.output.inputs != hidden:
+            raise KernelInputError("the output layer of a head has another width")
+        products = []
+        for weight, bias in ((self.fc, self.fc_bias), (self.output, self.output_bias)):
+            weight.check()
+            if bias is not None:
+                check_dense(bias, "a bias", dtypes, (weight.outputs,))
+            product = LinearStruct(
+                weight=weight.numbers.data_ptr(),
+                inputs=weight.inputs,
+                outputs=weight.outputs,
+                form=weight.form,
+                half=BFLOAT16_FLAGS[layer.dtype],
+            )
+            if bias is not None:
+                product.bias = bias.data_ptr()
+            products.append(product)
+        return HeadStepStruct(layer.fields, *products, self.embedding.data_ptr())
+
+
+class NodeArrays(NamedTuple):
+    """What a head's step reads, besides tensors, of the R nodes of B texts; int64, contiguous.
+
+    Attributes:
+        parents: [R] by node, the row of its feature.
+        positions: [R] of the nodes.
+        starts: [B + 1] the first row of each text, then R.
+        drafted: [D] the nodes whose logits are computed.
+    """
+
+    parents: np.ndarray
+    positions: np.ndarray
+    starts: np.ndarray
+    drafted: np.ndarray
+
+    def check(self, texts: int) -> None:
+        """Raises KernelInputError for arrays of another type, or that are not of `texts` texts."""
+        for name, array in self._asdict().items():
+            if array.dtype != np.int64 or not array.flags.c_contiguous:
+                raise KernelInputError(f"{name} are {array.dtype}, not contiguous int64")
+        rows = len(self.parents)
+        has_starts = len(self.starts) == texts + 1 and self.starts[-1] == rows
+        if not has_starts or len(self.positions) != rows:
+            raise KernelInputError(f"{rows} nodes have other positions or starts")
+
+
+class StepOutput(NamedTuple):
+    """States [R, H] of the nodes; of D nodes the states [D, H] once more, and the draft logits [D, Vd]."""
+
+    states: Tensor
+    drafted_states: Tensor
+    logits: Tensor
+
+
+def run_head_step(
+    head: HeadWeights,
+    tokens: Tensor,
+    vocabulary: Tensor | None,
+    features: Tensor,
+    arrays: NodeArrays,
+    table: Tensor,
+    mask: np.ndarray,
+    columns: Columns,
+) -> StepOutput:
+    """Runs a head's step over R nodes of B texts, one text after the other; writes keys and values.
+
+    Args:
+        head: the weights.
+        tokens: [R] int64, draft tokens if there is a vocabulary.
+        vocabulary: [Vd] int64, the target's token for each draft token; None: `tokens` are the target's.
+        features: [F, H].
+        arrays: of the nodes.
+        table: [2, positions, turned numbers] cos and sin.
+        mask: [B, N, U] additive, of the last U columns, as integers of the dtype's size; all nodes see the columns
+            before them. N: the most nodes of a text.
+        columns: of the layer.
+
+    Raises:
+        KernelInputError: a tensor or an array does not fit.
+    """
+    # 1. What is read.
+    layer = head.layer
+    dtypes = (layer.dtype,)
+    hidden = layer.hidden
+    texts, nodes, masked_columns = mask.shape
+    rows = len(arrays.parents)
+    arrays.check(texts)
+    check_dense(tokens, "tokens", (torch.int64,), (rows,))
+    check_dense(features, "features", dtypes, (len(features), hidden))
+    vocabulary_pointer = None
+    if vocabulary is not None:
+        check_dense(vocabulary, "the vocabulary", (torch.int64,), (head.output.outputs,))
+        vocabulary_pointer = vocabulary.data_ptr()
+    cos, sin = table
+    for angle in (cos, sin):
+        check_dense(angle, "angles", dtypes, (len(cos), cos.shape[1]))
+    columns.check((texts, nodes), masked_columns, layer)
+    if not mask.flags.c_contiguous or mask.itemsize != layer.dtype.itemsize:
+        raise KernelInputError(f"a mask of {mask.dtype} is not one of {layer.dtype}")
+
+    # 2. What is written, and the call.
+    states = features.new_empty(rows, hidden)
+    drafted_states = features.new_empty(len(arrays.drafted), hidden)
+    logits = features.new_empty(len(arrays.drafted), head.output.outputs)
+    call = HeadNodesStruct(
+        tokens=tokens.data_ptr(),
+        parents=find_address(arrays.parents),
+        positions=find_address(arrays.positions),
+        starts=find_address(arrays.starts),
+        drafted=find_address(arrays.drafted),
+        vocabulary=vocabulary_pointer,
+        features=features.data_ptr(),
+        cos=cos.data_ptr(),
+        sin=sin.data_ptr(),
+        mask=find_address(mask),
+        keys=columns.keys.data_ptr(),
+        values=columns.values.data_ptr(),
+        states=states.data_ptr(),
+        drafted_states=drafted_states.data_ptr(),
+        logits=logits.data_ptr(),
+        texts=texts,
+        nodes=nodes,
+        drafted_nodes=len(arrays.drafted),
+        angle_width=cos.shape[1],
+        columns=columns.end,
+        capacity=columns.keys.shape[2],
+        free_columns=columns.end - masked_columns,
+        threads=torch.get_num_threads(),
+    )
+    load_kernels().head_step(ctypes.byref(head.fields), ctypes.byref(call))
+    return StepOutput(states, drafted_states, logits)
+
+
+def find_address(array: np.ndarray) -> int:
+    """Returns the address of the first number of a contiguous array."""
+    address: int = array.__array_interface__["data"][0]
+    return address

@@ -1,0 +1,259 @@
+"""Runs consecutive decoder layers as one C call, `layers` of layer.c: x -> layer -> layer -> … -> y."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from treespec.kernels.checks import KernelInputError, check_dense, check_rows
+from treespec.kernels.library import load_kernels
+from treespec.kernels.ops import BFLOAT16_FLAGS, PackedWeight, find_stride
+from treespec.kernels.structs import LAYER_NORMS, LAYER_PRODUCTS, LayerStruct
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """The weights of a decoder layer of Llama's family.
+
+    Attributes:
+        products: of queries, keys, values, output, gate, up and down.
+        biases: of the products, [out] each; None: no bias.
+        norms: before attention, before the MLP, of queries, of keys; None: no norm.
+        head_width: of queries, keys and values.
+        scale: factor on the scores of attention.
+        eps: of the norms.
+        sign: of the first half's sines in the rotary embedding: -1, or 1 if they are negated already.
+        dtype: of inputs, outputs, biases and norms: bfloat16 or float32.
+    """
+
+    products: Sequence[PackedWeight]
+    biases: Sequence[Tensor | None]
+    norms: Sequence[Tensor | None]
+    head_width: int
+    scale: float
+    eps: float
+    sign: float
+    dtype: torch.dtype
+
+    @property
+    def inputs(self) -> int:
+        """Width of the attention's input."""
+        return self.products[0].inputs
+
+    @property
+    def hidden(self) -> int:
+        """Width of the output."""
+        return self.products[4].inputs
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.products[2].outputs // self.head_width
+
+    @cached_property
+    def fields(self) -> LayerStruct:
+        """The fields that do not change between forwards. Raises KernelInputError if the sizes do not fit."""
+        heads = self.products[3].inputs // self.head_width
+        groups = self.kv_heads * self.head_width
+        inner = self.products[4].outputs
+        sizes = (
+            (heads * self.head_width, self.inputs),
+            (groups, self.inputs),
+            (groups, self.inputs),
+            (self.hidden, heads * self.head_width),
+            (inner, self.hidden),
+            (inner, self.hidden),
+            (self.hidden, inner),
+        )
+        found = tuple((product.outputs, product.inputs) for product in self.products)
+        forms = {product.form for product in self.products}
+        if found != sizes or not groups or heads % self.kv_heads or len(forms) > 1:
+            raise KernelInputError(
+                f"a layer's products have sizes {found}, not {sizes}, or differ in form"
+            )
+        vectors = [*self.biases, *self.norms]
+        norm_widths = [self.inputs, self.hidden, self.head_width, self.head_width]
+        widths = [product.outputs for product in self.products] + norm_widths
+        for vector, width in zip(vectors, widths, strict=True):
+            if vector is not None:
+                check_dense(vector, "a bias or norm", (self.dtype,), (width,))
+        for product in self.products:
+            product.check()
+        return LayerStruct(
+            weights=point_at(LAYER_PRODUCTS, [product.numbers for product in self.products]),
+            biases=point_at(LAYER_PRODUCTS, self.biases),
+            norms=point_at(LAYER_NORMS, self.norms),
+            texts=1,
+            inputs=self.inputs,
+            hidden=self.hidden,
+            heads=heads,
+            kv_heads=self.kv_heads,
+            head_width=self.head_width,
+            inner=inner,
+            scale=self.scale,
+            eps=self.eps,
+            sign=self.sign,
+            form=self.products[0].form,
+            half=BFLOAT16_FLAGS[self.dtype],
+        )
+
+
+def point_at(count: int, tensors: Sequence[Tensor | None]) -> "ctypes.Array[ctypes.c_void_p]":
+    """Returns the addresses of tensors as an array of C; NULL for None."""
+    addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    return (ctypes.c_void_p * count)(*addresses)
+
+
+class Columns(NamedTuple):
+    """A layer's cache in one forward.
+
+    Attributes:
+        keys, values: [B, KV heads, capacity, D]; N columns are written, the last of which is column `end - 1`.
+        end: columns after the forward.
+        first: the first column that is attended to.
+    """
+
+    keys: Tensor
+    values: Tensor
+    end: int
+    first: int
+
+    def check(self, shape: tuple[int, int], masked_columns: int, layer: LayerWeights) -> None:
+        """Raises KernelInputError unless the storage fits a forward over B texts and N nodes.
+
+        Args:
+            shape: B and N.
+            masked_columns: of the mask, the last ones.
+            layer: whose keys and values these are.
+        """
+        texts, nodes = shape
+        capacity = self.keys.shape[2]
+        storage_shape = (texts, layer.kv_heads, capacity, layer.head_width)
+        dtypes = (layer.dtype,)
+        check_dense(self.keys, "keys", dtypes, storage_shape)
+        check_dense(self.values, "values", dtypes, storage_shape)
+        is_inside = self.first >= 0 and nodes <= self.end <= capacity
+        if not is_inside or self.first + masked_columns > self.end:
+            raise KernelInputError(
+                f"columns {self.first} to {self.end} of {capacity} do not fit {nodes} nodes and a mask of "
+                f"{masked_columns} columns"
+            )
+
+
+def run_layers(
+    layers: Sequence[LayerWeights],
+    x: Tensor,
+    residual: Tensor,
+    shape: tuple[int, int],
+    mask: Tensor,
+    angles: Sequence[Tensor] | Tensor,
+    columns: Sequence[Columns],
+    starts: Tensor | None = None,
+) -> Tensor:
+    """Runs consecutive layers over R rows. Returns [R, H], and writes keys and values.
+
+    Args:
+        layers: the layers.
+        x: [R, in] input of the first layer's attention.
+        residual: [R, H], to which the first attention's output is added.
+        shape: B texts and N nodes, with padding.
+        mask: [B or 1, 1, N, T] additive, of the last T columns; all nodes see the earlier ones.
+        angles: cos and sin, [B or 1, N or 1, turned numbers of a head].
+        columns: of each layer.
+        starts: [B + 1] int64, the first row of each text, then R; None: R is B N, without padding.
+
+    Raises:
+        KernelInputError: a tensor does not fit.
+    """
+    # 1. The rows, mask and angles.
+    texts, nodes = shape
+    first = layers[0]
+    rows = texts * nodes
+    starts_pointer = None
+    if starts is not None:
+        check_dense(starts, "starts", (torch.int64,), (texts + 1,))
+        rows = int(starts[-1])
+        starts_pointer = starts.data_ptr()
+    check_dense(x, "x", (first.dtype,), (rows, first.inputs))
+    check_dense(residual, "the residual", (first.dtype,), (rows, first.hidden))
+    cos, sin = angles
+    check_angles(cos, sin, shape, first)
+    check_rows(mask, "the mask", first.dtype, (len(mask), 1, nodes, mask.shape[-1]))
+    if len(mask) not in (1, texts):
+        raise KernelInputError(f"a mask of {len(mask)} texts is not that of {texts}")
+    out = torch.empty_like(residual)
+
+    # 2. What the layers share.
+    calls = (LayerStruct * len(layers))(*[layer.fields for layer in layers])
+    input_pointer = x.data_ptr()
+    residual_pointer = residual.data_ptr()
+    output_pointer = out.data_ptr()
+    cos_pointer = cos.data_ptr()
+    sin_pointer = sin.data_ptr()
+    mask_pointer = mask.data_ptr()
+    angle_width = cos.shape[-1]
+    angle_text = find_stride(cos, 0)
+    angle_node = find_stride(cos, 1)
+    mask_text = find_stride(mask, 0)
+    mask_node = mask.stride(2)
+    masked_columns = mask.shape[-1]
+    threads = torch.get_num_threads()
+
+    # 3. The fields of each layer. Every layer but the first overwrites its input in place.
+    for call, layer, cache in zip(calls, layers, columns, strict=True):
+        cache.check(shape, masked_columns, layer)
+        if layer is not first:
+            check_succession(layer, first)
+        call.x = input_pointer
+        call.residual = residual_pointer
+        call.cos = cos_pointer
+        call.sin = sin_pointer
+        call.mask = mask_pointer
+        call.keys = cache.keys.data_ptr()
+        call.values = cache.values.data_ptr()
+        call.out = output_pointer
+        call.starts = starts_pointer
+        call.texts = texts
+        call.nodes = nodes
+        call.angle_width = angle_width
+        call.columns = cache.end
+        call.capacity = cache.keys.shape[2]
+        call.first = cache.first
+        call.free_columns = cache.end - cache.first - masked_columns
+        call.angle_text = angle_text
+        call.angle_node = angle_node
+        call.mask_text = mask_text
+        call.mask_node = mask_node
+        call.threads = threads
+        input_pointer = output_pointer
+        residual_pointer = output_pointer
+    load_kernels().layers(calls, len(layers))
+    return out
+
+
+def check_angles(cos: Tensor, sin: Tensor, shape: tuple[int, int], layer: LayerWeights) -> None:
+    """Raises KernelInputError unless cos and sin are those of B texts and N nodes for a layer's heads.
+
+    shape: B and N.
+    """
+    texts, nodes = shape
+    turned = cos.shape[-1]
+    spread = (len(cos), cos.shape[1], turned)
+    if spread[0] not in (1, texts) or spread[1] not in (1, nodes):
+        raise KernelInputError(f"angles {spread} are not those of {texts} texts of {nodes} nodes")
+    if turned % 2 or turned > layer.head_width:
+        raise KernelInputError(f"{turned} numbers of a head of {layer.head_width} cannot be turned")
+    for angle in (cos, sin):
+        check_rows(angle, "angles", layer.dtype, spread)
+    if cos.stride() != sin.stride():
+        raise KernelInputError("cos and sin have other strides")
+
+
+def check_succession(layer: LayerWeights, first: LayerWeights) -> None:
+    """Raises KernelInputError unless a layer takes what the first one gives."""
+    if layer.dtype != first.dtype or not layer.inputs == layer.hidden == first.hidden:
+        raise KernelInputError("consecutive layers have other widths or dtypes")

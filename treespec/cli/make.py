@@ -67,9 +67,9 @@ def train(config: TrainConfig) -> None:
     check_inputs_early(config)
     if config.from_head is not None:
         from_head = find_head_place(config.from_head)
-        config = replace(config, from_head=from_head)
         check_feature_width(from_head, find_folder(config.target))
-        check_kind("--from-head", from_head, config.head)
+        check_kind(f"--from-head {config.from_head}", from_head, config.head)
+        config = replace(config, from_head=from_head)
     from treespec.train.run import train
 
     end_notice()

@@ -44,13 +44,19 @@ def check_feature_width(head: str, target: str) -> None:
 
 
 def check_kind(option: str, head: str, kind: str) -> None:
-    """Raises InputError if a head is of another kind. A hub id passes. option: the one that names the head."""
+    """Raises InputError if a head is of another kind. A hub id passes.
+
+    Args:
+        option: the option that names the head, with its value, for the message.
+        head: the head's directory or hub id.
+        kind: the kind that it must be.
+    """
     folder = Path(head).expanduser()
     if not folder.is_dir():
         return
     actual = detect_folder_kind(find_head_folder(head))
     if actual is not None and actual != kind:
-        raise InputError(f"{option} {head} is a head of kind {actual}: write --head {actual}")
+        raise InputError(f"{option} is a head of kind {actual}: write --head {actual}")
 
 
 def check_model(spec: DrafterSpec, target: str) -> None:

@@ -40,18 +40,18 @@ def test_the_kernel_chooses_the_token_that_torch_chooses(dtype, temperature, siz
 
 @pytest.mark.parametrize("place", [0, 17, 34])
 def test_no_token_is_chosen_where_a_score_is_not_a_number(place):
-    logits = torch.zeros(1, 35)
+    logits = torch.zeros(1, 35, dtype=torch.float32)
     logits[0, place] = math.nan
     assert choose_by_kernel(build_distributions(logits, SamplingParams(0.0)), 0, 0) == 35
 
 
 def test_the_first_token_is_chosen_where_none_is_possible():
-    p = build_distributions(torch.full((1, 35), -math.inf), SamplingParams(0.0))
+    p = build_distributions(torch.full((1, 35), -math.inf, dtype=torch.float32), SamplingParams(0.0))
     assert choose_by_kernel(p, 0, 0) == p.choose_output(0, 0) == 0
 
 
 def test_a_cut_tail_and_other_dtypes_are_left_to_torch():
-    logits = torch.zeros(1, 35)
+    logits = torch.zeros(1, 35, dtype=torch.float32)
     assert not can_choose_by_kernel(build_distributions(logits, SamplingParams(1.0, top_p=0.9), 7))
     assert not can_choose_by_kernel(build_distributions(logits.double(), SamplingParams(0.0)))
 

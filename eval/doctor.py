@@ -149,7 +149,7 @@ def shuffle_features(rows: Sequence[Row]) -> list[Row]:
     generator = torch.Generator().manual_seed(0)
     shuffled = []
     for tokens, counts, features in rows:
-        order = torch.randperm(len(tokens), generator=generator)
+        order = torch.randperm(len(tokens), generator=generator, device="cpu")
         shuffled.append((tokens, counts, features[order]))
     return shuffled
 

@@ -145,7 +145,7 @@ def measure_accuracies(
     assert head
     depth = draft_steps(head, depth)
     ranks = min(ranks, target.vocab_size)
-    total = torch.zeros(depth, ranks, dtype=torch.float64)
+    total = torch.zeros(depth, ranks, dtype=torch.float64, device="cpu")
     positions = 0
     for tokens, counts, features in rows:
         # 1. The target's probabilities of token t + 1 in row t, [T, V].

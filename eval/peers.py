@@ -118,7 +118,7 @@ def generate_plain_tokens(
     saved_config = model.generation_config
     model.generation_config = GenerationConfig()
     try:
-        ids = torch.tensor([prompt], device=model.device)
+        ids = torch.tensor([prompt], dtype=torch.int64, device=model.device)
         generate = cast(Any, model.generate)
         mask = torch.ones_like(ids)
         rows = generate(ids, attention_mask=mask, generation_config=settings, **generate_arguments)

@@ -194,7 +194,7 @@ class ChainBench:
         cost = 1 - skipped_bytes / self.weight_bytes
         reach = self.measure_reach(skipped)
         lengths = 1 + reach.cumsum(0)
-        speedups = lengths / (1 + cost * torch.arange(1, len(reach) + 1))
+        speedups = lengths / (1 + cost * torch.arange(1, len(reach) + 1, device="cpu"))
         best = int(speedups.argmax())
         return SkipPrediction(float(speedups[best]), best + 1, float(lengths[best]), cost)
 
@@ -241,7 +241,9 @@ def build_chain_text(target: Target, tokens: Tensor, starts: Sequence[int]) -> C
 
     # 2. The nodes of all chains.
     depth = torch.arange(CHAIN_TOKENS, device=device)
-    nodes = (torch.tensor(starts, device=device)[:, None] + depth).flatten()  # [K D] positions
+    nodes = (
+        torch.tensor(starts, dtype=torch.int64, device=device)[:, None] + depth
+    ).flatten()  # [K D] positions
     first = nodes - depth.repeat(len(starts))  # position of each node's chain
     sees_text = text_places < first[:, None]
     sees_node = (first == first[:, None]) & (nodes <= nodes[:, None])

@@ -128,8 +128,8 @@ def generate_answers(
         )
         for number, prompt, output in zip(question_numbers, prompts, outputs, strict=True):
             chats[number].append({"role": "assistant", "content": output.text or " "})
-            tokens = torch.tensor(prompt + output.token_ids)
-            yield Passage(tokens, torch.arange(len(tokens)) >= len(prompt), number)
+            tokens = torch.tensor(prompt + output.token_ids, dtype=torch.int64, device="cpu")
+            yield Passage(tokens, torch.arange(len(tokens), device="cpu") >= len(prompt), number)
 
 
 def read_text_file(name: str, spec: Spec, limit: int | None, length: int) -> list[Passage]:
@@ -158,7 +158,7 @@ def read_text_file(name: str, spec: Spec, limit: int | None, length: int) -> lis
 
     # 2. Plain text.
     ids = tokenizer(path.read_text(encoding="utf-8"), verbose=False)["input_ids"]
-    tokens = torch.tensor(ids, dtype=torch.int64)
+    tokens = torch.tensor(ids, dtype=torch.int64, device="cpu")
     passages = []
     for i, piece in enumerate(tokens.split(length)):
         if len(piece):
@@ -217,7 +217,10 @@ def load_or_write_texts(
                 rows.append([passage.tokens[:end].tolist(), root, passage.group])
         stored = {"about": text_options, "texts": rows}
         write_json(file, stored)
-    texts = [Text(torch.tensor(ids), root, group) for ids, root, group in stored["texts"]]
+    texts = [
+        Text(torch.tensor(ids, dtype=torch.int64, device="cpu"), root, group)
+        for ids, root, group in stored["texts"]
+    ]
     if not texts:
         raise InputError("no text has a token to count: give longer texts")
     return texts

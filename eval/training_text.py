@@ -54,7 +54,7 @@ def load_training_passages(config: DoctorConfig, spec: Spec) -> list[Passage]:
         for root, end in list(iterate_counted_runs(passage))[:1]:
             end = min(end, root + 1 + config.max_new_tokens)
             if end - root > MIN_ANSWER_TOKENS:
-                counts = torch.arange(end) > root
+                counts = torch.arange(end, device="cpu") > root
                 answers.append(Passage(passage.tokens[:end], counts, passage.group))
     if config.data and len(answers) < 2:
         raise InputError(
@@ -92,9 +92,15 @@ def diagnose_training_text(
     greedy_answers = generate_own_answers(config, spec, prompts, 0.0)
     say(ProgressStep(1, 2, progress))
     sampled_answers = generate_own_answers(config, spec, prompts, 1.0)
-    learnt_costs = torch.tensor(list(iterate_text_costs(spec, training_answers)))
-    greedy_costs = torch.tensor(list(iterate_text_costs(spec, greedy_answers)))
-    sampled_costs = torch.tensor(list(iterate_text_costs(spec, sampled_answers)))
+    learnt_costs = torch.tensor(
+        list(iterate_text_costs(spec, training_answers)), dtype=torch.float32, device="cpu"
+    )
+    greedy_costs = torch.tensor(
+        list(iterate_text_costs(spec, greedy_answers)), dtype=torch.float32, device="cpu"
+    )
+    sampled_costs = torch.tensor(
+        list(iterate_text_costs(spec, sampled_answers)), dtype=torch.float32, device="cpu"
+    )
     rows = [
         make_cost_cells("what the head learnt", learnt_costs),
         make_cost_cells("the target's greedy answers", greedy_costs),
@@ -129,8 +135,8 @@ def generate_own_answers(
     )
     passages = []
     for prompt, output in zip(prompts, outputs, strict=True):
-        tokens = torch.tensor(prompt + output.token_ids)
-        passages.append(Passage(tokens, torch.arange(len(tokens)) >= len(prompt), 0))
+        tokens = torch.tensor(prompt + output.token_ids, dtype=torch.int64, device="cpu")
+        passages.append(Passage(tokens, torch.arange(len(tokens), device="cpu") >= len(prompt), 0))
     return passages
 
 

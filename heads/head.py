@@ -300,7 +300,7 @@ def check_mapping(d2t: Tensor, t2d: Tensor) -> None:
         raise ValueError(f"d2t is of {d2t.dtype}, must be {torch.int64}")
     if t2d.dtype != torch.bool:
         raise ValueError(f"t2d is of {t2d.dtype}, must be {torch.bool}")
-    tokens = d2t + torch.arange(len(d2t))
+    tokens = d2t + torch.arange(len(d2t), device="cpu")
     check_marks(tokens.sort().values, t2d)
 
 

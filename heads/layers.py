@@ -46,7 +46,7 @@ class Rotary(nn.Module):
         rotary = partial_rotary(config)
         self.scale = float(rotary.attention_scaling)
         self.inv_freq = rotary.inv_freq.float()  # not a buffer: stays float32 when the head is cast
-        self.known = torch.empty(2, 0, 0)
+        self.known = torch.empty(2, 0, 0, dtype=torch.float32, device="cpu")
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Angles:
         """Turn [T] or [B, T] positions into cos and sin, [1, T, R] or [B, 1, T, R], equal for all heads.

@@ -114,7 +114,7 @@ class LlamaHead(Head):
         if not drafted:
             drafted = self.vocab_size
         self.lm_head = nn.Linear(self.hidden_size, drafted, bias=False)
-        self.draft(torch.arange(drafted))
+        self.draft(torch.arange(drafted, device="cpu"))
 
     def compute_logits(self, hidden: Tensor, target: TargetOutputPath | None = None) -> Tensor:
         """Turn the layers' output [..., H] into logits [..., N]: `normalize_hidden`, then `project`."""

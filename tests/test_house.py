@@ -209,3 +209,24 @@ def test_a_command_imports_its_libraries_once_and_collects_no_garbage_of_theirs(
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "True True True []", done.stderr
+
+
+FLOAT_FACTORIES = {"empty", "zeros", "ones", "eye", "rand", "randn", "linspace", "logspace", "full", "tensor"}
+INTEGER_FACTORIES = {"arange", "randint", "randperm", "tril_indices", "triu_indices"}
+
+
+def test_new_tensors_do_not_depend_on_torchs_defaults():
+    """A program may have another default dtype or device; parameters of modules follow them on purpose."""
+    nameless = []
+    for _, _, file in list_sources():
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        parameters = {id(call.args[0]) for call in calls if ast.unparse(call.func) == "nn.Parameter" and call.args}
+        for call in calls:
+            module, _, factory = ast.unparse(call.func).rpartition(".")
+            given = {keyword.arg for keyword in call.keywords}
+            wanted = {"device"} if factory in INTEGER_FACTORIES else {"dtype", "device"}
+            is_factory = module == "torch" and factory in FLOAT_FACTORIES | INTEGER_FACTORIES
+            if is_factory and id(call) not in parameters and not wanted <= given and not given & {"out", None}:
+                nameless.append(f"{file.relative_to(ROOT)}:{call.lineno}")
+    assert not nameless

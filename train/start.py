@@ -157,8 +157,10 @@ def fit_feature(head: EagleHead, data: Data, seed: int) -> None:
     device = head.fc.weight.device
     positions = 0
     biased = head.fc.bias is not None
-    squares = torch.zeros(2 * width + biased, 2 * width + biased, device=device).double()
-    products = torch.zeros(2 * width + biased, width, device=device).double()
+    squares = torch.zeros(
+        2 * width + biased, 2 * width + biased, device=device, dtype=torch.float32
+    ).double()
+    products = torch.zeros(2 * width + biased, width, device=device, dtype=torch.float32).double()
     for number in random.Random(seed).sample(range(len(data.train)), len(data.train)):
         x, y = build_regression_sides(head, data, number)  # [T - 2, 2 H + 1] and [T - 2, H]
         squares += x.T @ x

@@ -76,7 +76,9 @@ def get_layout(tree: StaticTree, device: torch.device) -> Layout:
             Level(
                 nodes=to_device([node_of[path] for path in row_of], device),
                 parent_rows=to_device([row_above.get(path[:-1], 0) for path in row_of], device),
-                draws=torch.tensor([tree.count_draws(path) for path in row_of]),
+                draws=torch.tensor(
+                    [tree.count_draws(path) for path in row_of], dtype=torch.int64, device="cpu"
+                ),
                 first=node_of[children[0]],
                 rows=to_device([row_of[path[:-1]] for path in children], device),
                 columns=to_device([path[-1] for path in children], device),

@@ -37,7 +37,7 @@ def build_ancestor_mask(parents: Tensor) -> Tensor:
     """
     n = parents.shape[-1]
     device = parents.device
-    above = torch.empty(*parents.shape, n, device=device)
+    above = torch.empty(*parents.shape, n, device=device, dtype=torch.float32)
     torch.eq(parents[..., None], build_range(n, device), out=above)
     itself = cache_tensor(torch.eye, n, device=device).expand_as(above)
     return torch.linalg.solve_triangular(above, itself, upper=False, unitriangular=True) != 0

@@ -64,7 +64,7 @@ def count_surjections(max_tokens: int) -> Tensor:
     Returns:
         [max_tokens, ORDER] float64.
     """
-    ways = torch.zeros(max_tokens + 1, ORDER + 1, dtype=torch.float64)
+    ways = torch.zeros(max_tokens + 1, ORDER + 1, dtype=torch.float64, device="cpu")
     ways[0, 0] = 1
     for draws in range(1, ORDER + 1):
         for tokens in range(1, max_tokens + 1):
@@ -181,5 +181,7 @@ def join_draws(counts: Tensor, other_counts: Tensor) -> Tensor:
     lags = (lags - lags[:, None]).clamp(min=0)  # [m - l, m]
     return counts @ (
         other_counts[:, lags]
-        * torch.tensor(choices, device=other_counts.device).to(other_counts.dtype)
+        * torch.tensor(choices, dtype=torch.float32, device=other_counts.device).to(
+            other_counts.dtype
+        )
     )

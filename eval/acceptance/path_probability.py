@@ -289,7 +289,7 @@ def follow_pairs(
     followed_pairs = list[FollowedPair]()
     for depth, (nodes, scored) in enumerate(steps):
         if depth == 0:
-            ones = torch.ones(len(nodes.y), dtype=torch.float64)
+            ones = torch.ones(len(nodes.y), dtype=torch.float64, device="cpu")
             followed_pairs = [
                 FollowedPair(pair, {(): PathTerm(ones, ones)}, [ones]) for pair in pairs
             ]

@@ -217,7 +217,7 @@ def build_rate_rows(rates: Rates, case: Case, logits: Logits) -> Iterator[Row]:
         "draft": case.draft,
         "draws": case.draws,
     }
-    all_positions = torch.arange(len(logits.group))
+    all_positions = torch.arange(len(logits.group), device="cpu")
     parts = [(coordinates, all_positions)]
     if logits.names:
         parts = []
@@ -265,7 +265,7 @@ def average(values: Tensor, group: Tensor, noise: float | None = None) -> Figure
     if noise is not None:
         half_widths.append(Z * noise)
     if groups > 1:
-        sums = torch.zeros(int(group.max()) + 1, dtype=torch.float64)
+        sums = torch.zeros(int(group.max()) + 1, dtype=torch.float64, device="cpu")
         squares = sums.index_add_(0, group, values - mean).square().sum()
         error = float((squares * groups / (groups - 1)).sqrt()) / len(values)
         half_widths.append(compute_t_quantile(groups - 1) * error)

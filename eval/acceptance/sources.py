@@ -85,11 +85,11 @@ def gather_step_logits(
         )
 
     # 2. Take `positions` of them, evenly spread.
-    is_taken_row = torch.zeros(total, dtype=torch.bool)
+    is_taken_row = torch.zeros(total, dtype=torch.bool, device="cpu")
     number = total
     if positions:
         number = min(total, positions)
-    spread = torch.linspace(0, total - 1, number, dtype=torch.float64)
+    spread = torch.linspace(0, total - 1, number, dtype=torch.float64, device="cpu")
     is_taken_row[spread.round().long()] = True
     taken_by_passage = is_taken_row.split(list(map(len, rows_by_passage)))
 
@@ -111,7 +111,7 @@ def gather_step_logits(
             *_, draft_logits = roll_out_drafts(head, target, tokens, inputs, step, spec.sharpness)
             p.append(target.compute_output_logits(last[rows + step]).cpu())
             q.append(draft_logits[rows].cpu())
-            group.append(torch.full((len(rows),), passage.group))
+            group.append(torch.full((len(rows),), passage.group, dtype=torch.int64, device="cpu"))
     return Logits(torch.cat(p), torch.cat(q), torch.cat(group))
 
 
@@ -121,7 +121,7 @@ def load_published_distributions() -> Collected:
     The draft is uniform on 3 tokens, the target (t1, t2, 1 - t1 - t2), for 2 values of t1 and 13 of t2.
     """
     fields = json.loads(FIGURE_2.read_text())
-    p = torch.tensor(fields["p"], dtype=torch.float64).log()
-    q = torch.tensor(fields["q"], dtype=torch.float64).log()
-    logits = Logits(p, q, torch.arange(len(p)), fields["at"])
+    p = torch.tensor(fields["p"], dtype=torch.float64, device="cpu").log()
+    q = torch.tensor(fields["q"], dtype=torch.float64, device="cpu").log()
+    logits = Logits(p, q, torch.arange(len(p), device="cpu"), fields["at"])
     return logits, {"torch": str(torch.__version__)}

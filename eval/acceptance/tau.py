@@ -292,14 +292,16 @@ def run_teacher_forced(
 
     # 2. A column for each token of the draft vocabulary, and one for all others.
     if head.vocabulary is None:
-        draft_tokens = torch.arange(target.vocab_size)
+        draft_tokens = torch.arange(target.vocab_size, device="cpu")
     else:
         draft_tokens = head.vocabulary.cpu()
     draft_token_masses = masses[:, draft_tokens]
     other_mass = (1 - draft_token_masses.sum(-1, keepdim=True)).clamp_(min=0)
     masses = torch.cat([draft_token_masses, other_mass], 1)
-    column_of_token = torch.full((target.vocab_size,), len(draft_tokens))
-    column_of_token.index_copy_(0, draft_tokens, torch.arange(len(draft_tokens)))
+    column_of_token = torch.full(
+        (target.vocab_size,), len(draft_tokens), dtype=torch.int64, device="cpu"
+    )
+    column_of_token.index_copy_(0, draft_tokens, torch.arange(len(draft_tokens), device="cpu"))
 
     # 3. The head, step by step. Rows that reach into the padding after the text do not count.
     padded_ids = torch.cat([ids, ids[-1:].expand(depth)])
@@ -308,7 +310,7 @@ def run_teacher_forced(
     if params.greedy:
         sharpness = ()
     for step, logits in enumerate(draft_along(head, target, padded_ids, inputs, depth)):
-        rows = (torch.arange(n) + step).clamp_max(len(masses) - 1)
+        rows = (torch.arange(n, device="cpu") + step).clamp_max(len(masses) - 1)
         begin = text.root + 1 + step
         drafts = logits[text.root - 1 : text.root - 1 + n].float().cpu()
         scores = scale_by_sharpness(drafts, step, sharpness)

@@ -17,7 +17,7 @@ from treespec.verify.scheme import RandomDraws
 DRAWS_QUESTION = "draws follow their reported distribution"
 POWER_QUESTION = "draws are not from a power of it"
 REPEATS_QUESTION = "draws do not repeat them more often, or less"
-NO_NUMBERS = torch.empty(0, dtype=torch.float64)
+NO_NUMBERS = torch.empty(0, dtype=torch.float64, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,9 @@ def find_repeats(drafts: Drafts, generator: torch.Generator) -> tuple[Tensor, Te
     is_certain = mark_sure_tokens(drafts)
     q = remove_tokens(drafts.q, drafts.draws.tokens, is_certain)
     tokens = drafts.draws.tokens.masked_fill(is_certain, -1)
-    shuffle = torch.rand(tokens.shape, generator=generator).to(q.device)
+    shuffle = torch.rand(tokens.shape, generator=generator, dtype=torch.float32, device="cpu").to(
+        q.device
+    )
     tokens = tokens.gather(1, shuffle.masked_fill(tokens < 0, 2).argsort(dim=1))
 
     # 2. The mass of the distinct earlier tokens is a draw's probability of repeating one.
@@ -188,5 +190,5 @@ def place_tokens(p: Tensor, order: Tensor, tokens: Tensor, generator: torch.Gene
     token_order = order.gather(1, tokens[:, None])
     mass_before = (p * (order < token_order)).sum(1, dtype=torch.float64).cpu()
     token_mass = (p * (order == token_order)).sum(1, dtype=torch.float64).cpu()
-    coins = torch.rand(len(p), generator=generator, dtype=torch.float64)
+    coins = torch.rand(len(p), generator=generator, dtype=torch.float64, device="cpu")
     return (mass_before + coins * token_mass) / p.sum(1, dtype=torch.float64).cpu()

@@ -72,7 +72,10 @@ def iterate_sequence_ranks(
     for start in range(0, len(samples), chunk_size):
         # 1. One plain forward over a chunk of sequences, padded on the right.
         chunk = samples[start : start + chunk_size]
-        sequences = [torch.tensor(sample.prompt + sample.output) for sample in chunk]
+        sequences = [
+            torch.tensor(sample.prompt + sample.output, dtype=torch.int64, device="cpu")
+            for sample in chunk
+        ]
         rows = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True).to(target.output_device)
         features, last = target.split_features(
             target.compute_features(rows, layers, last=True), layers
@@ -113,10 +116,10 @@ def compute_sequence_ranks(
         The ranks and bets of each test. `RANK_QUESTION`: [n] ranks in q, tokens ordered by q.
     """
     # 1. The ranks of the tokens in p, ordered by p/q, by p and by token id.
-    tokens = torch.tensor(sample.output, device=p.device)
+    tokens = torch.tensor(sample.output, dtype=torch.int64, device=p.device)
     cycles = sample.cycles
     ratio = p / q.clamp(min=torch.finfo(q.dtype).tiny)
-    by_token = torch.arange(p.shape[1])
+    by_token = torch.arange(p.shape[1], device="cpu")
     by_number = place_tokens(p, by_token.to(p.device).expand_as(p), tokens, coins)
     lengths = [len(cycle.tokens) for cycle in cycles[:-1]]
     begins = list(accumulate(lengths, initial=0))
@@ -181,7 +184,9 @@ def draft_probabilities(
     if head is None:
         return predict_repeats(tokens, first, target.vocab_size)
     draft_logits = next(roll_out_drafts(head, target, tokens, features, 1), None)
-    uniform = torch.full((1, target.vocab_size), 1 / target.vocab_size, device=tokens.device)
+    uniform = torch.full(
+        (1, target.vocab_size), 1 / target.vocab_size, dtype=torch.float32, device=tokens.device
+    )
     if draft_logits is None:
         return uniform
     q = compute_probs(draft_logits[max(0, first - 1) :], params)
@@ -197,7 +202,9 @@ def predict_repeats(tokens: Tensor, first: int, vocab_size: int) -> Tensor:
     positions = torch.arange(first, len(tokens) - 1, device=tokens.device)[:, None]
     is_before = torch.arange(len(tokens) - 1, device=tokens.device) < positions  # [n, T - 1]
     weight = (tokens[positions] == tokens[:-1]) + 1 / positions.clamp(min=1)
-    counts = torch.full((len(positions), vocab_size), 1 / vocab_size, device=tokens.device)
+    counts = torch.full(
+        (len(positions), vocab_size), 1 / vocab_size, dtype=torch.float32, device=tokens.device
+    )
     counts.scatter_add_(1, tokens[1:].expand(weight.shape), weight * is_before)
     return counts / counts.sum(-1, keepdim=True)
 

@@ -207,7 +207,9 @@ def describe_difference(
     position = count_common_prefix(our_tokens, plain_tokens)
     margin = noise = math.inf
     if position < min(len(our_tokens), len(plain_tokens)) and spec.target.dtype != torch.float32:
-        prefix = torch.tensor([prompt + plain_tokens[:position]], device=spec.target.device)
+        prefix = torch.tensor(
+            [prompt + plain_tokens[:position]], dtype=torch.int64, device=spec.target.device
+        )
         half = (prefix.shape[1] + 1) // 2
         cache = model(prefix[:, :half], use_cache=True).past_key_values
         forwards = [model(prefix), model(prefix.repeat(3, 1))]

@@ -126,7 +126,7 @@ def compute_exchangeable_p_value(
     gaps = []
     for start in range(0, rounds, 1000):
         exchanged = torch.randint(
-            2, (min(1000, rounds - start), len(our_histograms)), generator=generator
+            2, (min(1000, rounds - start), len(our_histograms)), generator=generator, device="cpu"
         )
         gaps.append(((1.0 - 2 * exchanged).double() @ differences).abs().amax(1))
     permuted = torch.cat(gaps)

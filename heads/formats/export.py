@@ -129,7 +129,7 @@ def leave_out_mask_token(head: Head, to: str) -> int | None:
     if head.lm_head is None or head.vocabulary is not None:
         return None
     token = int(head.config["mask_token_id"])
-    drafted = torch.arange(head.vocab_size)
+    drafted = torch.arange(head.vocab_size, device="cpu")
     head.restrict(drafted[drafted != token])
     return token
 
@@ -175,8 +175,12 @@ def build_serve_command(to: str, head: Head, served: PretrainedConfig, out: Path
 def find_ends(head: Head) -> Ends:
     """Build a target's embedding and output layer for a comparison: random, or the head's embedding."""
     generator = torch.Generator().manual_seed(1)
-    embedding = torch.randn(head.vocab_size, head.hidden_size, generator=generator)
-    output = torch.randn(head.vocab_size, head.hidden_size, generator=generator)
+    embedding = torch.randn(
+        head.vocab_size, head.hidden_size, generator=generator, dtype=torch.float32, device="cpu"
+    )
+    output = torch.randn(
+        head.vocab_size, head.hidden_size, generator=generator, dtype=torch.float32, device="cpu"
+    )
     if isinstance(head.embed_tokens, nn.Embedding):
         embedding = head.embed_tokens.weight.detach().float()
     return Ends(embedding, output)
@@ -229,9 +233,18 @@ def compute_outputs(head: Head, ends: Ends | None = None) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     if head.lacks_embedding:
         head.share_embedding(nn.Parameter(ends.embedding, requires_grad=False))
-    features = torch.randn(1, COMPARED_TOKENS, head.feature_size, generator=generator)
-    tokens = torch.randint(head.vocab_size, (1, COMPARED_TOKENS + 2), generator=generator)
-    counts = torch.ones(1, COMPARED_TOKENS, dtype=torch.bool)
+    features = torch.randn(
+        1,
+        COMPARED_TOKENS,
+        head.feature_size,
+        generator=generator,
+        dtype=torch.float32,
+        device="cpu",
+    )
+    tokens = torch.randint(
+        head.vocab_size, (1, COMPARED_TOKENS + 2), generator=generator, device="cpu"
+    )
+    counts = torch.ones(1, COMPARED_TOKENS, dtype=torch.bool, device="cpu")
     steps = head.max_depth
     if steps is None:
         steps = 2

@@ -113,7 +113,7 @@ def write_gguf(folder: Path, config: Config, tensors: Tensors) -> None:
     # 2. The tensors.
     llama_fields = {name: value for name, value in config.items() if name != "model_type"}
     factors = compute_frequency_factors(LlamaConfig(**llama_fields))
-    if not factors.allclose(torch.ones(1)):
+    if not factors.allclose(torch.ones(1, dtype=torch.float32, device="cpu")):
         writer.add_tensor(FREQUENCY_FACTORS, factors.numpy())
     for name in sorted(tensors.keys() - {"t2d"}):
         add_head_tensor(writer, config, name, tensors[name].detach().cpu().contiguous())
@@ -177,7 +177,7 @@ def add_head_tensor(writer: GGUFWriter, config: Config, name: str, value: Tensor
     """
     gguf_name = to_gguf_name(name, writer.arch)
     if gguf_name == "d2t":
-        writer.add_tensor(gguf_name, (value + torch.arange(len(value))).numpy())
+        writer.add_tensor(gguf_name, (value + torch.arange(len(value), device="cpu")).numpy())
         return
     if writer.arch == "eagle3" and gguf_name in PERMUTED_TENSORS:
         heads = config[SIZE_KEYS[PERMUTED_TENSORS[gguf_name]]]
@@ -245,7 +245,7 @@ def read_gguf(file: Path) -> Tensors:
             continue
         if gguf_name == "d2t":
             tokens = torch.from_numpy(tensor.data.astype(np.int64))
-            tensors[gguf_name] = tokens - torch.arange(len(tokens))
+            tensors[gguf_name] = tokens - torch.arange(len(tokens), device="cpu")
             continue
         value = torch.from_numpy(quants.dequantize(tensor.data, tensor.tensor_type).copy())
         if kind == "eagle3" and gguf_name in PERMUTED_TENSORS:
@@ -303,4 +303,4 @@ def compute_frequency_factors(config: LlamaConfig) -> Tensor:
         problem = "part of a head is rotated"
     if problem is not None:
         raise ValueError(f"its rotary positions ({problem}) have no place in llama.cpp's file")
-    return rope["rope_theta"] ** -(torch.arange(0, width, 2) / width) / frequencies
+    return rope["rope_theta"] ** -(torch.arange(0, width, 2, device="cpu") / width) / frequencies

@@ -49,7 +49,7 @@ def write_sglang_eagle(head: EagleHead, served: PretrainedConfig) -> Stored:
     """
     check_layer(head)
     config = {"architectures": ["LlamaForCausalLMEagle"]} | build_llama_fields(head, served)
-    tensors = {"fc.bias": torch.zeros(head.hidden_size, dtype=head.dtype)}
+    tensors = {"fc.bias": torch.zeros(head.hidden_size, dtype=head.dtype, device="cpu")}
     return config, tensors | head.state_dict()
 
 

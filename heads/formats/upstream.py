@@ -107,7 +107,7 @@ def read_as(to: str, kind: str, folder: Path, ends: Ends, depth: int) -> Head:
     factors = stored_config.get("rope_factors")
     if factors:
         rotary: Any = head.rotary
-        rotary.inv_freq = rotary.inv_freq / torch.tensor(factors)
+        rotary.inv_freq = rotary.inv_freq / torch.tensor(factors, dtype=torch.float32, device="cpu")
     return head.float().eval()
 
 
@@ -252,7 +252,7 @@ def take_ends(head: Head, rule: Rule, tensors: Tensors, ends: Ends) -> None:
 
 def draft_by_offsets(head: Head, d2t: Tensor) -> None:
     """Set the draft vocabulary of a head by d2t [Vd]. Raises ValueError for tokens outside the vocabulary."""
-    tokens = d2t + torch.arange(len(d2t))
+    tokens = d2t + torch.arange(len(d2t), device="cpu")
     if tokens.min() < 0 or tokens.max() >= head.vocab_size:
         raise ValueError("d2t leads to tokens that the target does not have")
     head.draft(tokens)
@@ -304,7 +304,7 @@ def read_header(file: Path, kind: str) -> tuple[Config, Tensors]:
     for tensor in reader.tensors:
         if tensor.name == "d2t":
             ids = torch.from_numpy(tensor.data.astype(np.int64))
-            tensors["d2t"] = ids - torch.arange(len(ids))
+            tensors["d2t"] = ids - torch.arange(len(ids), device="cpu")
             config["draft_vocab_size"] = len(ids)
             continue
         value = torch.from_numpy(quants.dequantize(tensor.data, tensor.tensor_type).copy())
@@ -313,7 +313,9 @@ def read_header(file: Path, kind: str) -> tuple[Config, Tensors]:
             continue
         if kind == "eagle3" and re.search(r"attn_[qk]\.", tensor.name):
             size = config["head_dim"]
-            order = torch.cat([torch.arange(0, size, 2), torch.arange(1, size, 2)])
+            order = torch.cat(
+                [torch.arange(0, size, 2, device="cpu"), torch.arange(1, size, 2, device="cpu")]
+            )
             value = value.view(-1, size, value.shape[1])[:, order].flatten(0, 1)
         tensors[tensor.name] = value
     return config, tensors

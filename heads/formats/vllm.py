@@ -35,7 +35,7 @@ def read_token_map(config: Config, tensors: Tensors) -> Stored:
     config = config | {"draft_vocab_size": drafted}
     if token_map is not None:
         tokens = token_map.long()
-        head_tensors["d2t"] = tokens - torch.arange(len(tokens))
+        head_tensors["d2t"] = tokens - torch.arange(len(tokens), device="cpu")
         if OUTPUT_TENSOR in head_tensors and len(head_tensors[OUTPUT_TENSOR]) > len(tokens):
             head_tensors[OUTPUT_TENSOR] = head_tensors[OUTPUT_TENSOR][tokens]
     return config, head_tensors

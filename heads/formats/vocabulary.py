@@ -86,9 +86,9 @@ def set_sizes(config: Config, size: int, drafted: int) -> Config:
 
 def to_offsets(tokens: Tensor, size: int) -> Tensors:
     """Build d2t and t2d of draft tokens [Vd], for V = `size`."""
-    marks = torch.zeros(size, dtype=torch.bool)
+    marks = torch.zeros(size, dtype=torch.bool, device="cpu")
     marks[tokens] = True
-    return {"d2t": tokens - torch.arange(len(tokens)), "t2d": marks}
+    return {"d2t": tokens - torch.arange(len(tokens), device="cpu"), "t2d": marks}
 
 
 def tie_output(tensors: Tensors) -> Tensors:
@@ -165,7 +165,7 @@ def read_mapping(tensors: Tensors, size: int) -> Mapping:
         raise ValueError(f"d2t is of {d2t.dtype}, must be of integers")
     if len(d2t) == size and not d2t.any():
         return Mapping()  # all tokens, whatever t2d says
-    tokens, order = (d2t.long() + torch.arange(len(d2t))).sort()
+    tokens, order = (d2t.long() + torch.arange(len(d2t), device="cpu")).sort()
     check_draft_tokens(tokens, t2d, size)
     if len(tokens) == size:
         return Mapping(order=order)  # all tokens, in another order
@@ -197,6 +197,6 @@ def order_rows(weight: Tensor, mapping: Mapping, size: int) -> Tensor:
     count = len(mapping.order)
     if len(weight) < count:
         raise ValueError(f"lm_head.weight is {shape}, and d2t names {count} tokens")
-    if torch.equal(mapping.order, torch.arange(count)):
+    if torch.equal(mapping.order, torch.arange(count, device="cpu")):
         return weight[:count]
     return weight[mapping.order]

@@ -49,7 +49,7 @@ def split_epoch(lengths: Sequence[int], batch_size: int, seed: int, epoch: int) 
         For each batch the numbers of its examples.
     """
     generator = torch.Generator().manual_seed(1_000_003 * seed + epoch)
-    order = torch.randperm(len(lengths), generator=generator).tolist()
+    order = torch.randperm(len(lengths), generator=generator, device="cpu").tolist()
     batches = []
     for start in range(0, len(order), POOL_BATCHES * batch_size):
         pool = sorted(
@@ -59,7 +59,7 @@ def split_epoch(lengths: Sequence[int], batch_size: int, seed: int, epoch: int) 
         batches += [pool[i : i + batch_size] for i in full]
     if not batches:
         batches = [order]
-    return [batches[i] for i in torch.randperm(len(batches), generator=generator)]
+    return [batches[i] for i in torch.randperm(len(batches), generator=generator, device="cpu")]
 
 
 def iterate_forwards(

@@ -156,7 +156,7 @@ def validate(head: Head, target: Target, rows: Iterable[ValidationRow], steps: i
         steps: the number of draft steps to validate; a head may have fewer.
     """
     steps = draft_steps(head, steps)
-    agreements = [torch.zeros(0, steps)]
+    agreements = [torch.zeros(0, steps, dtype=torch.float32, device="cpu")]
     for tokens, mask, features in rows:
         inputs, last = target.split_features(features, head.aux_layers)
         target_tokens = target.compute_output_logits(last).argmax(-1)  # [T]

@@ -105,7 +105,9 @@ class SharedTimer:
 
     def elapsed(self) -> float:
         """The seconds so far. All processes must call it."""
-        seconds = torch.tensor(time.perf_counter() - self.started, device=self.device)
+        seconds = torch.tensor(
+            time.perf_counter() - self.started, dtype=torch.float32, device=self.device
+        )
         return float(broadcast(seconds))
 
 
@@ -353,7 +355,7 @@ def compute_forward_loss(run: TrainingRun, forward: Forward, features: Tensor, s
     if config.hyperparameters.dropout:
         torch.manual_seed(seed)  # `nn.Dropout` takes no generator
     rows = [run.data.train[i] for i in forward.conversations]
-    lengths = torch.tensor([len(row.input_ids) for row in rows])
+    lengths = torch.tensor([len(row.input_ids) for row in rows], dtype=torch.int64, device="cpu")
     batch = TrainingBatch(
         tokens=pad_rows([row.input_ids for row in rows]).to(device),
         loss_mask=pad_rows([row.loss_mask for row in rows]).to(device),

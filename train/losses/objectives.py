@@ -137,7 +137,9 @@ def add_feature_noise(batch: TrainingBatch, noise: float) -> Tensor:
     The noise is drawn on the device of the features.
     """
     features = to_float32(batch.features[:, :-2])
-    uniform = torch.rand(features.shape, generator=batch.generator, device=features.device)
+    uniform = torch.rand(
+        features.shape, generator=batch.generator, device=features.device, dtype=torch.float32
+    )
     widths = (noise * 512 / batch.lengths).to(features.device)
     return features + (uniform * 2 - 1) * widths[:, None, None]
 

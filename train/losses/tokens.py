@@ -141,8 +141,8 @@ class LossSums:
     def __init__(self, guesses: Sequence[StepLogits], device: torch.device) -> None:
         self.guesses = guesses
         self.done = [0] * len(guesses)
-        self.losses = torch.zeros(len(guesses), device=device)
-        self.agreeing = torch.zeros(len(guesses), device=device)
+        self.losses = torch.zeros(len(guesses), device=device, dtype=torch.float32)
+        self.agreeing = torch.zeros(len(guesses), device=device, dtype=torch.float32)
         self.state_gradients = [torch.zeros_like(guess.states) for guess in guesses]
         self.weight_gradients: dict[nn.Parameter, Tensor] = {}
         for guess in guesses:
@@ -187,7 +187,9 @@ class LossSums:
     def to_loss(self) -> Loss:
         """Build the loss: means over all positions, with the gradients that were computed already."""
         device = self.losses.device
-        counts = torch.tensor([max(count, 1) for count in self.done], device=device)
+        counts = torch.tensor(
+            [max(count, 1) for count in self.done], dtype=torch.int64, device=device
+        )
         means = self.losses / counts
         parts: dict[str, Tensor] = {}
         for step, (mean, share) in enumerate(
@@ -195,7 +197,9 @@ class LossSums:
         ):
             parts[f"token_{step}"] = mean
             parts[f"agreement_{step}"] = share
-        shares = torch.tensor([guess.share for guess in self.guesses], device=device)
+        shares = torch.tensor(
+            [guess.share for guess in self.guesses], dtype=torch.float32, device=device
+        )
         learnt_tensors = [guess.states for guess in self.guesses] + list(self.weight_gradients)
         gradients = self.state_gradients + list(self.weight_gradients.values())
         total = Scaled.apply(torch.dot(means, shares), gradients, *learnt_tensors)

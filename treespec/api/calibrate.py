@@ -154,7 +154,7 @@ def fit_sharpness(
     The candidates are SHARPNESS_FACTORS. What is accepted is Σ min(p, q), summed over positions and
     CALIBRATED_TEMPERATURES. The arguments are those of `iterate_draft_steps`.
     """
-    accepted = torch.zeros(depth, len(SHARPNESS_FACTORS), dtype=torch.float64)
+    accepted = torch.zeros(depth, len(SHARPNESS_FACTORS), dtype=torch.float64, device="cpu")
     for step in iterate_draft_steps(head, target, rows, depth, positions, end=end):
         for temperature in CALIBRATED_TEMPERATURES:
             params = SamplingParams(temperature)
@@ -175,12 +175,12 @@ def iterate_choices(steps: Iterable[CalibrationStep]) -> Iterator[tuple[Tensor, 
     product of min(1, q/p) over the levels above.
     """
     params = SamplingParams(1.0)
-    weight = torch.empty(0)
+    weight = torch.empty(0, dtype=torch.float32, device="cpu")
     for step in steps:
         p = compute_probs(step.target, params)
         q = compute_probs(step.draft, params)
         if step.number == 1:
-            weight = torch.ones(len(q), device=q.device)
+            weight = torch.ones(len(q), device=q.device, dtype=torch.float32)
         top = q[step.chosen].topk(min(CALIBRATED_RANKS, q.shape[-1]))
         hits = top.indices == p[step.chosen].argmax(-1, keepdim=True)
         features = build_calibration_features(top.values.double().cpu().numpy(), step.number - 1)
@@ -249,8 +249,8 @@ def measure_draw_rates(
     tree = build_eagle_tree()
     if proposer.max_depth:
         tree = tree.cut(proposer.max_depth)
-    verified = torch.zeros(tree.max_draws, dtype=torch.float64)
-    accepted = torch.zeros(tree.max_draws, dtype=torch.float64)
+    verified = torch.zeros(tree.max_draws, dtype=torch.float64, device="cpu")
+    accepted = torch.zeros(tree.max_draws, dtype=torch.float64, device="cpu")
 
     def count(cycle: CycleRecord) -> None:
         drafts = cycle.tree.drafts

@@ -320,7 +320,7 @@ def free_columns(target: Target, texts: int = 1) -> int | None:
     # 1. Bytes of a column, from a cache with one token. A target with only recurrent layers has none: the
     #    size of a request's state does not depend on its length.
     cache = target.build_cache(capacity=1)
-    target.prefill(cache, torch.zeros(1, 1, dtype=torch.int64))
+    target.prefill(cache, torch.zeros(1, 1, dtype=torch.int64, device="cpu"))
     column_bytes = 0
     for layer in cache.tree_layers:
         for states in layer.storage:

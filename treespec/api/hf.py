@@ -143,7 +143,7 @@ class Trees:
         ends = StopConditions.of_criteria(stopping_criteria, input_ids.shape[1])
         params, processors = split_processors(logits_processor, bool(generation_config.do_sample))
         mask = inputs.get("attention_mask")
-        seeds = torch.randint(2**62, (len(input_ids),)).tolist()
+        seeds = torch.randint(2**62, (len(input_ids),), device="cpu").tolist()
         tokens_by_request: dict[Request, list[int]] = {}
         for row, (ids, seed) in enumerate(zip(input_ids.tolist(), seeds, strict=True)):
             prompt = ids
@@ -165,7 +165,10 @@ class Trees:
         pad_token = 0
         if generation_config._pad_token_tensor is not None:
             pad_token = int(generation_config._pad_token_tensor)
-        rows = [torch.tensor(ids, dtype=input_ids.dtype) for ids in tokens_by_request.values()]
+        rows = [
+            torch.tensor(ids, dtype=input_ids.dtype, device="cpu")
+            for ids in tokens_by_request.values()
+        ]
         sequences = pad_sequence(rows, True, pad_token).to(input_ids.device)
         if generation_config.return_dict_in_generate:
             return GenerateDecoderOnlyOutput(sequences=cast(torch.LongTensor, sequences))
@@ -191,9 +194,9 @@ class Trees:
                         break
                     tokens.append(token)
                     if self.streamer:
-                        self.streamer.put(torch.tensor([token]))
+                        self.streamer.put(torch.tensor([token], dtype=torch.int64, device="cpu"))
                     if criteria:
-                        ids = torch.tensor([tokens], device=device)
+                        ids = torch.tensor([tokens], dtype=torch.int64, device=device)
                         request.cancelled = bool(criteria(ids, None).any())
 
 

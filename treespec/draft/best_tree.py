@@ -70,9 +70,11 @@ def build_column_facts(widths: tuple[int, ...], children: int, device: torch.dev
 
     widths: the number of expanded nodes of each level but the last. children: of each expanded node.
     """
-    counts = torch.tensor([2, *(children * width for width in (1, *widths))])
-    column = torch.arange(int(counts.sum()))
-    depth = torch.arange(len(counts)).repeat_interleave(counts)
+    counts = torch.tensor(
+        [2, *(children * width for width in (1, *widths))], dtype=torch.int64, device="cpu"
+    )
+    column = torch.arange(int(counts.sum()), device="cpu")
+    depth = torch.arange(len(counts), device="cpu").repeat_interleave(counts)
     first = (counts.cumsum(0) - counts).clamp_min(1)[depth - 1]
     link = len(column) - 1 + (column - 2) // children
     first[:2] = link[: 2 + children] = 0

@@ -50,7 +50,7 @@ class ForcedChains:
         chained_trees = list(trees)
         for row, forced in enumerate(self.forced):
             if forced.ids:
-                root = torch.tensor([self.roots[row]])
+                root = torch.tensor([self.roots[row]], dtype=torch.int64, device="cpu")
                 chained_trees[row] = prepend_forced_chain(
                     root, forced.ids, trees[row], scheme, generators[row]
                 )
@@ -66,7 +66,7 @@ def list_forced_chains(roots: Tensor, samplers: Sequence[Sampler]) -> ForcedChai
     for row, forced in enumerate(chains):
         if forced.ids:
             ends[row] = forced.ids[-1]
-            end_tokens = torch.tensor(ends)
+            end_tokens = torch.tensor(ends, dtype=torch.int64, device="cpu")
     return ForcedChains(root_tokens, chains, ends, end_tokens)
 
 

@@ -96,7 +96,7 @@ def find_most_frequent(
             f"{target.vocab_size} tokens; leave it out to draft them all"
         )
     counts = torch.cat(list(texts)).bincount(minlength=target.vocab_size)
-    ends = torch.tensor(sorted(target.eos), dtype=torch.int64)
+    ends = torch.tensor(sorted(target.eos), dtype=torch.int64, device="cpu")
     rank = counts.index_fill(0, ends, len(counts) + int(counts.sum()))
     tokens = rank.sort(descending=True, stable=True).indices[:number].sort().values
     return tokens, float(counts[tokens].sum() / counts.sum().clamp(min=1))
@@ -126,4 +126,4 @@ def load_vocabulary(folder: str | Path, vocab_size: int) -> Tensor | None:
             f"{file} must hold tokens of the target in ascending order, from 0 to {vocab_size - 1}: "
             f"{DRAFT_VOCABULARY_ADVICE}"
         )
-    return torch.tensor(tokens)
+    return torch.tensor(tokens, dtype=torch.int64, device="cpu")

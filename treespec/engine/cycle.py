@@ -49,7 +49,9 @@ def draft(batch: Batch) -> DraftedTrees:
     # 1. The roots are the last tokens of the texts.
     requests = batch.requests
     drafter = batch.drafter
-    roots = torch.tensor([request.root for request in requests])  # [B], on the host
+    roots = torch.tensor(
+        [request.root for request in requests], dtype=torch.int64, device="cpu"
+    )  # [B], on the host
     if drafter is None:
         device_roots = to_device(roots, batch.target.output_device)
         return cut_inexact_nodes(batch, [build_root_tree(root) for root in device_roots.split(1)])
@@ -177,7 +179,9 @@ def observe(
     features = []
     for output, verdict in zip(outputs, verdicts, strict=True):
         features.append(select_features(output.features, verdict.path))
-    batch.drafter.observe(features, [torch.tensor(tokens) for tokens in step_tokens])
+    batch.drafter.observe(
+        features, [torch.tensor(tokens, dtype=torch.int64, device="cpu") for tokens in step_tokens]
+    )
 
 
 def compute_argmax(drafted: DraftedTrees, outputs: Sequence[TreeOutput]) -> list[Tensor | None]:

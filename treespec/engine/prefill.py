@@ -78,7 +78,9 @@ def prefill_chunk(target: Target, prefilling: Prefilling, max_tokens: int) -> in
     start = len(request.committed)
     count = min(max_tokens, PREFILL_CHUNK_TOKENS, prefilling.remaining)
     if count:
-        tokens = torch.tensor(request.prompt[start : start + count + 1])  # and the one after it
+        tokens = torch.tensor(
+            request.prompt[start : start + count + 1], dtype=torch.int64, device="cpu"
+        )  # and the one after it
         tokens_ahead = prefilling.remaining - count
         features = target.prefill(
             prefilling.cache,
@@ -102,7 +104,10 @@ def prefill_group(target: Target, group: Sequence[Prefilling]) -> int:
     drafter = group[0].drafter
     cache = target.build_cache(max(counts))
     cache.rewind([0] * len(group))
-    prompts = [torch.tensor(prefilling.request.prompt) for prefilling in group]
+    prompts = [
+        torch.tensor(prefilling.request.prompt, dtype=torch.int64, device="cpu")
+        for prefilling in group
+    ]
     tokens = pad_sequence(prompts, batch_first=True)[:, :-1]  # [B, T]
     features = target.prefill(cache, tokens, get_aux_layers(drafter), counts)
     for row, prefilling in enumerate(group):

@@ -32,7 +32,7 @@ def allocate_huge_pages(size: int) -> Tensor:
 def map_huge_pages(size: int) -> Tensor:
     """Allocate [size] uint8 zeros in a new mapping, which is freed with its last tensor."""
     if not size or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.zeros(size, dtype=torch.uint8)
+        return torch.zeros(size, dtype=torch.uint8, device="cpu")
     memory = mmap.mmap(-1, size + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)

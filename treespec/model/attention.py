@@ -81,7 +81,7 @@ def attend_on_cpu(
     sinks = options.get("s_aux")
     mask = attention_mask
     if mask is None and options.get("is_causal", getattr(module, "is_causal", False)):
-        mask = torch.ones(1, 1, n, t, dtype=torch.bool).tril(t - n)
+        mask = torch.ones(1, 1, n, t, dtype=torch.bool, device="cpu").tril(t - n)
     if mask is not None:
         if mask.dtype == torch.bool:
             mask = to_additive_mask(mask, query.dtype)

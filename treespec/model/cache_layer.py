@@ -35,8 +35,8 @@ def flatten_moves(moves: Sequence[ColumnMove], heads: int, capacity: int) -> Ten
         reads        22    30      (1 * 2 + 0) * 8 + 6 = 22
         writes       20    28
     """
-    row, source, place = torch.tensor(moves).T
-    head = row * heads + torch.arange(heads)[:, None]  # [heads, moves]
+    row, source, place = torch.tensor(moves, dtype=torch.int64, device="cpu").T
+    head = row * heads + torch.arange(heads, device="cpu")[:, None]  # [heads, moves]
     index = head * capacity + torch.stack([source, place])[:, None]
     return index.flatten(1)
 

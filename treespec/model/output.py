@@ -187,8 +187,13 @@ class OutputPath:
         """
         # 1. Random hidden states, and a hook that keeps input and output of the output embedding.
         random = torch.Generator().manual_seed(0)
-        sizes = torch.logspace(-3, 3, TRIAL_STATES)[:, None]
-        states = torch.randn(TRIAL_STATES, like.shape[-1], generator=random) * sizes
+        sizes = torch.logspace(-3, 3, TRIAL_STATES, dtype=torch.float32, device="cpu")[:, None]
+        states = (
+            torch.randn(
+                TRIAL_STATES, like.shape[-1], generator=random, dtype=torch.float32, device="cpu"
+            )
+            * sizes
+        )
         states = states.to(like)
         calls: list[EmbeddingCall] = []
 

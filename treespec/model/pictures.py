@@ -120,7 +120,7 @@ def run_with_pictures(target: Any, inputs: Mapping[str, Tensor]) -> PlainForward
         InputError: the model does not take the inputs.
     """
     arguments: dict[str, Any] = {}
-    logits = torch.empty(0)
+    logits = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def keep(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         arguments.update(kwargs)

@@ -122,7 +122,7 @@ class LengthFactors:
             places: [1, T] positions of the text.
             is_long: whether the text has long factors.
         """
-        chosen = torch.full((1, 1), is_long, device=places.device)
+        chosen = torch.full((1, 1), is_long, dtype=torch.bool, device=places.device)
         try:
             expected = module.forward(x, places)
             first = self._compute_both(module.forward, chosen, x, places[:, :TRIAL_POSITIONS])

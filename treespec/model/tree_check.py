@@ -83,10 +83,16 @@ def check_against_plain_model(target: Any, committed: int = 1) -> torch.device:
 
     # 2. The tree's logits.
     cache = target.build_cache(8)
-    target.prefill(cache, torch.tensor([tokens]))
-    parents, depth = torch.tensor([[-1, 0, 0], [0, 1, 1]])
+    target.prefill(cache, torch.tensor([tokens], dtype=torch.int64, device="cpu"))
+    parents, depth = torch.tensor([[-1, 0, 0], [0, 1, 1]], dtype=torch.int64, device="cpu")
     out = target.forward_tree(
-        cache, TokenTree(torch.tensor([b, c, d]), parents, depth, build_ancestor_mask(parents))
+        cache,
+        TokenTree(
+            torch.tensor([b, c, d], dtype=torch.int64, device="cpu"),
+            parents,
+            depth,
+            build_ancestor_mask(parents),
+        ),
     )
 
     # 3. Their mean difference, compared with the spread of logits. NaN fails as well.
@@ -117,10 +123,10 @@ def check_one_token_decoding(target: Any) -> torch.device:
         other = target.build_cache()
         for text, text_cache in zip(texts, (cache, other), strict=True):
             for chunk in (text[:2], text[2:]):
-                target.prefill(text_cache, torch.tensor([chunk]))
+                target.prefill(text_cache, torch.tensor([chunk], dtype=torch.int64, device="cpu"))
         cache.join([other])
         for token in (5 % target.vocab_size, 11 % target.vocab_size):
-            root = build_root_tree(torch.tensor([token]))
+            root = build_root_tree(torch.tensor([token], dtype=torch.int64, device="cpu"))
             outputs = target.forward_trees(cache, [root, root])
             cache.commit([[0], [0]])
             for text, output in zip(texts, outputs, strict=True):
@@ -161,14 +167,14 @@ def has_equal_bits(target: Any) -> bool:
         return False
 
     # 2. The tree.
-    tokens = torch.arange(96)[None] % target.vocab_size
+    tokens = torch.arange(96, device="cpu")[None] % target.vocab_size
     cache = target.build_cache()
     other = target.build_cache()
     target.prefill(cache, tokens)
     target.prefill(other, tokens[:, :CHECK_TOKENS])
     cache.join([other])
     nodes = tokens[0, :31]
-    parents = (torch.arange(31) - 1) // 2
+    parents = (torch.arange(31, device="cpu") - 1) // 2
     ancestors = build_ancestor_mask(parents)
     tree = TokenTree(nodes, parents, ancestors.sum(1) - 1, ancestors)
     rows = target.forward_trees(cache, [tree, tree])[0].logits
@@ -213,7 +219,11 @@ def warn_if_not_bit_exact(target: Any) -> None:
 
 def _compute_plain_logits(target: Any, tokens: list[int]) -> torch.Tensor:
     """Return [T, V] logits of the plain model in float32, over T tokens without our cache."""
-    return target.model(input_ids=torch.tensor([tokens], device=target.device)).logits[0].float()
+    return (
+        target.model(input_ids=torch.tensor([tokens], dtype=torch.int64, device=target.device))
+        .logits[0]
+        .float()
+    )
 
 
 def _explain_difference(target: Any, plain: torch.Tensor, difference: float, allowed: float) -> str:

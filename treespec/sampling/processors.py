@@ -71,7 +71,9 @@ class LogitBias(Unprompted):
 
     def process_logits(self, answer: Sequence[int], paths: Paths, logits: Tensor) -> Tensor:
         tokens = to_device(self.tokens, logits.device)
-        values = to_device(torch.tensor(self.values, dtype=logits.dtype), logits.device)
+        values = to_device(
+            torch.tensor(self.values, dtype=logits.dtype, device="cpu"), logits.device
+        )
         return logits.index_add(1, tokens, values.expand(len(logits), -1))
 
 
@@ -90,7 +92,7 @@ class MinTokens(Unprompted):
         early = [len(answer) + len(path) < self.least for path in paths]
         if not any(early):
             return logits
-        ends = to_device(torch.tensor(self.ends, dtype=torch.int64), logits.device)
+        ends = to_device(torch.tensor(self.ends, dtype=torch.int64, device="cpu"), logits.device)
         rows = to_device(early, logits.device)[:, None]
         return logits.index_fill(1, ends, -torch.inf).where(rows, logits)
 
@@ -124,11 +126,15 @@ class Penalties:
         column: dict[int, int] = {}
         for token in chain(self.prompt, answer, chain.from_iterable(paths)):
             column.setdefault(token, len(column))
-        tokens = to_device(torch.tensor(list(column), dtype=torch.int64), logits.device)
+        tokens = to_device(
+            torch.tensor(list(column), dtype=torch.int64, device="cpu"), logits.device
+        )
 
         # 2. How often it occurs in the answer and in the row's path [N, C].
         in_answer = Counter(answer)
-        counts = torch.tensor(list(map(in_answer.__getitem__, column)), dtype=logits.dtype)
+        counts = torch.tensor(
+            list(map(in_answer.__getitem__, column)), dtype=logits.dtype, device="cpu"
+        )
         counts = counts.repeat(len(paths), 1)
         for row, path in enumerate(paths):
             for token in path:

@@ -204,7 +204,9 @@ class Encoder:
         if ids[: len(self.opening)] != self.opening:
             ids = self.opening + ids
             mask = np.pad(mask, (len(self.opening), 0))
-        return Example(torch.tensor(ids), torch.from_numpy(mask), key, part)
+        return Example(
+            torch.tensor(ids, dtype=torch.int64, device="cpu"), torch.from_numpy(mask), key, part
+        )
 
     def _encode_tokens(self, conversation: Conversation) -> list[Example]:
         """Convert token rows into examples without tokenising; a row that is a prefix of another one joins it.
@@ -217,8 +219,12 @@ class Encoder:
         key = hash_conversation(conversation)
         examples = []
         for part, row in enumerate(_share_token_rows(conversation.tokens)):
-            input_ids = torch.tensor(row.ids, dtype=torch.int64)
-            examples.append(Example(input_ids, torch.tensor(row.counts), key, part))
+            input_ids = torch.tensor(row.ids, dtype=torch.int64, device="cpu")
+            examples.append(
+                Example(
+                    input_ids, torch.tensor(row.counts, dtype=torch.bool, device="cpu"), key, part
+                )
+            )
         return examples
 
     def _has_own_tokens(self, conversation: Conversation) -> bool:

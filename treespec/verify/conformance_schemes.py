@@ -208,7 +208,7 @@ def find_plan_fault(plans: Tensor, alone: Tensor, draws: Draws, vocab: int) -> s
 
 def to_row(probabilities: Fractions) -> Tensor:
     """Convert probabilities to [1, V] float64."""
-    return torch.tensor([list(map(float, probabilities))], dtype=torch.float64)
+    return torch.tensor([list(map(float, probabilities))], dtype=torch.float64, device="cpu")
 
 
 def format_numbers(row: Tensor) -> str:
@@ -234,7 +234,7 @@ def check_declared_draws(
     """Test what a scheme says in `random_draws`, on which α* depends: remarks, none if it holds."""
     if scheme.random_draws not in ("independent", "without replacement") or scheme.max_draws == 1:
         return []
-    q = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    q = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64, device="cpu")
     draws = scheme.draw(q.float().expand(rows, -1).contiguous(), 2, generator)
     tokens = draws.tokens[:, :2]
     if draws.sure is not None or tokens.min() < 0:

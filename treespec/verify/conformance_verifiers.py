@@ -42,7 +42,7 @@ def build_verifier_judge(verifier: Verifier, seed: int = 0) -> Judge:
     def judge(p: Tensor, q: Tensor, tokens: Tensor, parents: Tensor) -> Sequence[int]:
         nodes = parents[1:].unique()
         rows = [tokens[parents == node] for node in nodes]
-        above = torch.eye(len(tokens), dtype=torch.bool)
+        above = torch.eye(len(tokens), dtype=torch.bool, device="cpu")
         for node, parent in enumerate(parents.tolist()):
             above[node] |= above[max(parent, 0)]
         drafts = None

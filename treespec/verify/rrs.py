@@ -115,7 +115,7 @@ class RRSWithoutReplacement(Scheme):
         if width == 1:
             return Draws(keep_first(draw_iid_children(q, 1, generator), number))
         tokens = drop_repeats(draw_iid_children(q, OVERSAMPLE_FACTOR * width, generator))[:, :width]
-        lacks_draws = ((tokens < 0) & (torch.arange(width) < number)).any(-1)
+        lacks_draws = ((tokens < 0) & (torch.arange(width, device="cpu") < number)).any(-1)
         if lacks_draws.any():
             raced = sample_without_replacement(
                 mask_out(q[lacks_draws], tokens[lacks_draws]), width, generator

@@ -91,7 +91,7 @@ class Scheme(Protocol):
         """
         if isinstance(k, int):
             width = k
-            number = torch.full((len(q), 1), k, device=q.device)
+            number = torch.full((len(q), 1), k, dtype=torch.int64, device=q.device)
         else:
             width = int(k.max())
             number = to_device(k, q.device)[:, None]

@@ -80,7 +80,7 @@ def has_hooks(module: nn.Module) -> bool:
 @lru_cache
 def list_mask_numbers(dtype: torch.dtype) -> np.ndarray:
     """Returns [2] the numbers of an additive mask in `dtype`, hidden and seen, as integers with the same bits."""
-    return read_bits_on_host(torch.tensor([torch.finfo(dtype).min, 0], dtype=dtype))
+    return read_bits_on_host(torch.tensor([torch.finfo(dtype).min, 0], dtype=dtype, device="cpu"))
 
 
 @lru_cache(64)

@@ -61,7 +61,7 @@ def build_new_head(kind: str, target: Target, **fields: Any) -> Any:
         head.share_embedding(to_dense_embedding(target))
     for layer in head.output_layers:
         require_on_device(target.model.get_output_embeddings(), "output embedding")
-        rows = target.copy_output_rows(torch.arange(target.vocab_size))
+        rows = target.copy_output_rows(torch.arange(target.vocab_size, device="cpu"))
         layer.weight = nn.Parameter(rows.weight.float().clone())
         if layer.bias is not None:
             nn.init.zeros_(layer.bias)

@@ -100,7 +100,9 @@ class MtpProposer(EagleProposer):
         return ["mtp", self.target.config.to_dict(), str(self.target.dtype)]
 
     def build_rotary(self, count: int) -> Tensor:
-        return torch.empty(0, 0)  # `forward` counts the columns that a row sees to get its position
+        return torch.empty(
+            0, 0, dtype=torch.float32, device="cpu"
+        )  # `forward` counts the columns that a row sees to get its position
 
     def forward(self, tokens: Tensor, features: Tensor, places: Tensor, seen: Tensor) -> Tensor:
         target = self.target

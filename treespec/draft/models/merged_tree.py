@@ -131,10 +131,12 @@ class Merger:
         for node in nodes:
             for model_draws in self.draws[node].values():
                 turns = max(turns, len(model_draws.tokens))
-        table = torch.full((len(nodes), turns * models), ABSENT_DRAW)
+        table = torch.full(
+            (len(nodes), turns * models), ABSENT_DRAW, dtype=torch.int64, device="cpu"
+        )
         for row, node in enumerate(nodes):
             for model, model_draws in self.draws[node].items():
-                drawn = torch.tensor(model_draws.tokens, dtype=torch.int64)
+                drawn = torch.tensor(model_draws.tokens, dtype=torch.int64, device="cpu")
                 table[row, model : models * len(drawn) : models] = drawn
         return table
 

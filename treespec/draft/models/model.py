@@ -47,7 +47,7 @@ class ModelProposer(BranchProposer):
         self.target = target
         self.vocab_size = target.vocab_size
         self.cache = model.build_cache()
-        self.states = [torch.empty(0, dtype=torch.int64)]
+        self.states = [torch.empty(0, dtype=torch.int64, device="cpu")]
 
     def new(self) -> Self:
         return type(self)(self.model, self.target)

@@ -130,7 +130,7 @@ def build_shared_vocabulary(
     if not shared:
         raise InputError("the two vocabularies share no token")
     pairs = sorted((ours_by_bytes[text], theirs_by_bytes[text]) for text in shared)
-    target_ids, draft_ids = torch.tensor(pairs).unbind(1)
+    target_ids, draft_ids = torch.tensor(pairs, dtype=torch.int64, device="cpu").unbind(1)
     return SharedVocabulary(target_ids.contiguous(), draft_ids.contiguous(), ours, theirs_by_bytes)
 
 

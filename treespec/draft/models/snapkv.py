@@ -157,7 +157,7 @@ def check_attention(target: Target) -> None:
     layers = 0
     if target.config._attn_implementation == ATTENTION_NAME:
         cache = target.build_cache(ATTENTION_TRIAL_TOKENS)
-        text = torch.zeros(ATTENTION_TRIAL_TOKENS, dtype=torch.int64)
+        text = torch.zeros(ATTENTION_TRIAL_TOKENS, dtype=torch.int64, device="cpu")
         target.prefill(cache, text[None])
         (selection,) = select_columns(target, cache, [text], 1, 0, 1)
         layers = len(selection.columns)

@@ -67,7 +67,7 @@ class SparseProposer(BranchProposer):
         self.options = options
         self.vocab_size = target.vocab_size
         self.cache = target.build_cache()
-        self.states = [SparseText(torch.empty(0, dtype=torch.int64))]
+        self.states = [SparseText(torch.empty(0, dtype=torch.int64, device="cpu"))]
 
     def new(self) -> "SparseProposer":
         return SparseProposer(self.model, self.options)
@@ -130,10 +130,10 @@ class SparseProposer(BranchProposer):
     def list_positions(self, length: int) -> Tensor:
         """Returns [C] int64 the position in each column of a sequence; 0 in columns that SnapKV selects."""
         if length <= self.size:
-            return torch.arange(length)
-        first = torch.arange(self.options.sinks)
-        selected = torch.zeros(self.options.snapkv, dtype=torch.int64)
-        latest = torch.arange(length - self.options.window, length)
+            return torch.arange(length, device="cpu")
+        first = torch.arange(self.options.sinks, device="cpu")
+        selected = torch.zeros(self.options.snapkv, dtype=torch.int64, device="cpu")
+        latest = torch.arange(length - self.options.window, length, device="cpu")
         return torch.cat([first, selected, latest])
 
     @torch.no_grad()
@@ -151,12 +151,14 @@ class SparseProposer(BranchProposer):
         def index_entries(
             window: int | None, device: torch.device, heads: int, capacity: int, layer: int
         ) -> Tensor:
-            firsts = torch.tensor(cache.list_first_positions(window))
+            firsts = torch.tensor(
+                cache.list_first_positions(window), dtype=torch.int64, device="cpu"
+            )
             columns = (positions - firsts[:, None]).clamp(0, capacity - 1)
             columns = columns[:, None].repeat(1, heads, 1)
             if has_selection:
                 self._insert_selections(columns, layer)
-            head_numbers = torch.arange(len(columns) * heads).view(-1, heads, 1)
+            head_numbers = torch.arange(len(columns) * heads, device="cpu").view(-1, heads, 1)
             return to_device((head_numbers * capacity + columns).flatten(), device)
 
         # 3. The copy.

@@ -226,7 +226,9 @@ def probe_mixer(mixer: RecurrentLayer, cache: TreeCache, arguments: Arguments) -
     steps = {name: values[:, :TRIAL_TOKENS] for name, values in steps.items()}
     for key, part in state.items():
         if part.is_floating_point():
-            noise = 0.5 + torch.rand(part.shape, generator=generator)
+            noise = 0.5 + torch.rand(
+                part.shape, generator=generator, dtype=torch.float32, device="cpu"
+            )
             state[key] = 10 * part.abs().mean() * noise.to(part)
     cases = [state]
     for key, part in state.items():

@@ -272,8 +272,10 @@ class Recurrent:
 
         # 2. The mixer runs again over the accepted nodes; paths of equal length are batched.
         for length, sequences in by_length.items():
-            numbers = torch.tensor(sequences)
-            columns = torch.tensor([list(nodes[sequence]) for sequence in sequences])
+            numbers = torch.tensor(sequences, dtype=torch.int64, device="cpu")
+            columns = torch.tensor(
+                [list(nodes[sequence]) for sequence in sequences], dtype=torch.int64, device="cpu"
+            )
             steps = {}
             for name, values in forwarded.steps.items():
                 steps[name] = gather_entries(values, numbers, columns)

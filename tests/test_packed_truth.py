@@ -3,6 +3,7 @@
 import copy
 import threading
 
+import psutil
 import pytest
 import torch
 import transformers as hf
@@ -197,6 +198,17 @@ def test_a_saved_packed_model_is_read_as_the_plain_one(name, tmp_path):
         parameter.data *= 1.5
     model.load_state_dict(other.state_dict())
     close(model(PROMPT).logits, other(PROMPT).logits, 1e-4)
+
+
+def test_a_packed_model_keeps_no_weight_in_the_mapped_file(tmp_path):
+    build_model(torch.float32).save_pretrained(tmp_path)
+    model = hf.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    embedding = model.get_input_embeddings().weight
+    address = embedding.data_ptr()
+    pack(model)
+    assert embedding.data_ptr() != address
+    mapped = [row.path for row in psutil.Process().memory_maps() if str(tmp_path) in row.path]
+    assert not mapped
 
 
 def test_threads_may_run_one_fused_model_at_once():

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from treespec.kernels.library import load_kernels
 from treespec.model.cpu.packed_layers import has_own_code, pack_layer
 from treespec.model.quantization.layers import is_plain_weight
 
@@ -33,10 +34,23 @@ def pack(model: nn.Module) -> None:
         if packed is not layer:
             for name in names:
                 model.set_submodule(name, packed)
-    if not on_cpu:
-        for module in model.modules():
-            for group in JOINED_PROJECTIONS:
-                join([getattr(module, name, None) for name in group])
+    if on_cpu:
+        if load_kernels() is not None:  # else the plain weights stay where they are
+            copy_out_of_files(model)
+        return
+    for module in model.modules():
+        for group in JOINED_PROJECTIONS:
+            join([getattr(module, name, None) for name in group])
+
+
+def copy_out_of_files(model: nn.Module) -> None:
+    """Copy the weights that are left, such as embeddings and norms, out of the files that they were read from.
+
+    A view of a mapped file keeps the whole file mapped, whose pages meters count as the process's memory.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.is_cpu and is_plain_weight(parameter) and not name.endswith(".packed"):
+            parameter.data = parameter.data.clone()
 
 
 def list_module_names(model: nn.Module) -> dict[nn.Module, list[str]]:

@@ -140,8 +140,7 @@ def test_the_command_gives_a_report_and_exit_code_0(home, tmp_path):
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["passed"]
     assert len(report["tests"]) == 10
-    hidden = f"faults that shift less than {report['tests'][1]['finds']:.1%} of the probability may stay hidden"
-    assert f"At {report['tests'][1]['samples']} tokens {hidden}" in done.output
+    assert f"would show shifts of more than {report['tests'][1]['finds']:.1%}" in " ".join(done.output.split())
     assert report["equal_bits"] == ("a node of a tree has the same bits as one token at a time" in done.output)
     assert report["equal_bits"] == bool(kernels.load_kernels())
 

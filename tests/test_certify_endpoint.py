@@ -161,7 +161,7 @@ def test_the_command_names_the_server(home, tmp_path):
 def test_what_cannot_be_asked_is_said(home):
     with complains("--endpoint http://127.0.0.1:9: the server does not answer"):
         certify(CertifyConfig(target=f"{home}/target", endpoint="http://127.0.0.1:9"))
-    with complains("give --endpoint or --head"):
+    with complains("--endpoint and --head are both given: a server has its own drafter, so leave out --head"):
         CertifyConfig(target="t", endpoint="http://x/v1", head="h")
     with complains("--plain needs --endpoint"):
         CertifyConfig(target="t", plain="http://x/v1", head="h")

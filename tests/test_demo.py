@@ -297,7 +297,7 @@ def test_what_measures_a_head_takes_that_of_the_demo(config, head):
 
 def test_an_exported_head_is_served_under_a_name_that_the_engine_knows(head, tmp_path, capsys):
     export(head=head, to="sglang", target="demo", out=f"{tmp_path}/out", config=None)
-    assert f"--model-path {DEMO_MODEL.repository} " in capsys.readouterr().out
+    assert f"--model-path {DEMO_MODEL.repository} " in capsys.readouterr().err
 
 
 HEADS = sorted(folder for folder in PRETRAINED_HEADS.iterdir() if folder.is_dir())

@@ -95,7 +95,7 @@ def run_lines() -> None:
         if line[0] == "serve":
             from treespec.serve import run
 
-            run.serve = lambda spec, config, listening: print(spec)
+            run.serve = lambda spec, config, listening: print(spec) or run.Served(0, 0)
         with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as error:
             try:
                 main()

@@ -156,7 +156,7 @@ def test_no_network_is_one_line_that_names_every_place(server, monkeypatch):
     hub = HubFile("treespec-tests/none", "question.jsonl", kind="space")
     closed = WebFile("http://127.0.0.1:1/question.jsonl")
     monkeypatch.setitem(suites.SUITES, "mt-bench", replace(known, places=(hub, closed)))
-    with complains(r"treespec-tests/none: the hub.*127\.0\.0\.1:1/.*refused") as told:
+    with complains(r"treespec-tests/none: not available from the hub; http://127\.0\.0\.1:1/.*refused") as told:
         load_questions("mt-bench")
     assert str(told.value).startswith("mt-bench is not in the cache and cannot be fetched: ")
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from treespec.api.options import ModelOptions, SamplingOptions
+from treespec.demo.known import choose_default_drafter
 from treespec.errors import InputError
 from treespec.files.openai_client import check_address
 from treespec.options import MAX_COUNT, MAX_SEED, MAX_TEXT_TOKENS, join_or, option
@@ -72,7 +73,9 @@ class RegenerateConfig(ModelOptions, SamplingOptions):
     def __post_init__(self) -> None:
         needless = None  # the first option that has no effect with a server
         for name in ("from-template", "head", "drafter", "tree", "template"):
-            if needless is None and getattr(self, name.replace("-", "_")):
+            value = getattr(self, name.replace("-", "_"))
+            is_default = name == "drafter" and value == choose_default_drafter(self.target)
+            if needless is None and value and not is_default:
                 needless = name
         super().__post_init__()  # it may choose a drafter, so the options are checked before
         samples_questions = self.from_template is not None

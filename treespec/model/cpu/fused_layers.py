@@ -257,7 +257,7 @@ class FusedHeadForward:
         store = arguments.get("cache")
         if mask is None or store is None or "context" in arguments:
             return self.plain_forward(x, attend)
-        if not self.parts.is_unchanged():
+        if x.dtype != self.weights.dtype or not self.parts.is_unchanged():
             return self.plain_forward(x, attend)
         angles = [part.flatten(0, -3) for part in arguments["angles"]]
         attention_input, residual = self.layer.split_inputs(x)

@@ -33,7 +33,8 @@ OURS = [
 
 @pytest.mark.parametrize("draws, name, widths", OURS)
 def test_treespecs_own_verifiers_pass(draws, name, widths):
-    found = check(ours(name), widths, draws, runs=190)
+    runs = 60 if name == "kseq" else 190  # it solves an equation at each node
+    found = check(ours(name), widths, draws, runs=runs)
     assert found.passed, str(found)
 
 

@@ -71,12 +71,7 @@ class RegenerateConfig(ModelOptions, SamplingOptions):
     )
 
     def __post_init__(self) -> None:
-        needless = None  # the first option that has no effect with a server
-        for name in ("from-template", "head", "drafter", "tree", "template"):
-            value = getattr(self, name.replace("-", "_"))
-            is_default = name == "drafter" and value == choose_default_drafter(self.target)
-            if needless is None and value and not is_default:
-                needless = name
+        needless = self.find_needless_option()
         super().__post_init__()  # it may choose a drafter, so the options are checked before
         samples_questions = self.from_template is not None
         endpoint = self.endpoint
@@ -92,6 +87,15 @@ class RegenerateConfig(ModelOptions, SamplingOptions):
             )
         if endpoint is not None and needless:
             raise InputError(f"--endpoint answers by itself: leave out --{needless}")
+
+    def find_needless_option(self) -> str | None:
+        """Find the first option that has no effect with a server; None: there is none."""
+        for name in ("from-template", "head", "drafter", "tree", "template"):
+            value = getattr(self, name.replace("-", "_"))
+            is_default = name == "drafter" and value == choose_default_drafter(self.target)
+            if value and not is_default:
+                return name
+        return None
 
     def to_sampling_options(self, greedy: bool) -> dict[str, Any]:
         """Build the options of `Spec.request`. greedy: whether to answer at temperature 0."""

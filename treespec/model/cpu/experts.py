@@ -95,6 +95,7 @@ class RouterForward:
         self.router = router
         self.product = PackedProduct(linear)
         self.plain_forward = router.forward
+        router.weight.data = router.weight.data.clone()  # out of the file that it was read from
         self.version = router.weight._version
         self.address = router.weight.data_ptr()
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from treespec.kernels.library import load_kernels
-from treespec.model.cpu.packed_layers import has_own_code, pack_layer
+from treespec.model.cpu.experts import PACKED
+from treespec.model.cpu.packed_layers import PackedLinear, has_own_code, pack_layer
 from treespec.model.quantization.layers import is_plain_weight
 
 # Projections that read the same input.
@@ -48,9 +49,14 @@ def copy_out_of_files(model: nn.Module) -> None:
 
     A view of a mapped file keeps the whole file mapped, whose pages meters count as the process's memory.
     """
-    for name, parameter in model.named_parameters():
-        if parameter.is_cpu and is_plain_weight(parameter) and not name.endswith(".packed"):
-            parameter.data = parameter.data.clone()
+    for module in model.modules():
+        if isinstance(module, PackedLinear) or hasattr(
+            module, PACKED
+        ):  # a packed router knows its weight's address
+            continue
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.is_cpu and is_plain_weight(parameter):
+                parameter.data = parameter.data.clone()
 
 
 def list_module_names(model: nn.Module) -> dict[nn.Module, list[str]]:

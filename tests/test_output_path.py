@@ -64,7 +64,11 @@ def test_logits_of_a_part_of_the_vocabulary_are_those_of_all(name):
     assert target.compute_output_logits(hidden[:, :0]).shape == (2, 0, target.vocab_size)
 
 
-@pytest.mark.parametrize("name", sorted({*CASTS}))
+SLOW_CASTS = {"falcon_h1", "falcon_mamba", "mamba"}  # their layers are those of mamba2 and of the others
+CASTS_BY_TIME = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW_CASTS)) for name in sorted({*CASTS})]
+
+
+@pytest.mark.parametrize("name", CASTS_BY_TIME)
 def test_a_model_in_16_bits_decodes_as_its_own_generate_does(tmp_path, name):
     model_of(name).bfloat16().save_pretrained(tmp_path / "target")
     how = {"device_map": "cpu", "dtype": "bfloat16"}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from treespec.kernels.library import load_kernels
 from treespec.model.cpu.experts import PACKED
-from treespec.model.cpu.packed_layers import PackedLinear, has_own_code, pack_layer
+from treespec.model.cpu.packed_layers import has_own_code, pack_layer
 from treespec.model.quantization.layers import is_plain_weight
 
 # Projections that read the same input.
@@ -50,12 +50,12 @@ def copy_out_of_files(model: nn.Module) -> None:
     A view of a mapped file keeps the whole file mapped, whose pages meters count as the process's memory.
     """
     for module in model.modules():
-        if isinstance(module, PackedLinear) or hasattr(
-            module, PACKED
-        ):  # a packed router knows its weight's address
+        if hasattr(module, PACKED):  # a packed router knows its weight's address
             continue
-        for parameter in module._parameters.values():
-            if parameter is not None and parameter.is_cpu and is_plain_weight(parameter):
+        for name, parameter in module._parameters.items():
+            if parameter is None or not parameter.is_cpu or not is_plain_weight(parameter):
+                continue
+            if name != "packed":
                 parameter.data = parameter.data.clone()
 
 

@@ -42,17 +42,19 @@ class Fusion:
 
     Attributes:
         forwards: by the layers' numbers.
+        parts: of all fused layers, with their own hooks and forwards.
         reasons: why layers were not fused, with the number of layers.
         runs_ahead: whether a call of a layer may run the following ones too. The decoder of some models changes
             the hidden states between layers; the first forward that finds it out ends this.
     """
 
     forwards: dict[int, "FusedForward"] = field(default_factory=dict)
+    parts: LayerParts = field(default_factory=lambda: LayerParts([]))
     reasons: Counter[str] = field(default_factory=Counter)
     runs_ahead: bool = True
 
     def find_run_end(self, i: int, stores: Sequence[TreeLayer]) -> int:
-        """Returns the first layer after i that a call of layer i cannot run too.
+        """Returns the first layer after i that a call of layer i cannot run too; i itself if its parts have changed.
 
         It has another window, or changed parts, or is no longer called by its fused forward, or lies behind a hook.
 
@@ -60,8 +62,14 @@ class Fusion:
                                      computes  0 to 1  passes x on     2 to 3        passes x on
         """
         window = stores[i].window
-        previous = self.forwards[i]
         j = i + 1
+        if self.runs_ahead and self.parts.is_unchanged():
+            while j in self.forwards and stores[j].window == window:
+                j += 1
+            return j
+        previous = self.forwards[i]
+        if not previous.parts.is_unchanged():
+            return i
         while self.runs_ahead and j in self.forwards and stores[j].window == window:
             fused = self.forwards[j]
             layers = (previous.layer, fused.layer)
@@ -83,6 +91,7 @@ class FusedForward:
         number: of the layer.
         layer: the layer.
         weights: of the layer.
+        attention_config: names the attention that the model computes.
         plain_forward: the layer's own.
         parts: of the layer when it was fused.
     """
@@ -94,8 +103,9 @@ class FusedForward:
         self.number = number
         self.layer: Any = layer
         self.weights = weights
+        self.attention_config = self.layer.self_attn.config
         self.plain_forward = layer.forward
-        self.parts = LayerParts(layer)
+        self.parts = LayerParts([layer])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         """A copy of the layer has weights of its own and its own forward: it is not fused."""
@@ -123,10 +133,12 @@ class FusedForward:
             return hidden_states
 
         # 2. This layer, and those that can follow in the same call.
-        if not self.can_run(hidden_states):
-            return self.plain_forward(hidden_states, **arguments)
         stores = cache.tree_layers
-        end = self.fusion.find_run_end(self.number, stores)
+        end = self.number
+        if self.can_run(hidden_states):
+            end = self.fusion.find_run_end(self.number, stores)
+        if end == self.number:
+            return self.plain_forward(hidden_states, **arguments)
         weights = [self.fusion.forwards[j].weights for j in range(self.number, end)]
         output = run_blocks(
             weights,
@@ -142,10 +154,11 @@ class FusedForward:
         return output
 
     def can_run(self, hidden_states: Tensor) -> bool:
-        """Whether the fused forward computes what the model asks for."""
-        if hidden_states.dtype != self.weights.dtype or not self.parts.is_unchanged():
+        """Whether the fused forward computes what the model asks for, if the layer's parts have not changed."""
+        if hidden_states.dtype != self.weights.dtype:
             return False
-        return self.layer.self_attn.config._attn_implementation == ATTENTION_NAME
+        implementation: str = self.attention_config._attn_implementation
+        return implementation == ATTENTION_NAME
 
 
 @torch.no_grad()
@@ -162,6 +175,8 @@ def fuse(model: nn.Module) -> Fusion:
                 fuse_layer(layer, fusion)
         except UnfusableError as error:
             fusion.reasons[str(error)] += 1
+    fused_layers = [forward.layer for forward in fusion.forwards.values()]
+    fusion.parts = LayerParts(fused_layers, with_own_hooks=True)
     for reason, layers in fusion.reasons.items():
         log.info("%d layers of %s are not fused: %s", layers, type(model).__name__, reason)
     return fusion
@@ -243,7 +258,7 @@ class FusedHeadForward:
         self.layer = layer
         self.weights = weights
         self.plain_forward = layer.forward
-        self.parts = LayerParts(layer)
+        self.parts = LayerParts([layer])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         """As `FusedForward`."""

@@ -1,7 +1,6 @@
-"""What a decoder layer is made of, taken down when it is fused, to see later that nobody has changed it."""
+"""What decoder layers are made of, taken down when they are fused, to see later that nobody has changed them."""
 
-from collections.abc import Callable
-from operator import is_
+from collections.abc import Iterable
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -9,51 +8,71 @@ from torch import Tensor, nn
 
 @final
 class LayerParts:
-    """The submodules, parameters and hooks of a layer at one moment.
+    """The submodules, parameters, forwards and hooks of layers at one moment.
 
     The dictionaries of a module stay the same objects as long as it lives, so a look into them is enough. A parameter
-    counts as changed if it is another tensor, or has its numbers elsewhere; numbers that change in place are seen by
-    the kernels anyway.
+    counts as changed if its numbers are elsewhere: those that took them down keep the old ones alive, so no new
+    tensor has their address. Numbers that change in place are seen by the kernels anyway.
     """
 
-    def __init__(self, layer: nn.Module) -> None:
-        self.module_tables = list[dict[str, Any]]()
-        self.module_names = list[str]()
-        self.modules = list[Any]()
+    def __init__(self, layers: Iterable[nn.Module], with_own_hooks: bool = False) -> None:
+        """with_own_hooks: whether a hook on a layer itself, or another forward of it, counts as a change too."""
+        self.hooks = list[dict[int, Any]]()
+        self.children = list[tuple[dict[str, Any], tuple[Any, ...]]]()
         self.parameter_tables = list[dict[str, Any]]()
-        self.parameter_names = list[str]()
-        self.parameters = list[Any]()
-        self.hooks = list[dict[int, Callable[..., Any]]]()
-        self.attributes = list[dict[str, Any]]()
-        self.forwards = list[Any]()
-        for module in layer.modules():
-            for name, child in module._modules.items():
-                self.module_tables.append(module._modules)
-                self.module_names.append(name)
-                self.modules.append(child)
-            for name, parameter in module._parameters.items():
-                self.parameter_tables.append(module._parameters)
-                self.parameter_names.append(name)
-                self.parameters.append(parameter)
-            if module is not layer:  # the layer's own run when it is called
-                self.hooks += [module._forward_hooks, module._forward_pre_hooks]
-                self.attributes.append(vars(module))
-                self.forwards.append(vars(module).get("forward"))
-        self.tensors = [tensor for tensor in self.parameters if tensor is not None]
-        self.addresses = list(map(Tensor.data_ptr, self.tensors))
-        self.forward_names = ["forward"] * len(self.attributes)
+        self.tables = list[dict[str, Any]]()
+        self.names = list[str]()
+        self.addresses = list[int]()
+        self.plain_modules = list[dict[str, Any]]()
+        self.own_forwards = list[tuple[dict[str, Any], Any]]()
+        for layer in layers:
+            for module in layer.modules():
+                self.add_contents(module)
+                if module is not layer or with_own_hooks:
+                    self.add_code(module)
+        self.counts = list(map(len, self.parameter_tables))
+        self.forward_names = ["forward"] * len(self.plain_modules)
+
+    def add_contents(self, module: nn.Module) -> None:
+        """Takes down the submodules and parameters of a module."""
+        if module._modules:
+            self.children.append((module._modules, tuple(module._modules.values())))
+        if module._parameters:
+            self.parameter_tables.append(module._parameters)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                self.tables.append(module._parameters)
+                self.names.append(name)
+                self.addresses.append(parameter.data_ptr())
+
+    def add_code(self, module: nn.Module) -> None:
+        """Takes down the hooks and the forward of a module."""
+        self.hooks += [module._forward_hooks, module._forward_pre_hooks]
+        attributes = vars(module)
+        if "forward" in attributes:
+            self.own_forwards.append((attributes, attributes["forward"]))
+        else:
+            self.plain_modules.append(attributes)
 
     def is_unchanged(self) -> bool:
-        """Whether the layer has the same submodules and parameters, and no submodule has a hook or another forward.
+        """Whether the layers have the same parts, and no part has a hook or another forward.
 
-        Each line looks at all entries in C: it is asked for every layer in every forward.
+        It is asked in every forward, so each step looks at all entries at once.
         """
-        modules = map(dict.get, self.module_tables, self.module_names)
-        parameters = map(dict.get, self.parameter_tables, self.parameter_names)
-        forwards = map(dict.get, self.attributes, self.forward_names)
-        is_same = all(map(is_, modules, self.modules)) and all(
-            map(is_, parameters, self.parameters)
-        )
-        if not is_same or any(self.hooks) or not all(map(is_, forwards, self.forwards)):
+        if any(self.hooks) or any(map(dict.__contains__, self.plain_modules, self.forward_names)):
             return False
-        return list(map(Tensor.data_ptr, self.tensors)) == self.addresses
+        for table, forward in self.own_forwards:
+            if table.get("forward") is not forward:
+                return False
+        for modules, children in self.children:
+            if tuple(modules.values()) != children:
+                return False
+        if list(map(len, self.parameter_tables)) != self.counts:
+            return False
+        try:
+            return (
+                list(map(Tensor.data_ptr, map(dict.__getitem__, self.tables, self.names)))
+                == self.addresses
+            )
+        except (KeyError, TypeError):  # a parameter is gone, or None
+            return False

@@ -61,25 +61,26 @@ class Fusion:
             a hook before layer 2:   layer     0       1               2             3
                                      computes  0 to 1  passes x on     2 to 3        passes x on
         """
+        if not self.runs_ahead:
+            return i + self.forwards[i].parts.is_unchanged()
+        is_unchanged = self.parts.is_unchanged()
+        if not is_unchanged and not self.forwards[i].parts.is_unchanged():
+            return i
         window = stores[i].window
         j = i + 1
-        if self.runs_ahead and self.parts.is_unchanged():
-            while j in self.forwards and stores[j].window == window:
-                j += 1
-            return j
-        previous = self.forwards[i]
-        if not previous.parts.is_unchanged():
-            return i
-        while self.runs_ahead and j in self.forwards and stores[j].window == window:
-            fused = self.forwards[j]
-            layers = (previous.layer, fused.layer)
-            if layers[0]._forward_hooks or layers[1]._forward_pre_hooks:
+        while j in self.forwards and stores[j].window == window:
+            if not is_unchanged and not self.can_follow(j):
                 break
-            if not (previous.is_called and fused.is_called and fused.parts.is_unchanged()):
-                break
-            previous = fused
             j += 1
         return j
+
+    def can_follow(self, j: int) -> bool:
+        """Whether a call of layer j - 1 may run layer j too, as far as their own hooks, forwards and parts go."""
+        previous = self.forwards[j - 1]
+        fused = self.forwards[j]
+        if previous.layer._forward_hooks or fused.layer._forward_pre_hooks:
+            return False
+        return previous.is_called and fused.is_called and fused.parts.is_unchanged()
 
 
 @final

@@ -104,7 +104,8 @@ class FusedForward:
         self.number = number
         self.layer: Any = layer
         self.weights = weights
-        self.attention_config = self.layer.self_attn.config
+        attention: Any = layer.self_attn
+        self.attention_config: Any = attention.config
         self.plain_forward = layer.forward
         self.parts = LayerParts([layer])
 

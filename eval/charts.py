@@ -24,7 +24,7 @@ LINE_MARKS = (  # the marks of a line's points, as SVG paths around (0, 0)
 )
 LINE_DASHES = ("", "6 3", "2 3")
 CHARACTER_WIDTH = 6.6  # of the charts' text, in pixels of their view box
-TICK_COUNT = 5  # about so many on an axis
+TICK_COUNT = 5  # approximate number of an axis
 
 
 class Scale(NamedTuple):

@@ -255,12 +255,12 @@ def explain_causes(
 
 
 def compute_mean_floor(values: Tensor, errors: float) -> float:
-    """Return the mean of values [C] less so many standard errors, which are estimated from their spread."""
+    """Return the mean of values [C] minus `errors` standard errors, estimated from the spread of the values."""
     return float(values.mean() - errors * values.std() / len(values) ** 0.5)
 
 
 def compute_share_ceiling(share: float, positions: int) -> float:
-    """Return the upper end of the 95 % interval of a share that was measured at so many positions."""
+    """Return the upper end of the 95 % interval of a share measured at `positions` positions."""
     high = share_of(round(share * positions), positions)["high"]
     assert high is not None
     return high

@@ -59,7 +59,7 @@ def format_table_csv(table: Table) -> str:
 
 
 def format_ends(cell: Cell) -> list[str]:
-    """Format a cell of a column of figures as three cells; "" for what it has not."""
+    """Format a cell of a column of figures as three cells; an absent number is ""."""
     if cell is None or isinstance(cell, str):
         return [escape_cell(cell), "", ""]
     ends = []

@@ -54,12 +54,21 @@ class LayerWeights:
         """Heads of keys and values."""
         return self.products[2].outputs // self.head_width
 
-    @cached_property
-    def fields(self) -> LayerStruct:
-        """The fields that do not change between forwards. Raises KernelInputError if the sizes do not fit."""
-        heads = self.products[3].inputs // self.head_width
+    @property
+    def heads(self) -> int:
+        """Heads of queries."""
+        return self.products[3].inputs // self.head_width
+
+    @property
+    def inner(self) -> int:
+        """Width between the MLP's products."""
+        return self.products[4].outputs
+
+    def check(self) -> None:
+        """Raises KernelInputError if the sizes or dtypes of the weights do not fit together."""
+        heads = self.heads
+        inner = self.inner
         groups = self.kv_heads * self.head_width
-        inner = self.products[4].outputs
         sizes = (
             (heads * self.head_width, self.inputs),
             (groups, self.inputs),
@@ -83,6 +92,11 @@ class LayerWeights:
                 check_dense(vector, "a bias or norm", (self.dtype,), (width,))
         for product in self.products:
             product.check()
+
+    @cached_property
+    def fields(self) -> LayerStruct:
+        """The fields that do not change between forwards. Raises KernelInputError as `check` does."""
+        self.check()
         return LayerStruct(
             weights=list_addresses(LAYER_PRODUCTS, [product.numbers for product in self.products]),
             biases=list_addresses(LAYER_PRODUCTS, self.biases),
@@ -90,10 +104,10 @@ class LayerWeights:
             texts=1,
             inputs=self.inputs,
             hidden=self.hidden,
-            heads=heads,
+            heads=self.heads,
             kv_heads=self.kv_heads,
             head_width=self.head_width,
-            inner=inner,
+            inner=self.inner,
             scale=self.scale,
             eps=self.eps,
             sign=self.sign,

@@ -67,7 +67,7 @@ def read_layer(layer: Any, norm_names: Sequence[str], sign: float) -> LayerWeigh
         dtype=dtype,
     )
     try:
-        weights.fields  # noqa: B018 - it checks the sizes
+        weights.check()
     except KernelInputError as error:
         raise UnfusableError(str(error)) from error
     return weights

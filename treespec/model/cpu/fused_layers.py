@@ -83,6 +83,12 @@ class Fusion:
         return previous.is_called and fused.is_called and fused.parts.is_unchanged()
 
 
+def get_class_forward(layer: nn.Module) -> Callable[..., Any]:
+    """Returns the forward of a layer's class, bound to the layer."""
+    forward: Callable[..., Any] = type(layer).forward.__get__(layer)
+    return forward
+
+
 @final
 class FusedForward:
     """The forward of a fused decoder layer. Where it does not fit, the layer's own forward runs.
@@ -111,9 +117,7 @@ class FusedForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         """A copy of the layer has weights of its own and its own forward: it is not fused."""
-        layer = memo[id(self.layer)]
-        forward: Callable[..., Any] = type(layer).forward.__get__(layer)
-        return forward
+        return get_class_forward(memo[id(self.layer)])
 
     @property
     def is_called(self) -> bool:
@@ -264,9 +268,7 @@ class FusedHeadForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         """As `FusedForward`."""
-        layer = memo[id(self.layer)]
-        forward: Callable[..., Any] = type(layer).forward.__get__(layer)
-        return forward
+        return get_class_forward(memo[id(self.layer)])
 
     def __call__(self, x: Tensor, attend: Any) -> Tensor:
         arguments = attend.keywords

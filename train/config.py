@@ -130,7 +130,7 @@ class TrainConfig(TargetOptions, Eagle3Options):
         "end after this number of optimizer steps; 0: after the epochs", 0, least=0, most=MAX_COUNT
     )
     minutes: float = option(
-        "end this number of minutes after the start, of which storing features may take half; 0: no limit",
+        "end after this number of minutes from the start; storing features takes at most half of them; 0: no limit",
         0.0,
         least=0,
         most=MAX_COUNT,

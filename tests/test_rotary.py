@@ -66,3 +66,10 @@ def test_a_change_of_the_frequencies_changes_the_angles():
 def test_angles_that_follow_the_length_of_the_text_are_not_tabulated():
     _, tabulated = build_pair("dynamic", factor=2.0)
     assert "forward" not in vars(tabulated)
+
+
+def test_angles_as_complex_numbers_are_not_tabulated():
+    config = hf.Llama4TextConfig(hidden_size=2 * WIDTH, num_attention_heads=2, head_dim=WIDTH)
+    rotary = hf.models.llama4.modeling_llama4.Llama4TextRotaryEmbedding(config)
+    tabulate_angles(rotary)
+    assert "forward" not in vars(rotary)

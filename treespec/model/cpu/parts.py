@@ -31,7 +31,7 @@ class LayerParts:
                 self.add_contents(module)
                 if module is not layer or with_own_hooks:
                     self.add_code(module)
-        self.addresses = list_addresses(self.parameters)
+        self.addresses = read_addresses(self.parameters)
         self.forward_names = ["forward"] * len(self.plain_modules)
 
     def add_contents(self, module: nn.Module) -> None:
@@ -68,7 +68,9 @@ class LayerParts:
             return False
         if not holds_same(self.parameter_tables, self.parameters):
             return False
-        return not with_numbers or list_addresses(self.parameters) == self.addresses
+        if not with_numbers:
+            return True
+        return read_addresses(self.parameters) == self.addresses
 
 
 def holds_same(tables: Iterable[dict[str, Any]], values: list[Any]) -> bool:
@@ -77,6 +79,6 @@ def holds_same(tables: Iterable[dict[str, Any]], values: list[Any]) -> bool:
     return len(found) == len(values) and all(map(is_, found, values))
 
 
-def list_addresses(parameters: Iterable[Tensor | None]) -> list[int]:
+def read_addresses(parameters: Iterable[Tensor | None]) -> list[int]:
     """Lists where the numbers of parameters are, without those that are None."""
     return [parameter.data_ptr() for parameter in parameters if parameter is not None]

@@ -96,9 +96,16 @@ def tabulate_angles(model: nn.Module) -> None:
 
 
 def has_fixed_frequencies(module: Any) -> bool:
-    """Whether a module is a rotary embedding of transformers that computes angles from positions alone."""
+    """Whether a module is a rotary embedding of transformers that computes cos and sin from positions alone."""
     if not hasattr(module, "inv_freq") or not hasattr(module, "attention_scaling"):
         return False
     if "forward" in vars(module) or getattr(module, "rope_type", None) in (None, *MOVING_KINDS):
         return False
-    return list(inspect.signature(module.forward).parameters) == ["x", "position_ids"]
+    if list(inspect.signature(module.forward).parameters) != ["x", "position_ids"]:
+        return False
+    x = torch.zeros(1, dtype=torch.float32, device="cpu")
+    positions = torch.arange(3, dtype=torch.int64, device="cpu")[None]
+    angles = module.forward(x, positions)
+    if not isinstance(angles, tuple) or len(angles) != 2:  # Llama 4 gives complex numbers
+        return False
+    return all(part.shape[:2] == positions.shape and part.dim() == 3 for part in angles)

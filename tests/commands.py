@@ -83,6 +83,7 @@ def cache_folder(hub, repository, commit, revision="main"):
 
 def to_command(function: Callable[[], None], before: str = "") -> list[str]:
     """The command of a process that runs a function, which imports what it uses. before: code to run first."""
+    before = f"import gc; gc.disable()\n{before}"  # it is short, and what it imports is no garbage
     return [sys.executable, "-c", f"{before}\n{inspect.getsource(function)}\n{function.__name__}()"]
 
 

@@ -3,12 +3,14 @@
 import io
 import json
 import threading
+from functools import partial
 from urllib.error import HTTPError
 
+import commands
 import faults
 import pytest
 import torch
-from commands import FakeServer, complains, serving, tiny_spec
+from commands import FakeServer, complains, serving
 from faults import draw_before_truncation, plan_at_low_temperature, plan_with_wrong_residual
 from typer.testing import CliRunner
 
@@ -21,6 +23,7 @@ from treespec.eval.config import CertifyConfig
 from treespec.model.target import Target
 from treespec.sampling.probs import SamplingParams
 
+tiny_spec = partial(commands.tiny_spec, layers=1)
 QUESTIONS = ["the user asks", "who is there"]
 
 

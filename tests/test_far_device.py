@@ -379,9 +379,10 @@ def measure():
             try:
                 how = {"temperature": temperature, "seed": [1] * batch, "max_new_tokens": length, "batch": batch}
                 outs = spec.generate(prompts, **how)
-                if temperature == 0 or verifier in ("auto", "gumbel"):  # one text, whatever is drafted
-                    if [out.token_ids for out in outs] != decode_plainly(batch, temperature, length):
-                        raise RuntimeError(f"{setup}: the texts are not the CPU's")
+                texts = [out.token_ids for out in outs]
+                is_one_text = temperature == 0 or verifier in ("auto", "gumbel")  # whatever is drafted
+                if is_one_text and texts != decode_plainly(batch, temperature, length):
+                    raise RuntimeError(f"{setup}: the texts are not the CPU's")
             except RuntimeError as error:
                 found.setdefault(str(setup), []).append(str(error))
                 continue

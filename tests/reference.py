@@ -350,14 +350,7 @@ def deviation(found, wanted) -> float:
     return max(abs(found.get(text, 0) - wanted.get(text, 0)) for text in {*found, *wanted})
 
 
-def text_probs(
-    model,
-    prompt,
-    new,
-    params,
-    change=None,
-    end=None,
-):
+def text_probs(model, prompt, new, params, change=None, end=None):
     """{text: probability} of a table target, each text computed by itself.
 
     change: what the tokens so far and the logits [V] become, before temperature. end: a token that ends texts.

@@ -29,10 +29,11 @@ from torch import Tensor
 from treespec.files.atomic import write_json
 from treespec.heads.training import Recipe
 from treespec.train import checkpoints
-from treespec.train.checkpoints import Place
+from treespec.train.checkpoints import Place, find_latest_step
 from treespec.train.data.batches import Forward, iterate_forwards, pad_rows, read_ahead, split_epoch
 from treespec.train.loop.meter import Meter
 from treespec.train.loop.run import TrainingRun, build_divergence_error, check_head_weights, look
+from treespec.train.loop.stopping import StopRequest
 from treespec.train.losses.objectives import TrainingBatch
 from treespec.train.losses.tokens import Loss
 from treespec.train.verdict import measure_length, warn_of_passes
@@ -191,12 +192,16 @@ def compute_ready_forwards(
 
 
 def run_training_steps(
-    run: TrainingRun, after_step: Callable[[int], None], prepared_seconds: float = 0.0
+    run: TrainingRun,
+    stop: StopRequest,
+    after_step: Callable[[int], None],
+    prepared_seconds: float = 0.0,
 ) -> Place:
     """Run the remaining optimizer steps, with reports, checkpoints and validations.
 
     Args:
         run: the run.
+        stop: ends the run after the step in which it is made.
         after_step: called after each step with the number of finished steps.
         prepared_seconds: seconds since the start of the program; `--minutes` counts them, up to a half.
             Default: 0.
@@ -206,6 +211,7 @@ def run_training_steps(
 
     Raises:
         InputError: for a run that diverges.
+        KeyboardInterrupt: for a run that was stopped. Its last step is saved, unless it was skipped.
     """
     # 1. Load the last checkpoint, and plan the run.
     config = run.config
@@ -223,7 +229,7 @@ def run_training_steps(
     skipped = SkippedSteps(place.step)
     place.seconds = timer.elapsed()
     progress = clock.measure_progress(place.step, place.seconds)
-    while progress < 1:
+    while progress < 1 and not stop.is_requested():
         # 2. Run a step; it is skipped if its gradient is not finite.
         rate = compute_learning_rate(recipe, clock, place.step, place.seconds)
         for group in run.optimizer.param_groups:
@@ -246,11 +252,23 @@ def run_training_steps(
             passes.warn(round(place.step / progress))
 
         # 4. Validate and save, if they are due. The validation at the end of the run comes later.
-        if progress < 1 and is_multiple(place.step, config.validate_every):
-            look(run, place, meter)
+        if (
+            progress < 1
+            and is_multiple(place.step, config.validate_every)
+            and not stop.is_signalled
+        ):
+            with stop.interruptible():
+                look(run, place, meter)
         if result.good and (progress == 1 or is_multiple(place.step, config.checkpoint_every)):
             save_run_checkpoint(run, place)
         after_step(place.step)
+
+    # 5. Save the last step of a run that was stopped.
+    if stop.is_requested():
+        if place.step > 0 and skipped.in_a_row == 0 and find_latest_step(run.folder) != place.step:
+            save_run_checkpoint(run, place)
+        accelerator.wait_for_everyone()  # the first process that ends would have the others killed
+        raise KeyboardInterrupt
     return place
 
 

@@ -26,7 +26,7 @@ ANSWERED = "\x1b[?2004l"
 
 
 class Terminal:
-    """A process with a terminal of its own, and what it has written there."""
+    """A process that runs in a terminal of its own. `written`: the bytes that it has printed so far."""
 
     def __init__(self, command, environment):
         self.process, self.screen = pty.fork()
@@ -39,7 +39,7 @@ class Terminal:
         os.write(self.screen, text.encode())
 
     def until(self, pattern, seconds=120):
-        """What was written up to the end of the next match, which is waited for."""
+        """Wait until the output matches the pattern, and return the output up to the end of the match."""
         end = time.monotonic() + seconds
         while not (found := re.search(pattern.encode(), self.written, re.DOTALL)):
             ready, _, _ = select.select([self.screen], [], [], max(0, end - time.monotonic()))

@@ -464,6 +464,20 @@ int linear(const Linear *a, const void *x, void *y, int64_t n) {
 // --- Attention ----------------------------------------------------------------------------------
 // Two passes over the keys: all scores and their largest; then exponentials and sums, key by key in
 // the order of the columns. A hidden key adds 0, so where it lies changes nothing.
+//
+// A thread takes a unit of rows at a time, queries that read the same keys and values: all heads of a group, node by
+// node. It reads them in strips, and a strip in tiles of L keys. Five nodes of two heads behind three columns, with
+// tiles of two keys and strips of four:
+//
+//                  strip 0       strip 1        x: a score, and a weight in the sum of values
+//                tile 0   1      2     3        .: hidden, but in a tile of scores
+//   node 0, 2 heads  xx  xx  |  ..              left empty: no row of the block sees a key, so the tile adds 0
+//   node 1, 2 heads  xx  xx  |  x.
+//   node 2, 2 heads  xx  xx  |  xx
+//   node 3, 2 heads  xx  xx  |  xx    x.
+//   node 4, 2 heads  xx  xx  |  xx    xx
+//
+// Each number is still one sum in the order of its inputs, whatever rows, tiles and strips there are.
 
 INLINE F exponential(F x) {  // x <= 0 or NaN; error below 2 units in the last place (Cephes, expf)
   I hidden = x < -87.0f;
@@ -504,7 +518,14 @@ INLINE F larger(F a, F b) {
   return (F)(((I)a & first) | ((I)b & ~first));
 }
 
-enum { GROUP = 24, HIGH = 8, LOW = 4 };  // rows that a thread takes at a time, and a loop holds
+// Rows and vectors whose sums a loop holds in registers; keys of a strip, whose values stay in the first level of
+// caches; the fewest rows and the most of a unit.
+#if L == 16 || defined(__aarch64__)
+#define WIDTH 4
+#else
+#define WIDTH 2
+#endif
+enum { HIGH = 6, LOW = 4, STRIP = 64, TILES = STRIP / L, FEWEST = 24, MOST = 96 };
 
 // Numbers of two vectors; those of the second count from L on. Places that are known when this is compiled make the
 // fastest shuffles, so they are written out: f(0, s), f(1, s), ...
@@ -549,184 +570,345 @@ INLINE void transpose(U *rows) {
 #endif
 }
 
-// keys [d, L]: `many` keys from `at` on, further ones 0. A row of bfloat16 is read as pairs.
-static void turned(const Attention *a, int64_t at, int many, float *keys) {
-  int half = a->half, numbers = half ? 2 : 1, size = half ? 2 : 4;
-  if (a->d % (numbers * L)) {
+// turned [d, L] in rows of `step`: `many` rows of x that begin at numbers at[0], at[1], ...; further ones are 0. A row of
+// bfloat16 is read as pairs.
+static void turn_rows(const void *x, const int64_t *at, int many, int64_t d, int half, float *turned, int64_t step) {
+  int numbers = half ? 2 : 1, size = half ? 2 : 4;
+  if (d % (numbers * L)) {
     for (int c = 0; c < L; c++)
-      for (int64_t i = 0; i < a->d; i++) keys[i * L + c] = c < many ? get(a->k, at + c * a->kt + i, half) : 0;
+      for (int64_t i = 0; i < d; i++) turned[i * step + c] = c < many ? get(x, at[c] + i, half) : 0;
     return;
   }
-  for (int64_t i = 0; i < a->d; i += numbers * L) {
+  for (int64_t i = 0; i < d; i += numbers * L) {
     U block[L];
-    for (int c = 0; c < L; c++)
-      block[c] = c < many ? *(const U *)((const char *)a->k + (at + c * a->kt + i) * size) : (U){};
+    for (int c = 0; c < L; c++) block[c] = c < many ? *(const U *)((const char *)x + (at[c] + i) * size) : (U){};
     transpose(block);
     for (int j = 0; j < L; j++)
       if (half) {
-        *(U *)(keys + (i + 2 * j) * L) = block[j] << 16;
-        *(U *)(keys + (i + 2 * j + 1) * L) = block[j] & 0xffff0000u;
-      } else *(U *)(keys + (i + j) * L) = block[j];
+        *(U *)(turned + (i + 2 * j) * step) = block[j] << 16;
+        *(U *)(turned + (i + 2 * j + 1) * step) = block[j] & 0xffff0000u;
+      } else *(U *)(turned + (i + j) * step) = block[j];
   }
 }
 
-INLINE void scores(const float *q, const float *keys, F *sums, int64_t d, int rows) {
-  F sum[HIGH] = {};
-  for (int64_t i = 0; i < d; i++) {
-    F key = *(const F *)(keys + i * L);
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r++) sum[r] = add(key, all(q[r * d + i]), sum[r]);
+// sums [rows, vectors * L], in rows of `wide`, take `depth` products, one after the other: of numbers [depth, rows], in
+// rows of `lot`, and columns [depth, vectors * L], in rows of `step`.
+INLINE void sum_products(const float *numbers, int64_t lot, const void *columns, int64_t step, int half, int64_t depth,
+                         float *sums, int64_t wide, int rows, int vectors) {
+  F sum[HIGH][WIDTH];
+#pragma GCC unroll 6
+  for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+    for (int j = 0; j < vectors; j++) sum[r][j] = *(F *)(sums + r * wide + j * L);
+  for (int64_t i = 0; i < depth; i++) {
+    F column[WIDTH];
+#pragma GCC unroll 4
+    for (int j = 0; j < vectors; j++) column[j] = load(columns, i * step + j * L, half);
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+      for (int j = 0; j < vectors; j++) sum[r][j] = add(column[j], all(numbers[i * lot + r]), sum[r][j]);
   }
-#pragma GCC unroll 8
-  for (int r = 0; r < rows; r++) sums[r] = sum[r];
+#pragma GCC unroll 6
+  for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+    for (int j = 0; j < vectors; j++) *(F *)(sums + r * wide + j * L) = sum[r][j];
 }
 
-// out [LOW, wide] and total [LOW] take `many` keys, one after the other. values: rows of `row` numbers.
-enum { WIDTH = L == 16 ? 4 : 2 };
-INLINE void sums(const float *s, const void *values, int64_t row, int half, float *out, F *total, int64_t wide,
-                 int many) {
-  F both[LOW];
-  memcpy(both, total, sizeof both);
-  for (int c = 0; c < many; c++)
-#pragma GCC unroll 4
-    for (int r = 0; r < LOW; r++) both[r] += all(s[r * L + c]);
-  memcpy(total, both, sizeof both);
-  for (int64_t i = 0; i < wide; i += WIDTH * L) {
-    F sum[LOW][WIDTH];
-#pragma GCC unroll 4
-    for (int r = 0; r < LOW; r++)
-#pragma GCC unroll 4
-      for (int j = 0; j < WIDTH; j++) sum[r][j] = *(F *)(out + r * wide + i + j * L);
-    for (int c = 0; c < many; c++) {
-      F value[WIDTH];
-#pragma GCC unroll 4
-      for (int j = 0; j < WIDTH; j++) value[j] = load(values, c * row + i + j * L, half);
-#pragma GCC unroll 4
-      for (int r = 0; r < LOW; r++)
-#pragma GCC unroll 4
-        for (int j = 0; j < WIDTH; j++) sum[r][j] = add(value[j], all(s[r * L + c]), sum[r][j]);
+// The same for 1 to HIGH rows; in half precision for 1 to LOW.
+#define VECTORS(v) case v: \
+  if (rows > LOW) sum_products(numbers, lot, columns, step, 0, depth, sums, wide, HIGH, v); \
+  else if (half) sum_products(numbers, lot, columns, step, 1, depth, sums, wide, LOW, v); \
+  else sum_products(numbers, lot, columns, step, 0, depth, sums, wide, LOW, v); \
+  break;
+static void products(const float *numbers, int64_t lot, const void *columns, int64_t step, int half, int64_t depth,
+                     float *sums, int64_t wide, int64_t rows, int vectors) {
+  switch (vectors) {
+    VECTORS(1) VECTORS(2)
+#if WIDTH == 4
+    VECTORS(3) VECTORS(4)
+#endif
+  }
+}
+
+// A unit: rows of a key and value head of text b. Row i is of node i / heads of a group, and head i % these.
+typedef struct {
+  const Attention *a;
+  int64_t b, head, first, rows;  // of all rows of the head, the unit has `rows` from `first` on
+  int64_t groups, blocks;        // heads of a group; blocks of L rows, of which the last may not be full
+  int64_t lot, vectors, passes;  // room for rows; of a row of values: vectors, and those that are summed at a time
+  int *nodes;                    // [rows]: node of each row, from the unit's first on
+  float *queries;                // [d, lot]
+  float *keys;                   // [d, WIDTH, L]: tiles side by side
+  float *mask;                   // [nodes, STRIP]: of a strip
+  float *scores;                 // [tiles, rows, L]
+  float *weights;                // [STRIP, lot]: of a strip, key by key
+  float *values;                 // [passes, STRIP, vectors of the pass, L]
+  float *out;                    // [lot, vectors, L]
+  F *largest, *total;            // [rows] a score for all lanes; [blocks] a lane for each row
+  unsigned char *seen;           // [strips, blocks + 2]: the tiles up to the last one that a row of a block sees; then that
+                                 // of all rows; then whether the mask changes a score
+} Unit;
+
+static int64_t nodes_of(const Attention *a, int64_t b) {  // nodes of text b that have rows
+  return a->starts ? a->starts[b + 1] - a->starts[b] : a->n;
+}
+
+static int64_t node_of(const Unit *u, int64_t r) { return (u->first + r) / u->groups; }
+
+static int64_t head_of(const Unit *u, int64_t r) { return u->head * u->groups + (u->first + r) % u->groups; }
+
+static unsigned char *seen_of(const Unit *u, int64_t strip) { return u->seen + strip * (u->blocks + 2); }
+
+static void read_queries(const Unit *u) {
+  const Attention *a = u->a;
+  int64_t text = a->starts ? a->starts[u->b] * a->qn : u->b * a->qb, at[L];
+  for (int64_t r = 0; r < u->rows; r += L) {
+    int many = MIN(L, u->rows - r);
+    for (int i = 0; i < many; i++) at[i] = text + node_of(u, r + i) * a->qn + head_of(u, r + i) * a->qh;
+    turn_rows(a->q, at, many, a->d, a->half, u->queries + r, u->lot);
+  }
+}
+
+// The mask of L columns of a node; columns that are not there are hidden.
+INLINE F mask_of(const Unit *u, int64_t node, int64_t column) {
+  const Attention *a = u->a;
+  int64_t at = u->b * a->mb + node * a->mn + column - a->free, open = a->free - column, many = a->columns - column;
+  if (open >= L) return all(0);
+  if (open <= 0 && many >= L) return load(a->mask, at, a->half);
+  F mask = all(-INFINITY);
+  for (int c = 0; c < MIN(L, many); c++) mask[c] = c < open ? 0 : get(a->mask, at + c, a->half);
+  return mask;
+}
+
+// Notes which tiles of each strip the blocks of rows see. Reads the mask row by row, as it lies in memory.
+static void look_for_keys(const Unit *u) {
+  const Attention *a = u->a;
+  int64_t strips = (a->columns + STRIP - 1) / STRIP, first = u->first / u->groups;
+  memset(u->seen, 0, strips * (u->blocks + 2));
+  for (int64_t from = 0, to = 0; from < u->rows; from = to) {  // the rows of a node
+    while (to < u->rows && u->nodes[to] == u->nodes[from]) to++;
+    for (int64_t strip = 0; strip < strips; strip++) {
+      unsigned char *seen = seen_of(u, strip);
+      int tiles = 0;
+      I masked = {};
+      for (int t = 0; t < TILES; t++) {
+        F mask = mask_of(u, first + u->nodes[from], strip * STRIP + t * L);
+        masked |= mask != 0.0f;
+        if (any(mask > -1e30f)) tiles = t + 1;
+      }
+      for (int64_t block = from / L; block <= (to - 1) / L; block++) seen[block] = MAX(seen[block], tiles);
+      seen[u->blocks] = MAX(seen[u->blocks], tiles);
+      seen[u->blocks + 1] |= any(masked);
     }
-#pragma GCC unroll 4
-    for (int r = 0; r < LOW; r++)
-#pragma GCC unroll 4
-      for (int j = 0; j < WIDTH; j++) *(F *)(out + r * wide + i + j * L) = sum[r][j];
   }
 }
 
-// Asks for the tile behind that at `at`.
+static void read_mask(const Unit *u, int64_t strip) {
+  int64_t first = u->first / u->groups, nodes = u->nodes[u->rows - 1] + 1;
+  for (int64_t node = 0; node < nodes; node++)
+    for (int t = 0; t < TILES; t++)
+      *(F *)(u->mask + node * STRIP + t * L) = mask_of(u, first + node, strip * STRIP + t * L);
+}
+
+// Asks for the numbers of L rows from `at` on.
 INLINE void ask_for(const void *x, int64_t at, int64_t row, int64_t width, int half) {
-  for (int c = L; c < 2 * L; c++)
+  for (int c = 0; c < L; c++)
     for (int64_t i = 0; i < width * (half ? 2 : 4); i += 64)
       __builtin_prefetch((const char *)x + (at + c * row) * (half ? 2 : 4) + i);
 }
 
-INLINE int64_t nodes_of(const Attention *a, int64_t b) {  // nodes of text b that have rows
-  return a->starts ? a->starts[b + 1] - a->starts[b] : a->n;
+// Scores of `rows` rows from r on with `vectors` tiles of a strip from tile t on: scaled, masked, and the largest.
+static void score_rows(const Unit *u, int64_t strip, int t, int vectors, int64_t r, int rows, int masked) {
+  const Attention *a = u->a;
+  float sums[HIGH * WIDTH * L] __attribute__((aligned(64))) = {};
+  products(u->queries + r, u->lot, u->keys, WIDTH * L, 0, a->d, sums, WIDTH * L, rows, vectors);
+  for (int i = 0; i < rows; i++) {
+    const float *mask = masked ? u->mask + u->nodes[r + i] * STRIP + t * L : NULL;
+    float *scores = u->scores + ((strip * TILES + t) * u->rows + r + i) * L;
+    F largest = u->largest[r + i];
+    for (int j = 0; j < vectors; j++) {
+      F sum = *(F *)(sums + (i * WIDTH + j) * L), hidden = mask ? *(const F *)(mask + j * L) : all(0);
+      F score = add(sum, all(a->scale), hidden);
+      if (a->cap) score = capped(sum * a->scale, a->cap) + hidden;
+      *(F *)(scores + j * u->rows * L) = score;
+      largest = larger(score, largest);
+    }
+    u->largest[r + i] = largest;
+  }
 }
 
-static void rows_of_a_head(const Attention *a, int64_t b, int64_t head, int64_t first, int rows, float *room) {
-  int64_t groups = a->heads / a->kv, tiles = (a->columns + L - 1) / L, d = a->d, dv = a->dv;
-  int64_t wide = (dv + 63) / 64 * 64;
-  float *q = room, *keys = q + GROUP * d, *s = keys + L * d;  // s [tiles, GROUP, L]: a tile's scores lie together
-  float *values = s + tiles * GROUP * L;
-  float *out = values + L * wide;
-  F largest[GROUP], total[GROUP] = {};
-  char seen[tiles];
-  int64_t base = b * a->kb + head * a->kh, vbase = b * a->vb + head * a->vh;
-  int64_t n = nodes_of(a, b), qbase = a->starts ? a->starts[b] * a->qn : b * a->qb;
-
-  // 1. The query rows; row i is of query head i / n in the group, node i % n.
-  memset(q, 0, 4 * GROUP * d);
-  for (int r = 0; r < GROUP; r++) largest[r] = all(-INFINITY);
-  for (int r = 0; r < rows; r++) {
-    int64_t row = first + r, at = qbase + (head * groups + row / n) * a->qh + row % n * a->qn;
-    for (int64_t i = 0; i < d; i++) q[r * d + i] = get(a->q, at + i, a->half);
-  }
-
-  // 2. Scores [rows, columns], tile by tile; a tile that no row sees is left out.
-  for (int64_t t = 0; t < tiles; t++) {
-    int many = MIN(L, a->columns - t * L), open = MIN(MAX(a->free - t * L, 0), L);
-    F extra[GROUP] = {}, most = all(open == L ? 0 : -INFINITY);
-    for (int r = 0; r < rows && open < L; r++) {
-      int64_t at = b * a->mb + (first + r) % n * a->mn + t * L - a->free;
-      if (!open && many == L) extra[r] = load(a->mask, at, a->half);
-      else for (int c = open; c < L; c++) extra[r][c] = c < many ? get(a->mask, at + c, a->half) : -INFINITY;
-      most = larger(extra[r], most);
+static void score_strip(const Unit *u, int64_t strip) {
+  const Attention *a = u->a;
+  const unsigned char *seen = seen_of(u, strip);
+  int64_t head = u->b * a->kb + u->head * a->kh;
+  int most = seen[u->blocks], masked = seen[u->blocks + 1];
+  if (most && masked) read_mask(u, strip);
+  for (int t = 0; t < most; t += WIDTH) {
+    for (int j = 0; j < MIN(WIDTH, most - t); j++) {
+      int64_t column = strip * STRIP + (t + j) * L, at[L];
+      for (int c = 0; c < L; c++) at[c] = head + (column + c) * a->kt;
+      turn_rows(a->k, at, MIN(L, a->columns - column), a->d, a->half, u->keys + j * L, WIDTH * L);
     }
-    seen[t] = any(most > -1e30f);
-    if (!seen[t]) continue;
-    if (t + 1 < tiles) ask_for(a->k, base + t * L * a->kt, a->kt, d, a->half);
-    turned(a, base + t * L * a->kt, many, keys);
-    for (int r = 0; r < rows; r += HIGH) {
-      F sum[HIGH];
-      if (rows - r > LOW) scores(q + r * d, keys, sum, d, HIGH); else scores(q + r * d, keys, sum, d, LOW);
-      for (int i = 0; i < MIN(HIGH, rows - r); i++) {
-        F score = add(sum[i], all(a->scale), extra[r + i]);
-        if (a->cap) score = capped(sum[i] * a->scale, a->cap) + extra[r + i];
-        *(F *)(s + (t * GROUP + r + i) * L) = score;
-        largest[r + i] = larger(score, largest[r + i]);
+    for (int64_t r = 0; r < u->rows; r += HIGH) {
+      int rows = MIN(HIGH, u->rows - r), tiles = MAX(seen[r / L], seen[(r + rows - 1) / L]) - t;
+      if (tiles > 0) score_rows(u, strip, t, MIN(WIDTH, tiles), r, rows, masked);
+    }
+  }
+}
+
+// The largest score of each row in all lanes, and what a sink adds to its sum.
+static void find_largest(const Unit *u) {
+  const Attention *a = u->a;
+  for (int64_t r = 0; r < u->rows; r++) {
+    float most = u->largest[r][0];
+    for (int c = 1; c < L; c++) most = u->largest[r][c] > most ? u->largest[r][c] : most;
+    if (a->sinks) {
+      float sink = get(a->sinks, head_of(u, r), a->half);
+      most = sink > most ? sink : most;
+      u->total[r / L][r % L] = exponential(all(sink - most))[0];
+    }
+    u->largest[r] = all(most);
+  }
+}
+
+// The weights of a strip: exponentials of the scores. Their sums take them key by key.
+static void weigh_strip(const Unit *u, int64_t strip) {
+  const unsigned char *seen = seen_of(u, strip);
+  for (int64_t block = 0; block < u->blocks; block++) {
+    int rows = MIN(L, u->rows - block * L);
+    F total = u->total[block];
+    for (int t = 0; t < seen[u->blocks]; t++) {
+      const float *scores = u->scores + ((strip * TILES + t) * u->rows + block * L) * L;
+      float *weights = u->weights + t * L * u->lot + block * L;
+      U tile[L] = {};
+      for (int r = 0; r < rows && t < seen[block]; r++)
+        tile[r] = (U)exponential(*(const F *)(scores + r * L) - u->largest[block * L + r]);
+      transpose(tile);
+      for (int c = 0; c < L; c++) {
+        total += (F)tile[c];
+        *(U *)(weights + c * u->lot) = tile[c];
       }
     }
-  }
-  for (int r = 0; r < rows; r++) {
-    float most = largest[r][0];
-    for (int c = 1; c < L; c++) most = largest[r][c] > most ? largest[r][c] : most;
-    if (a->sinks) {
-      float sink = get(a->sinks, head * groups + (first + r) / a->n, a->half);
-      most = sink > most ? sink : most;
-      total[r] = exponential(all(sink - most));
-    }
-    largest[r] = all(most);
-  }
-
-  // 3. Exponentials, their sum and the sum of values, key by key.
-  memset(out, 0, 4 * GROUP * wide);
-  memset(values, 0, 4 * L * wide);
-  int direct = rows <= LOW && wide == dv;  // few rows: each value is read once
-  for (int64_t t = 0; t < tiles; t++) {
-    if (!seen[t]) continue;
-    if (t + 1 < tiles) ask_for(a->v, vbase + t * L * a->vt, a->vt, dv, a->half);
-    int many = MIN(L, a->columns - t * L);
-    for (int c = 0; c < many && !direct; c++) {
-      int64_t i = 0, at = vbase + (t * L + c) * a->vt;
-      for (; i + L <= dv; i += L) *(F *)(values + c * wide + i) = load(a->v, at + i, a->half);
-      for (; i < dv; i++) values[c * wide + i] = get(a->v, at + i, a->half);
-    }
-    for (int r = 0; r < rows; r++) {
-      F *score = (F *)(s + (t * GROUP + r) * L);
-      *score = exponential(*score - largest[r]);
-    }
-    if (direct) {
-      const char *at = (const char *)a->v + (vbase + t * L * a->vt) * (a->half ? 2 : 4);
-      sums(s + t * GROUP * L, at, a->vt, a->half, out, total, wide, many);
-    } else for (int r = 0; r < rows; r += LOW)
-      sums(s + (t * GROUP + r) * L, values, wide, 0, out + r * wide, total + r, wide, many);
-  }
-
-  // 4. Divide and round once.
-  for (int r = 0; r < rows; r++) {
-    int64_t row = first + r, node = row % n + (a->starts ? a->starts[b] : b * a->n);
-    int64_t at = (node * a->heads + head * groups + row / n) * dv;
-    int64_t i = 0;
-    for (; i + L <= dv; i += L) store(a->out, at + i, *(F *)(out + r * wide + i) / total[r], a->half);
-    for (; i < dv; i++) put(a->out, at + i, out[r * wide + i] / total[r][0], a->half);
+    u->total[block] = total;
   }
 }
 
-static int64_t floats_of_a_thread(const Attention *a) {  // the room of `rows_of_a_head`, in whole lines of the cache
-  int64_t tiles = (a->columns + L - 1) / L, wide = (a->dv + 63) / 64 * 64;
-  return ((GROUP + L) * (a->d + wide) + GROUP * tiles * L + 15) / 16 * 16;
+// The first of the vectors that pass i sums.
+static int64_t first_vector(const Unit *u, int64_t i) { return u->vectors * i / u->passes; }
+
+// Values of `many` keys from number `at` on, as the passes read them.
+static void read_values(const Unit *u, int64_t at, int64_t many) {
+  const Attention *a = u->a;
+  for (int64_t pass = 0; pass < u->passes; pass++) {
+    int64_t from = first_vector(u, pass), to = first_vector(u, pass + 1);
+    float *values = u->values + from * L * STRIP;
+    for (int64_t c = 0; c < many; c++)
+      for (int64_t i = from * L; i < to * L; i += L, values += L)
+        if (i + L <= a->dv) *(F *)values = load(a->v, at + c * a->vt + i, a->half);
+        else for (int j = 0; j < L; j++) values[j] = i + j < a->dv ? get(a->v, at + c * a->vt + i + j, a->half) : 0;
+  }
+}
+
+// Adds the values of a strip, each times its weight. Few rows read each value where it lies.
+static void add_values(const Unit *u, int64_t strip) {
+  const Attention *a = u->a;
+  const unsigned char *seen = seen_of(u, strip);
+  int64_t at = u->b * a->vb + u->head * a->vh + strip * STRIP * a->vt, left = a->columns - strip * STRIP;
+  int direct = u->rows <= LOW && a->dv % L == 0;
+  if (!direct) read_values(u, at, MIN(seen[u->blocks] * L, left));
+  for (int64_t pass = 0; pass < u->passes; pass++) {
+    int64_t from = first_vector(u, pass), vectors = first_vector(u, pass + 1) - from;
+    const void *values = u->values + from * L * STRIP;
+    if (direct) values = (const char *)a->v + (at + from * L) * (a->half ? 2 : 4);
+    for (int64_t r = 0; r < u->rows; r += HIGH) {
+      int64_t rows = MIN(HIGH, u->rows - r), depth = MIN(MAX(seen[r / L], seen[(r + rows - 1) / L]) * L, left);
+      products(u->weights + r, u->lot, values, direct ? a->vt : vectors * L, direct && a->half, depth,
+               u->out + (r * u->vectors + from) * L, u->vectors * L, rows, vectors);
+    }
+  }
+}
+
+static void write_rows(const Unit *u) {  // divides and rounds once
+  const Attention *a = u->a;
+  for (int64_t r = 0; r < u->rows; r++) {
+    int64_t node = node_of(u, r) + (a->starts ? a->starts[u->b] : u->b * a->n), i = 0;
+    int64_t at = (node * a->heads + head_of(u, r)) * a->dv;
+    const float *out = u->out + r * u->vectors * L;
+    float total = u->total[r / L][r % L];
+    for (; i + L <= a->dv; i += L) store(a->out, at + i, *(const F *)(out + i) / total, a->half);
+    for (; i < a->dv; i++) put(a->out, at + i, out[i] / total, a->half);
+  }
+}
+
+static void attend_unit(const Unit *u) {
+  int64_t strips = (u->a->columns + STRIP - 1) / STRIP;
+  for (int64_t r = 0; r < u->rows; r++) {
+    u->nodes[r] = (u->first + r) / u->groups - u->first / u->groups;
+    u->largest[r] = all(-INFINITY);
+  }
+  memset(u->total, 0, u->blocks * sizeof(F));
+  memset(u->queries, 0, u->a->d * u->lot * sizeof(float));
+  memset(u->weights, 0, STRIP * u->lot * sizeof(float));
+  memset(u->out, 0, u->lot * u->vectors * sizeof(F));
+  read_queries(u);
+  look_for_keys(u);
+  for (int64_t strip = 0; strip < strips; strip++) score_strip(u, strip);
+  find_largest(u);
+  for (int64_t strip = 0; strip < strips; strip++) {
+    weigh_strip(u, strip);
+    add_values(u, strip);
+  }
+  write_rows(u);
+}
+
+// Rows of a unit: many, so that a key is turned for many rows, but several units for each thread, and scores that stay
+// near.
+static int64_t rows_of_a_unit(const Attention *a) {
+  int64_t rows = a->texts * a->heads * a->n, each = rows / (4 * a->threads) / L * L;
+  int64_t near = (1 << 19) / (a->columns + 1) / L * L;
+  return MAX(FEWEST, MIN(MIN(each, near), MOST));
+}
+
+// A unit of the most rows, whose parts lie in `room` one behind the other.
+static Unit unit_in(const Attention *a, float *room, int64_t *floats) {
+  int64_t rows = rows_of_a_unit(a), blocks = (rows + L - 1) / L, strips = (a->columns + STRIP - 1) / STRIP;
+  int64_t groups = a->heads / a->kv, vectors = (a->dv + L - 1) / L;
+  int64_t lot = (rows + LOW + L - 1) / L * L;
+  Unit u = {.a = a, .groups = groups, .lot = lot, .vectors = vectors, .passes = (vectors + WIDTH - 1) / WIDTH};
+  enum { NODES_, QUERIES, KEYS, MASK, SCORES_, WEIGHTS, VALUES, OUT, LARGEST, TOTAL, SEEN, PARTS_ };
+  int64_t sizes[PARTS_] = {
+    rows, a->d * lot, a->d * WIDTH * L, (rows / groups + 2) * STRIP, strips * TILES * rows * L, STRIP * lot,
+    vectors * STRIP * L, lot * vectors * L, rows * L, blocks * L, (strips * (blocks + 2) + 3) / 4,
+  };
+  float *at[PARTS_];
+  *floats = 0;
+  for (int i = 0; i < PARTS_; i++) {
+    at[i] = room ? room + *floats : NULL;
+    *floats += (sizes[i] + 15) / 16 * 16;
+  }
+  u.queries = at[QUERIES], u.keys = at[KEYS], u.mask = at[MASK], u.scores = at[SCORES_], u.weights = at[WEIGHTS];
+  u.values = at[VALUES], u.out = at[OUT], u.largest = (F *)at[LARGEST], u.total = (F *)at[TOTAL];
+  u.seen = (unsigned char *)at[SEEN], u.nodes = (int *)at[NODES_];
+  return u;
+}
+
+static int64_t floats_of_a_thread(const Attention *a) {  // the room of its units, in whole lines of the cache
+  int64_t floats;
+  unit_in(a, NULL, &floats);
+  return floats;
 }
 
 // The part of this thread of a region; all threads call it. room: of all threads.
 static void attend(const Attention *a, float *room) {
-  int64_t rows = a->heads / a->kv * a->n, parts = (rows + GROUP - 1) / GROUP, items = a->texts * a->kv * parts;
-  float *own = room + omp_get_thread_num() * floats_of_a_thread(a);
+  int64_t each = rows_of_a_unit(a), rows = a->heads / a->kv * a->n, parts = (rows + each - 1) / each, floats;
+  Unit u = unit_in(a, room + omp_get_thread_num() * floats_of_a_thread(a), &floats);
 #pragma omp for schedule(dynamic, 1)
-  for (int64_t i = 0; i < items; i++) {
-    int64_t part = i % parts, head = i / parts % a->kv, b = i / parts / a->kv;
-    int64_t left = a->heads / a->kv * nodes_of(a, b) - part * GROUP;
-    if (left > 0) rows_of_a_head(a, b, head, part * GROUP, MIN(GROUP, left), own);
+  for (int64_t i = 0; i < a->texts * a->kv * parts; i++) {
+    u.b = i / parts / a->kv, u.head = i / parts % a->kv, u.first = (parts - 1 - i % parts) * each;
+    u.rows = MIN(each, u.groups * nodes_of(a, u.b) - u.first);
+    u.blocks = (u.rows + L - 1) / L;
+    if (u.rows > 0) attend_unit(&u);
   }
 }
 

@@ -465,19 +465,20 @@ int linear(const Linear *a, const void *x, void *y, int64_t n) {
 // Two passes over the keys: all scores and their largest; then exponentials and sums, key by key in
 // the order of the columns. A hidden key adds 0, so where it lies changes nothing.
 //
-// A thread takes a unit of rows at a time, queries that read the same keys and values: all heads of a group, node by
-// node. It reads them in strips, and a strip in tiles of L keys. Five nodes of two heads behind three columns, with
-// tiles of two keys and strips of four:
+// A thread takes a unit of rows: queries that read the same keys and values, node by node the heads of a group. It
+// takes the keys in strips, and a strip in tiles of L keys. Five nodes of two heads, each of which sees three columns
+// and the nodes up to its own; tiles of two keys, strips of four, blocks of two rows:
 //
-//                  strip 0       strip 1        x: a score, and a weight in the sum of values
-//                tile 0   1      2     3        .: hidden, but in a tile of scores
-//   node 0, 2 heads  xx  xx  |  ..              left empty: no row of the block sees a key, so the tile adds 0
-//   node 1, 2 heads  xx  xx  |  x.
-//   node 2, 2 heads  xx  xx  |  xx
-//   node 3, 2 heads  xx  xx  |  xx    x.
-//   node 4, 2 heads  xx  xx  |  xx    xx
+//             strip 0    strip 1
+//   tile       0   1      2   3
+//   node 0    xx  xx                 x: a key that both heads see
+//   node 1    xx  xx  |  x.          .: a hidden key; its weight is 0
+//   node 2    xx  xx  |  xx          nothing: the block sees no key of this tile and of those to its right, so they are
+//   node 3    xx  xx  |  xx  x.      left out
+//   node 4    xx  xx  |  xx  xx
 //
-// Each number is still one sum in the order of its inputs, whatever rows, tiles and strips there are.
+// A strip is read once for all rows, and HIGH rows by WIDTH vectors are summed in registers. Each sum still takes its
+// products in their order, whatever rows, tiles and strips there are.
 
 INLINE F exponential(F x) {  // x <= 0 or NaN; error below 2 units in the last place (Cephes, expf)
   I hidden = x < -87.0f;
@@ -518,14 +519,14 @@ INLINE F larger(F a, F b) {
   return (F)(((I)a & first) | ((I)b & ~first));
 }
 
-// Rows and vectors whose sums a loop holds in registers; keys of a strip, whose values stay in the first level of
-// caches; the fewest rows and the most of a unit.
+// Rows and vectors whose sums a loop holds in registers; keys of a strip, whose values stay in a near cache; the fewest
+// rows of a unit where there are more, and the most.
 #if L == 16 || defined(__aarch64__)
 #define WIDTH 4
 #else
 #define WIDTH 2
 #endif
-enum { HIGH = 6, LOW = 4, STRIP = 64, TILES = STRIP / L, FEWEST = 24, MOST = 96 };
+enum { HIGH = 6, LOW = 4, STRIP = 64, TILES = STRIP / L, FEWEST = 24, MOST = 144 };
 
 // Numbers of two vectors; those of the second count from L on. Places that are known when this is compiled make the
 // fastest shuffles, so they are written out: f(0, s), f(1, s), ...
@@ -591,38 +592,57 @@ static void turn_rows(const void *x, const int64_t *at, int many, int64_t d, int
   }
 }
 
-// sums [rows, vectors * L], in rows of `wide`, take `depth` products, one after the other: of numbers [depth, rows], in
-// rows of `lot`, and columns [depth, vectors * L], in rows of `step`.
-INLINE void sum_products(const float *numbers, int64_t lot, const void *columns, int64_t step, int half, int64_t depth,
-                         float *sums, int64_t wide, int rows, int vectors) {
+// Keeps a vector in a register. Without it gcc reads a column again from memory for each row.
+#if defined(__AVX512F__)
+#define KEEP(x) __asm__("" : "+v"(x))
+#elif defined(__x86_64__)
+#define KEEP(x) __asm__("" : "+x"(x))
+#else
+#define KEEP(x) (void)(x)
+#endif
+
+// A product of two matrices that is added to `sums`.
+typedef struct {
+  const float *numbers;  // [depth, rows], in rows of `lot`
+  const void *columns;   // [depth, vectors * L], in rows of `step`; in bfloat16 (`half`) for at most LOW rows
+  float *sums;           // [rows, vectors * L], in rows of `wide`
+  int64_t depth, lot, step, wide;
+  int half;
+} Product;
+
+// Each sum takes its products one after the other.
+INLINE void sum_products(const Product *p, int half, int rows, int vectors) {
+  int64_t depth = p->depth, lot = p->lot, step = p->step;
+  const float *numbers = p->numbers;
   F sum[HIGH][WIDTH];
 #pragma GCC unroll 6
   for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-    for (int j = 0; j < vectors; j++) sum[r][j] = *(F *)(sums + r * wide + j * L);
-  for (int64_t i = 0; i < depth; i++) {
+    for (int j = 0; j < vectors; j++) sum[r][j] = *(F *)(p->sums + r * p->wide + j * L);
+  for (int64_t i = 0; i < depth; i++, numbers += lot) {
     F column[WIDTH];
 #pragma GCC unroll 4
-    for (int j = 0; j < vectors; j++) column[j] = load(columns, i * step + j * L, half);
+    for (int j = 0; j < vectors; j++) {
+      column[j] = load(p->columns, i * step + j * L, half);
+      KEEP(column[j]);
+    }
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-      for (int j = 0; j < vectors; j++) sum[r][j] = add(column[j], all(numbers[i * lot + r]), sum[r][j]);
+      for (int j = 0; j < vectors; j++) sum[r][j] = add(column[j], all(numbers[r]), sum[r][j]);
   }
 #pragma GCC unroll 6
   for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-    for (int j = 0; j < vectors; j++) *(F *)(sums + r * wide + j * L) = sum[r][j];
+    for (int j = 0; j < vectors; j++) *(F *)(p->sums + r * p->wide + j * L) = sum[r][j];
 }
 
-// The same for 1 to HIGH rows; in half precision for 1 to LOW.
 #define VECTORS(v) case v: \
-  if (rows > LOW) sum_products(numbers, lot, columns, step, 0, depth, sums, wide, HIGH, v); \
-  else if (half) sum_products(numbers, lot, columns, step, 1, depth, sums, wide, LOW, v); \
-  else sum_products(numbers, lot, columns, step, 0, depth, sums, wide, LOW, v); \
+  if (rows > LOW) sum_products(p, 0, HIGH, v); \
+  else if (p->half) sum_products(p, 1, LOW, v); \
+  else sum_products(p, 0, LOW, v); \
   break;
-static void products(const float *numbers, int64_t lot, const void *columns, int64_t step, int half, int64_t depth,
-                     float *sums, int64_t wide, int64_t rows, int vectors) {
+static void add_product(const Product *p, int rows, int vectors) {  // of 1 to HIGH rows, 1 to WIDTH vectors
   switch (vectors) {
     VECTORS(1) VECTORS(2)
 #if WIDTH == 4
@@ -631,23 +651,26 @@ static void products(const float *numbers, int64_t lot, const void *columns, int
   }
 }
 
+// The rows of the next loop, of those that are left: 8 are two times LOW.
+static int rows_at_once(int64_t left) { return left > HIGH && left <= 2 * LOW ? LOW : MIN(HIGH, left); }
+
 // A unit: rows of a key and value head of text b. Row i is of node i / heads of a group, and head i % these.
 typedef struct {
   const Attention *a;
   int64_t b, head, first, rows;  // of all rows of the head, the unit has `rows` from `first` on
   int64_t groups, blocks;        // heads of a group; blocks of L rows, of which the last may not be full
-  int64_t lot, vectors, passes;  // room for rows; of a row of values: vectors, and those that are summed at a time
+  int64_t lot, vectors;          // room for rows; vectors of a row of values
   int *nodes;                    // [rows]: node of each row, from the unit's first on
   float *queries;                // [d, lot]
   float *keys;                   // [d, WIDTH, L]: tiles side by side
   float *mask;                   // [nodes, STRIP]: of a strip
   float *scores;                 // [tiles, rows, L]
   float *weights;                // [STRIP, lot]: of a strip, key by key
-  float *values;                 // [passes, STRIP, vectors of the pass, L]
+  float *values;                 // [vectors / WIDTH, STRIP, WIDTH, L]
   float *out;                    // [lot, vectors, L]
   F *largest, *total;            // [rows] a score for all lanes; [blocks] a lane for each row
-  unsigned char *seen;           // [strips, blocks + 2]: the tiles up to the last one that a row of a block sees; then that
-                                 // of all rows; then whether the mask changes a score
+  unsigned char *seen;           // [strips, blocks + 2]: the tiles up to the last one that a row of each block sees; then
+                                 // the most of all blocks; then whether the mask changes a score
 } Unit;
 
 static int64_t nodes_of(const Attention *a, int64_t b) {  // nodes of text b that have rows
@@ -659,6 +682,9 @@ static int64_t node_of(const Unit *u, int64_t r) { return (u->first + r) / u->gr
 static int64_t head_of(const Unit *u, int64_t r) { return u->head * u->groups + (u->first + r) % u->groups; }
 
 static unsigned char *seen_of(const Unit *u, int64_t strip) { return u->seen + strip * (u->blocks + 2); }
+
+// The tiles that some of at most HIGH rows from r on see; they lie in two blocks at most.
+static int tiles_of(const unsigned char *seen, int64_t r, int rows) { return MAX(seen[r / L], seen[(r + rows - 1) / L]); }
 
 static void read_queries(const Unit *u) {
   const Attention *a = u->a;
@@ -711,18 +737,19 @@ static void read_mask(const Unit *u, int64_t strip) {
       *(F *)(u->mask + node * STRIP + t * L) = mask_of(u, first + node, strip * STRIP + t * L);
 }
 
-// Asks for the numbers of L rows from `at` on.
-INLINE void ask_for(const void *x, int64_t at, int64_t row, int64_t width, int half) {
-  for (int c = 0; c < L; c++)
-    for (int64_t i = 0; i < width * (half ? 2 : 4); i += 64)
-      __builtin_prefetch((const char *)x + (at + c * row) * (half ? 2 : 4) + i);
+// Asks for `many` rows of x from number `at` on, into the second level of caches.
+INLINE void ask_for(const void *x, int64_t at, int64_t many, int64_t row, int64_t width, int half) {
+  int64_t size = half ? 2 : 4;
+  for (int64_t c = 0; c < many; c++)
+    for (int64_t i = 0; i < width * size; i += 64) __builtin_prefetch((const char *)x + (at + c * row) * size + i, 0, 2);
 }
 
 // Scores of `rows` rows from r on with `vectors` tiles of a strip from tile t on: scaled, masked, and the largest.
 static void score_rows(const Unit *u, int64_t strip, int t, int vectors, int64_t r, int rows, int masked) {
   const Attention *a = u->a;
   float sums[HIGH * WIDTH * L] __attribute__((aligned(64))) = {};
-  products(u->queries + r, u->lot, u->keys, WIDTH * L, 0, a->d, sums, WIDTH * L, rows, vectors);
+  Product p = {u->queries + r, u->keys, sums, .depth = a->d, .lot = u->lot, .step = WIDTH * L, .wide = WIDTH * L};
+  add_product(&p, rows, vectors);
   for (int i = 0; i < rows; i++) {
     const float *mask = masked ? u->mask + u->nodes[r + i] * STRIP + t * L : NULL;
     float *scores = u->scores + ((strip * TILES + t) * u->rows + r + i) * L;
@@ -748,10 +775,11 @@ static void score_strip(const Unit *u, int64_t strip) {
     for (int j = 0; j < MIN(WIDTH, most - t); j++) {
       int64_t column = strip * STRIP + (t + j) * L, at[L];
       for (int c = 0; c < L; c++) at[c] = head + (column + c) * a->kt;
+      ask_for(a->k, at[0] + 2 * WIDTH * L * a->kt, L, a->kt, a->d, a->half);
       turn_rows(a->k, at, MIN(L, a->columns - column), a->d, a->half, u->keys + j * L, WIDTH * L);
     }
-    for (int64_t r = 0; r < u->rows; r += HIGH) {
-      int rows = MIN(HIGH, u->rows - r), tiles = MAX(seen[r / L], seen[(r + rows - 1) / L]) - t;
+    for (int64_t r = 0; r < u->rows; r += rows_at_once(u->rows - r)) {
+      int rows = rows_at_once(u->rows - r), tiles = tiles_of(seen, r, rows) - t;
       if (tiles > 0) score_rows(u, strip, t, MIN(WIDTH, tiles), r, rows, masked);
     }
   }
@@ -772,42 +800,50 @@ static void find_largest(const Unit *u) {
   }
 }
 
-// The weights of a strip: exponentials of the scores. Their sums take them key by key.
-static void weigh_strip(const Unit *u, int64_t strip) {
-  const unsigned char *seen = seen_of(u, strip);
-  for (int64_t block = 0; block < u->blocks; block++) {
-    int rows = MIN(L, u->rows - block * L);
-    F total = u->total[block];
-    for (int t = 0; t < seen[u->blocks]; t++) {
-      const float *scores = u->scores + ((strip * TILES + t) * u->rows + block * L) * L;
-      float *weights = u->weights + t * L * u->lot + block * L;
-      U tile[L] = {};
-      for (int r = 0; r < rows && t < seen[block]; r++)
-        tile[r] = (U)exponential(*(const F *)(scores + r * L) - u->largest[block * L + r]);
-      transpose(tile);
-      for (int c = 0; c < L; c++) {
-        total += (F)tile[c];
-        *(U *)(weights + c * u->lot) = tile[c];
-      }
-    }
-    u->total[block] = total;
+// The weights of `rows` rows for a tile: exponentials of the scores [rows, L], as weights [L, lot]. Returns the sums of
+// rows, which take them key by key.
+INLINE F weigh_tile(const float *scores, const F *largest, int rows, float *weights, int64_t lot, F total) {
+  U tile[L];
+#pragma GCC unroll 16
+  for (int r = 0; r < L; r++) tile[r] = r < rows ? (U)exponential(*(const F *)(scores + r * L) - largest[r]) : (U){};
+  transpose(tile);
+#pragma GCC unroll 16
+  for (int c = 0; c < L; c++) {
+    total += (F)tile[c];
+    *(U *)(weights + c * lot) = tile[c];
   }
+  return total;
 }
 
-// The first of the vectors that pass i sums.
-static int64_t first_vector(const Unit *u, int64_t i) { return u->vectors * i / u->passes; }
+static void weigh_strip(const Unit *u, int64_t strip) {
+  const unsigned char *seen = seen_of(u, strip);
+  for (int t = 0; t < seen[u->blocks]; t++)
+    for (int64_t block = 0; block < u->blocks; block++) {
+      const float *scores = u->scores + ((strip * TILES + t) * u->rows + block * L) * L;
+      float *weights = u->weights + t * L * u->lot + block * L;
+      const F *largest = u->largest + block * L;
+      F *total = u->total + block;
+      int rows = t < seen[block] ? MIN(L, u->rows - block * L) : 0;
+      if (rows == L) *total = weigh_tile(scores, largest, L, weights, u->lot, *total);
+      else *total = weigh_tile(scores, largest, rows, weights, u->lot, *total);
+    }
+}
 
-// Values of `many` keys from number `at` on, as the passes read them.
+// L values from i on of the row that begins at `at`; further ones are 0.
+INLINE F value_of(const Attention *a, int64_t at, int64_t i) {
+  if (i + L <= a->dv) return load(a->v, at + i, a->half);
+  F values = {};
+  for (int j = 0; j < a->dv - i; j++) values[j] = get(a->v, at + i + j, a->half);
+  return values;
+}
+
+// Values of `many` keys from number `at` on, as they are summed: WIDTH vectors of a key lie beside those of the next.
 static void read_values(const Unit *u, int64_t at, int64_t many) {
-  const Attention *a = u->a;
-  for (int64_t pass = 0; pass < u->passes; pass++) {
-    int64_t from = first_vector(u, pass), to = first_vector(u, pass + 1);
-    float *values = u->values + from * L * STRIP;
-    for (int64_t c = 0; c < many; c++)
-      for (int64_t i = from * L; i < to * L; i += L, values += L)
-        if (i + L <= a->dv) *(F *)values = load(a->v, at + c * a->vt + i, a->half);
-        else for (int j = 0; j < L; j++) values[j] = i + j < a->dv ? get(a->v, at + c * a->vt + i + j, a->half) : 0;
-  }
+  for (int64_t c = 0; c < many; c++)
+    for (int64_t i = 0; i < u->vectors; i++) {
+      float *to = u->values + ((i / WIDTH * STRIP + c) * WIDTH + i % WIDTH) * L;
+      *(F *)to = value_of(u->a, at + c * u->a->vt, i * L);
+    }
 }
 
 // Adds the values of a strip, each times its weight. Few rows read each value where it lies.
@@ -815,16 +851,18 @@ static void add_values(const Unit *u, int64_t strip) {
   const Attention *a = u->a;
   const unsigned char *seen = seen_of(u, strip);
   int64_t at = u->b * a->vb + u->head * a->vh + strip * STRIP * a->vt, left = a->columns - strip * STRIP;
-  int direct = u->rows <= LOW && a->dv % L == 0;
+  int direct = rows_at_once(u->rows) <= LOW && a->dv % L == 0;
   if (!direct) read_values(u, at, MIN(seen[u->blocks] * L, left));
-  for (int64_t pass = 0; pass < u->passes; pass++) {
-    int64_t from = first_vector(u, pass), vectors = first_vector(u, pass + 1) - from;
-    const void *values = u->values + from * L * STRIP;
-    if (direct) values = (const char *)a->v + (at + from * L) * (a->half ? 2 : 4);
-    for (int64_t r = 0; r < u->rows; r += HIGH) {
-      int64_t rows = MIN(HIGH, u->rows - r), depth = MIN(MAX(seen[r / L], seen[(r + rows - 1) / L]) * L, left);
-      products(u->weights + r, u->lot, values, direct ? a->vt : vectors * L, direct && a->half, depth,
-               u->out + (r * u->vectors + from) * L, u->vectors * L, rows, vectors);
+  for (int64_t from = 0; from < u->vectors; from += WIDTH) {
+    Product p = {.columns = u->values + from * STRIP * L, .lot = u->lot, .step = WIDTH * L, .wide = u->vectors * L};
+    if (direct) p.columns = (const char *)a->v + (at + from * L) * (a->half ? 2 : 4), p.step = a->vt, p.half = a->half;
+    int64_t asked = STRIP * from / u->vectors, end = STRIP * MIN(from + WIDTH, u->vectors) / u->vectors;
+    ask_for(a->v, at + (STRIP + asked) * a->vt, end - asked, a->vt, a->dv, a->half);  // of the next strip
+    for (int64_t r = 0; r < u->rows; r += rows_at_once(u->rows - r)) {
+      int rows = rows_at_once(u->rows - r);
+      p.numbers = u->weights + r, p.sums = u->out + (r * u->vectors + from) * L;
+      p.depth = MIN(tiles_of(seen, r, rows) * L, left);
+      add_product(&p, rows, MIN(WIDTH, u->vectors - from));
     }
   }
 }
@@ -841,19 +879,25 @@ static void write_rows(const Unit *u) {  // divides and rounds once
   }
 }
 
+// The rows of a unit of text b, for all of its heads: at most `each` from `first` on.
+static void begin_nodes(Unit *u, int64_t b, int64_t first, int64_t each) {
+  u->b = b, u->first = first;
+  u->rows = MIN(each, u->groups * nodes_of(u->a, b) - first);
+  u->blocks = (u->rows + L - 1) / L;
+  for (int64_t r = 0; r < u->rows; r++) u->nodes[r] = (first + r) / u->groups - first / u->groups;
+  if (u->rows > 0) look_for_keys(u);
+}
+
 static void attend_unit(const Unit *u) {
   int64_t strips = (u->a->columns + STRIP - 1) / STRIP;
-  for (int64_t r = 0; r < u->rows; r++) {
-    u->nodes[r] = (u->first + r) / u->groups - u->first / u->groups;
-    u->largest[r] = all(-INFINITY);
-  }
+  for (int64_t r = 0; r < u->rows; r++) u->largest[r] = all(-INFINITY);
   memset(u->total, 0, u->blocks * sizeof(F));
   memset(u->queries, 0, u->a->d * u->lot * sizeof(float));
   memset(u->weights, 0, STRIP * u->lot * sizeof(float));
   memset(u->out, 0, u->lot * u->vectors * sizeof(F));
   read_queries(u);
-  look_for_keys(u);
   for (int64_t strip = 0; strip < strips; strip++) score_strip(u, strip);
+  ask_for(u->a->v, u->b * u->a->vb + u->head * u->a->vh, STRIP, u->a->vt, u->a->dv, u->a->half);
   find_largest(u);
   for (int64_t strip = 0; strip < strips; strip++) {
     weigh_strip(u, strip);
@@ -862,12 +906,14 @@ static void attend_unit(const Unit *u) {
   write_rows(u);
 }
 
-// Rows of a unit: many, so that a key is turned for many rows, but several units for each thread, and scores that stay
-// near.
+// Rows of a unit, nearly the same for all of a head: many, since keys and values are read anew for each unit; but four
+// units or more for each of several threads, and at most 2 MB of scores.
 static int64_t rows_of_a_unit(const Attention *a) {
-  int64_t rows = a->texts * a->heads * a->n, each = rows / (4 * a->threads) / L * L;
-  int64_t near = (1 << 19) / (a->columns + 1) / L * L;
-  return MAX(FEWEST, MIN(MIN(each, near), MOST));
+  int64_t rows = a->heads / a->kv * a->n, near = (1 << 19) / (a->columns + 1), most = MIN(near, MOST);
+  if (a->threads > 1) most = MIN(most, rows * a->kv * a->texts / (4 * a->threads));
+  most = MAX(most, FEWEST);
+  int64_t parts = (rows + most - 1) / most, each = (rows + parts - 1) / parts;
+  return (each + HIGH - 1) / HIGH * HIGH;
 }
 
 // A unit of the most rows, whose parts lie in `room` one behind the other.
@@ -875,21 +921,21 @@ static Unit unit_in(const Attention *a, float *room, int64_t *floats) {
   int64_t rows = rows_of_a_unit(a), blocks = (rows + L - 1) / L, strips = (a->columns + STRIP - 1) / STRIP;
   int64_t groups = a->heads / a->kv, vectors = (a->dv + L - 1) / L;
   int64_t lot = (rows + LOW + L - 1) / L * L;
-  Unit u = {.a = a, .groups = groups, .lot = lot, .vectors = vectors, .passes = (vectors + WIDTH - 1) / WIDTH};
-  enum { NODES_, QUERIES, KEYS, MASK, SCORES_, WEIGHTS, VALUES, OUT, LARGEST, TOTAL, SEEN, PARTS_ };
-  int64_t sizes[PARTS_] = {
+  Unit u = {.a = a, .b = -1, .groups = groups, .lot = lot, .vectors = vectors};
+  enum { NODES, QUERIES, KEYS, MASK, SCORES, WEIGHTS, VALUES, OUT, LARGEST, TOTAL, SEEN, PARTS };
+  int64_t sizes[PARTS] = {
     rows, a->d * lot, a->d * WIDTH * L, (rows / groups + 2) * STRIP, strips * TILES * rows * L, STRIP * lot,
-    vectors * STRIP * L, lot * vectors * L, rows * L, blocks * L, (strips * (blocks + 2) + 3) / 4,
+    (vectors + WIDTH - 1) / WIDTH * WIDTH * STRIP * L, lot * vectors * L, rows * L, blocks * L, (strips * (blocks + 2) + 3) / 4,
   };
-  float *at[PARTS_];
+  float *at[PARTS];
   *floats = 0;
-  for (int i = 0; i < PARTS_; i++) {
+  for (int i = 0; i < PARTS; i++) {
     at[i] = room ? room + *floats : NULL;
     *floats += (sizes[i] + 15) / 16 * 16;
   }
-  u.queries = at[QUERIES], u.keys = at[KEYS], u.mask = at[MASK], u.scores = at[SCORES_], u.weights = at[WEIGHTS];
+  u.queries = at[QUERIES], u.keys = at[KEYS], u.mask = at[MASK], u.scores = at[SCORES], u.weights = at[WEIGHTS];
   u.values = at[VALUES], u.out = at[OUT], u.largest = (F *)at[LARGEST], u.total = (F *)at[TOTAL];
-  u.seen = (unsigned char *)at[SEEN], u.nodes = (int *)at[NODES_];
+  u.seen = (unsigned char *)at[SEEN], u.nodes = (int *)at[NODES];
   return u;
 }
 
@@ -899,15 +945,16 @@ static int64_t floats_of_a_thread(const Attention *a) {  // the room of its unit
   return floats;
 }
 
-// The part of this thread of a region; all threads call it. room: of all threads.
+// The part of this thread of a region; all threads call it. room: of all threads. The last nodes of a text come first,
+// since they see most; and all heads of the same nodes after each other, since they share a mask.
 static void attend(const Attention *a, float *room) {
   int64_t each = rows_of_a_unit(a), rows = a->heads / a->kv * a->n, parts = (rows + each - 1) / each, floats;
   Unit u = unit_in(a, room + omp_get_thread_num() * floats_of_a_thread(a), &floats);
 #pragma omp for schedule(dynamic, 1)
   for (int64_t i = 0; i < a->texts * a->kv * parts; i++) {
-    u.b = i / parts / a->kv, u.head = i / parts % a->kv, u.first = (parts - 1 - i % parts) * each;
-    u.rows = MIN(each, u.groups * nodes_of(a, u.b) - u.first);
-    u.blocks = (u.rows + L - 1) / L;
+    int64_t b = i / a->kv / parts, first = (parts - 1 - i / a->kv % parts) * each;
+    u.head = i % a->kv;
+    if (u.b != b || u.first != first) begin_nodes(&u, b, first, each);
     if (u.rows > 0) attend_unit(&u);
   }
 }

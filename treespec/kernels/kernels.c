@@ -907,9 +907,9 @@ static void attend_unit(const Unit *u) {
 }
 
 // Rows of a unit, nearly the same for all of a head: many, since keys and values are read anew for each unit; but four
-// units or more for each of several threads, and at most 2 MB of scores.
+// units or more for each of several threads, and at most 4 MB of scores.
 static int64_t rows_of_a_unit(const Attention *a) {
-  int64_t rows = a->heads / a->kv * a->n, near = (1 << 19) / (a->columns + 1), most = MIN(near, MOST);
+  int64_t rows = a->heads / a->kv * a->n, near = (1 << 20) / (a->columns + 1), most = MIN(near, MOST);
   if (a->threads > 1) most = MIN(most, rows * a->kv * a->texts / (4 * a->threads));
   most = MAX(most, FEWEST);
   int64_t parts = (rows + most - 1) / most, each = (rows + parts - 1) / parts;

@@ -601,6 +601,13 @@ static void turn_rows(const void *x, const int64_t *at, int many, int64_t d, int
 #define KEEP(x) (void)(x)
 #endif
 
+// Unrolls the whole loop that follows, so that an array of sums stays in registers; clang reads only its own words.
+#ifdef __clang__
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 6")
+#endif
+
 // A product of two matrices that is added to `sums`.
 typedef struct {
   const float *numbers;  // [depth, rows], in rows of `lot`
@@ -615,25 +622,25 @@ INLINE void sum_products(const Product *p, int half, int rows, int vectors) {
   int64_t depth = p->depth, lot = p->lot, step = p->step;
   const float *numbers = p->numbers;
   F sum[HIGH][WIDTH];
-#pragma GCC unroll 6
+  UNROLL
   for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
+    UNROLL
     for (int j = 0; j < vectors; j++) sum[r][j] = *(F *)(p->sums + r * p->wide + j * L);
   for (int64_t i = 0; i < depth; i++, numbers += lot) {
     F column[WIDTH];
-#pragma GCC unroll 4
+    UNROLL
     for (int j = 0; j < vectors; j++) {
       column[j] = load(p->columns, i * step + j * L, half);
       KEEP(column[j]);
     }
-#pragma GCC unroll 6
+    UNROLL
     for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
+      UNROLL
       for (int j = 0; j < vectors; j++) sum[r][j] = add(column[j], all(numbers[r]), sum[r][j]);
   }
-#pragma GCC unroll 6
+  UNROLL
   for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
+    UNROLL
     for (int j = 0; j < vectors; j++) *(F *)(p->sums + r * p->wide + j * L) = sum[r][j];
 }
 

@@ -1,8 +1,8 @@
-// Products and attention of a decoder's forward on a CPU: a row has the same bits in every company.
+// Products, norms and choices of a decoder's forward on a CPU: a row has the same bits in every company.
 //
 // Each number is summed by one thread in one order, which depends on neither the number of rows, nor
 // on the tree around a node, nor on the threads. So a node of a tree gives the bits of a forward over
-// one token. `ops.py` compiles this file when it is first used, and says what it takes.
+// one token. `build.py` compiles these files at their first use, and `ops.py` says what they take.
 
 #include <math.h>
 #include <stdint.h>
@@ -123,6 +123,27 @@ INLINE void store(void *y, int64_t i, F value, int half) {  // rounds as `narrow
 #else
   *(H *)((uint16_t *)y + i) = __builtin_convertvector(bits, H);
 #endif
+}
+
+INLINE F larger(F a, F b) {
+  I first = a > b;
+  return (F)(((I)a & first) | ((I)b & ~first));
+}
+
+INLINE F exponential(F x) {  // x <= 0 or NaN; error below 2 units in the last place (Cephes, expf)
+  I hidden = x < -87.0f;
+  x = (F)((I)x & ~hidden);
+  F n = add(x, all(1.44269504088896341f), all(12583039.0f));  // rounds to a whole number, and adds 127
+  F power = (F)((U)n << 23);  // 2^n
+  n -= 12583039.0f;
+  x = add(n, all(2.12194440e-4f), add(n, all(-0.693359375f), x));
+  F y = add(all(1.9875691500e-4f), x, all(1.3981999507e-3f));
+  y = add(y, x, all(8.3334519073e-3f));
+  y = add(y, x, all(4.1665795894e-2f));
+  y = add(y, x, all(1.6666665459e-1f));
+  y = add(y, x, all(5.0000001201e-1f));
+  y = add(y * x, x, x);
+  return (F)((I)add(y, power, power) & ~hidden);  // (y + 1) 2^n
 }
 
 // --- Norm -----------------------------------------------------------------------------------------
@@ -471,289 +492,7 @@ int linear(const Linear *a, const void *x, void *y, int64_t n) {
   return DONE;
 }
 
-// --- Attention ----------------------------------------------------------------------------------
-// Two passes over the keys: all scores and their largest; then exponentials and sums, key by key in
-// the order of the columns. A hidden key adds 0, so where it lies changes nothing.
-
-INLINE F exponential(F x) {  // x <= 0 or NaN; error below 2 units in the last place (Cephes, expf)
-  I hidden = x < -87.0f;
-  x = (F)((I)x & ~hidden);
-  F n = add(x, all(1.44269504088896341f), all(12583039.0f));  // rounds to a whole number, and adds 127
-  F power = (F)((U)n << 23);  // 2^n
-  n -= 12583039.0f;
-  x = add(n, all(2.12194440e-4f), add(n, all(-0.693359375f), x));
-  F y = add(all(1.9875691500e-4f), x, all(1.3981999507e-3f));
-  y = add(y, x, all(8.3334519073e-3f));
-  y = add(y, x, all(4.1665795894e-2f));
-  y = add(y, x, all(1.6666665459e-1f));
-  y = add(y, x, all(5.0000001201e-1f));
-  y = add(y * x, x, x);
-  return (F)((I)add(y, power, power) & ~hidden);  // (y + 1) 2^n
-}
-
-typedef struct {
-  const void *q, *k, *v, *mask;  // [B, heads, N, D], [B, KV, T, D], [B, KV, T, DV], [B or 1, N, T - free]
-  void *out;                     // [B, N, heads, DV]
-  const void *sinks;             // [heads] scores that take part in the sum and have no value, or NULL
-  const int64_t *starts;         // [B + 1] if only the first nodes of each text have rows in q and out, which lie dense:
-                                 // text b has rows starts[b] to starts[b + 1]; else NULL
-  int64_t texts, heads, kv, n, columns, free, d, dv;  // free: columns before the mask's, which all nodes see
-  int64_t qb, qh, qn, kb, kh, kt, vb, vh, vt, mb, mn;  // strides in numbers; the last index lies dense
-  float scale, cap;  // a score is cap * tanh(score / cap), if the cap is not 0
-  int half, threads;
-} Attention;
-
-INLINE F capped(F x, float cap) {  // by exp(-2 |x / cap|), which is 1 at most
-  x /= cap;
-  F size = (F)((U)x & 0x7fffffffu), small = exponential(size * -2.0f), y = (1.0f - small) / (1.0f + small) * cap;
-  return (F)((U)y | ((U)x & 0x80000000u));
-}
-
-INLINE F larger(F a, F b) {
-  I first = a > b;
-  return (F)(((I)a & first) | ((I)b & ~first));
-}
-
-enum { GROUP = 24, HIGH = 8, LOW = 4 };  // rows that a thread takes at a time, and a loop holds
-
-// Numbers of two vectors; those of the second count from L on. Places that are known when this is compiled make the
-// fastest shuffles, so they are written out: f(0, s), f(1, s), ...
-#ifdef __clang__
-#define MIXED(first, second, ...) __builtin_shufflevector(first, second, __VA_ARGS__)
-#else
-#define MIXED(first, second, ...) __builtin_shuffle(first, second, (U){__VA_ARGS__})
-#endif
-#define FOUR(f, s, j) f(j, s), f(j + 1, s), f(j + 2, s), f(j + 3, s)
-#if L == 16
-#define PLACES(f, s) FOUR(f, s, 0), FOUR(f, s, 4), FOUR(f, s, 8), FOUR(f, s, 12)
-#elif L == 8
-#define PLACES(f, s) FOUR(f, s, 0), FOUR(f, s, 4)
-#else
-#define PLACES(f, s) FOUR(f, s, 0)
-#endif
-#define UPPER(j, s) ((j) & (s) ? L + (j) - (s) : (j))
-#define LOWER(j, s) ((j) & (s) ? L + (j) : (j) + (s))
-
-// Rows that lie s apart exchange numbers: a0 a1 a2 a3, b0 b1 b2 b3 become a0 b0 a2 b2, a1 b1 a3 b3 with s = 1.
-#define EXCHANGE(s) \
-  for (int i = 0; i < L; i++) { \
-    if (i & s) continue; \
-    U first = rows[i], second = rows[i + s]; \
-    rows[i] = MIXED(first, second, PLACES(UPPER, s)); \
-    rows[i + s] = MIXED(first, second, PLACES(LOWER, s)); \
-  }
-
-// L rows of L numbers of 32 bits become L columns.
-INLINE void transpose(U *rows) {
-#pragma GCC unroll 16
-  EXCHANGE(1)
-#pragma GCC unroll 16
-  EXCHANGE(2)
-#if L > 4
-#pragma GCC unroll 16
-  EXCHANGE(4)
-#endif
-#if L > 8
-#pragma GCC unroll 16
-  EXCHANGE(8)
-#endif
-}
-
-// keys [d, L]: `many` keys from `at` on, further ones 0. A row of bfloat16 is read as pairs.
-static void turned(const Attention *a, int64_t at, int many, float *keys) {
-  int half = a->half, numbers = half ? 2 : 1, size = half ? 2 : 4;
-  if (a->d % (numbers * L)) {
-    for (int c = 0; c < L; c++)
-      for (int64_t i = 0; i < a->d; i++) keys[i * L + c] = c < many ? get(a->k, at + c * a->kt + i, half) : 0;
-    return;
-  }
-  for (int64_t i = 0; i < a->d; i += numbers * L) {
-    U block[L];
-    for (int c = 0; c < L; c++)
-      block[c] = c < many ? *(const U *)((const char *)a->k + (at + c * a->kt + i) * size) : (U){};
-    transpose(block);
-    for (int j = 0; j < L; j++)
-      if (half) {
-        *(U *)(keys + (i + 2 * j) * L) = block[j] << 16;
-        *(U *)(keys + (i + 2 * j + 1) * L) = block[j] & 0xffff0000u;
-      } else *(U *)(keys + (i + j) * L) = block[j];
-  }
-}
-
-INLINE void scores(const float *q, const float *keys, F *sums, int64_t d, int rows) {
-  F sum[HIGH] = {};
-  for (int64_t i = 0; i < d; i++) {
-    F key = *(const F *)(keys + i * L);
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r++) sum[r] = add(key, all(q[r * d + i]), sum[r]);
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < rows; r++) sums[r] = sum[r];
-}
-
-// out [LOW, wide] and total [LOW] take `many` keys, one after the other. values: rows of `row` numbers.
-enum { WIDTH = L == 16 ? 4 : 2 };
-INLINE void sums(const float *s, const void *values, int64_t row, int half, float *out, F *total, int64_t wide,
-                 int many) {
-  F both[LOW];
-  memcpy(both, total, sizeof both);
-  for (int c = 0; c < many; c++)
-#pragma GCC unroll 4
-    for (int r = 0; r < LOW; r++) both[r] += all(s[r * L + c]);
-  memcpy(total, both, sizeof both);
-  for (int64_t i = 0; i < wide; i += WIDTH * L) {
-    F sum[LOW][WIDTH];
-#pragma GCC unroll 4
-    for (int r = 0; r < LOW; r++)
-#pragma GCC unroll 4
-      for (int j = 0; j < WIDTH; j++) sum[r][j] = *(F *)(out + r * wide + i + j * L);
-    for (int c = 0; c < many; c++) {
-      F value[WIDTH];
-#pragma GCC unroll 4
-      for (int j = 0; j < WIDTH; j++) value[j] = load(values, c * row + i + j * L, half);
-#pragma GCC unroll 4
-      for (int r = 0; r < LOW; r++)
-#pragma GCC unroll 4
-        for (int j = 0; j < WIDTH; j++) sum[r][j] = add(value[j], all(s[r * L + c]), sum[r][j]);
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < LOW; r++)
-#pragma GCC unroll 4
-      for (int j = 0; j < WIDTH; j++) *(F *)(out + r * wide + i + j * L) = sum[r][j];
-  }
-}
-
-// Asks for the tile behind that at `at`.
-INLINE void ask_for(const void *x, int64_t at, int64_t row, int64_t width, int half) {
-  for (int c = L; c < 2 * L; c++)
-    for (int64_t i = 0; i < width * (half ? 2 : 4); i += 64)
-      __builtin_prefetch((const char *)x + (at + c * row) * (half ? 2 : 4) + i);
-}
-
-INLINE int64_t nodes_of(const Attention *a, int64_t b) {  // nodes of text b that have rows
-  return a->starts ? a->starts[b + 1] - a->starts[b] : a->n;
-}
-
-static void rows_of_a_head(const Attention *a, int64_t b, int64_t head, int64_t first, int rows, float *room) {
-  int64_t groups = a->heads / a->kv, tiles = (a->columns + L - 1) / L, d = a->d, dv = a->dv;
-  int64_t wide = (dv + 63) / 64 * 64;
-  float *q = room, *keys = q + GROUP * d, *s = keys + L * d;  // s [tiles, GROUP, L]: a tile's scores lie together
-  float *values = s + tiles * GROUP * L;
-  float *out = values + L * wide;
-  F largest[GROUP], total[GROUP] = {};
-  char seen[tiles];
-  int64_t base = b * a->kb + head * a->kh, vbase = b * a->vb + head * a->vh;
-  int64_t n = nodes_of(a, b), qbase = a->starts ? a->starts[b] * a->qn : b * a->qb;
-
-  // 1. The query rows; row i is of query head i / n in the group, node i % n.
-  memset(q, 0, 4 * GROUP * d);
-  for (int r = 0; r < GROUP; r++) largest[r] = all(-INFINITY);
-  for (int r = 0; r < rows; r++) {
-    int64_t row = first + r, at = qbase + (head * groups + row / n) * a->qh + row % n * a->qn;
-    for (int64_t i = 0; i < d; i++) q[r * d + i] = get(a->q, at + i, a->half);
-  }
-
-  // 2. Scores [rows, columns], tile by tile; a tile that no row sees is left out.
-  for (int64_t t = 0; t < tiles; t++) {
-    int many = MIN(L, a->columns - t * L), open = MIN(MAX(a->free - t * L, 0), L);
-    F extra[GROUP] = {}, most = all(open == L ? 0 : -INFINITY);
-    for (int r = 0; r < rows && open < L; r++) {
-      int64_t at = b * a->mb + (first + r) % n * a->mn + t * L - a->free;
-      if (!open && many == L) extra[r] = load(a->mask, at, a->half);
-      else for (int c = open; c < L; c++) extra[r][c] = c < many ? get(a->mask, at + c, a->half) : -INFINITY;
-      most = larger(extra[r], most);
-    }
-    seen[t] = any(most > -1e30f);
-    if (!seen[t]) continue;
-    if (t + 1 < tiles) ask_for(a->k, base + t * L * a->kt, a->kt, d, a->half);
-    turned(a, base + t * L * a->kt, many, keys);
-    for (int r = 0; r < rows; r += HIGH) {
-      F sum[HIGH];
-      if (rows - r > LOW) scores(q + r * d, keys, sum, d, HIGH); else scores(q + r * d, keys, sum, d, LOW);
-      for (int i = 0; i < MIN(HIGH, rows - r); i++) {
-        F score = add(sum[i], all(a->scale), extra[r + i]);
-        if (a->cap) score = capped(sum[i] * a->scale, a->cap) + extra[r + i];
-        *(F *)(s + (t * GROUP + r + i) * L) = score;
-        largest[r + i] = larger(score, largest[r + i]);
-      }
-    }
-  }
-  for (int r = 0; r < rows; r++) {
-    float most = largest[r][0];
-    for (int c = 1; c < L; c++) most = largest[r][c] > most ? largest[r][c] : most;
-    if (a->sinks) {
-      float sink = get(a->sinks, head * groups + (first + r) / a->n, a->half);
-      most = sink > most ? sink : most;
-      total[r] = exponential(all(sink - most));
-    }
-    largest[r] = all(most);
-  }
-
-  // 3. Exponentials, their sum and the sum of values, key by key.
-  memset(out, 0, 4 * GROUP * wide);
-  memset(values, 0, 4 * L * wide);
-  int direct = rows <= LOW && wide == dv;  // few rows: each value is read once
-  for (int64_t t = 0; t < tiles; t++) {
-    if (!seen[t]) continue;
-    if (t + 1 < tiles) ask_for(a->v, vbase + t * L * a->vt, a->vt, dv, a->half);
-    int many = MIN(L, a->columns - t * L);
-    for (int c = 0; c < many && !direct; c++) {
-      int64_t i = 0, at = vbase + (t * L + c) * a->vt;
-      for (; i + L <= dv; i += L) *(F *)(values + c * wide + i) = load(a->v, at + i, a->half);
-      for (; i < dv; i++) values[c * wide + i] = get(a->v, at + i, a->half);
-    }
-    for (int r = 0; r < rows; r++) {
-      F *score = (F *)(s + (t * GROUP + r) * L);
-      *score = exponential(*score - largest[r]);
-    }
-    if (direct) {
-      const char *at = (const char *)a->v + (vbase + t * L * a->vt) * (a->half ? 2 : 4);
-      sums(s + t * GROUP * L, at, a->vt, a->half, out, total, wide, many);
-    } else for (int r = 0; r < rows; r += LOW)
-      sums(s + (t * GROUP + r) * L, values, wide, 0, out + r * wide, total + r, wide, many);
-  }
-
-  // 4. Divide and round once.
-  for (int r = 0; r < rows; r++) {
-    int64_t row = first + r, node = row % n + (a->starts ? a->starts[b] : b * a->n);
-    int64_t at = (node * a->heads + head * groups + row / n) * dv;
-    int64_t i = 0;
-    for (; i + L <= dv; i += L) store(a->out, at + i, *(F *)(out + r * wide + i) / total[r], a->half);
-    for (; i < dv; i++) put(a->out, at + i, out[r * wide + i] / total[r][0], a->half);
-  }
-}
-
-static int64_t floats_of_a_thread(const Attention *a) {  // the room of `rows_of_a_head`, in whole lines of the cache
-  int64_t tiles = (a->columns + L - 1) / L, wide = (a->dv + 63) / 64 * 64;
-  return ((GROUP + L) * (a->d + wide) + GROUP * tiles * L + 15) / 16 * 16;
-}
-
-// The part of this thread of a region; all threads call it. room: of all threads.
-static void attend(const Attention *a, float *room, Team *team) {
-  int64_t rows = a->heads / a->kv * a->n, parts = (rows + GROUP - 1) / GROUP, items = a->texts * a->kv * parts;
-  float *own = room + omp_get_thread_num() * floats_of_a_thread(a);
-  for (int64_t i = take_next(team); i < items; i = take_next(team)) {
-    int64_t part = i % parts, head = i / parts % a->kv, b = i / parts / a->kv;
-    int64_t left = a->heads / a->kv * nodes_of(a, b) - part * GROUP;
-    if (left > 0) rows_of_a_head(a, b, head, part * GROUP, MIN(GROUP, left), own);
-  }
-}
-
-int attention(const Attention *a) {
-  float *room = take_room(4 * a->threads * floats_of_a_thread(a));
-  if (!room) return NO_MEMORY;
-  Team team = {};
-  int threads = choose_threads(a->threads);
-  double begun = omp_get_wtime();
-#pragma omp parallel num_threads(threads)
-  {
-    attend(a, room, &team);
-    meet(&team);
-  }
-  end_region(&team, threads, begun);
-  free(room);
-  return DONE;
-}
+#include "attention.c"
 
 // --- Ranking ------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """Loads the C kernels: a library built ahead for processors like this one, or else one compiled at the first use.
 
-`kernels.c` holds products, attention and norms, `layer.c` a whole decoder layer. Both become one shared library.
+`kernels.c` holds products and norms, `attention.c` attention, `layer.c` whole decoder layers, and `team.c` what their
+threads do. All become one shared library.
 """
 
 import ctypes

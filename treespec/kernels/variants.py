@@ -14,11 +14,9 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-# layer.c includes kernels.c, and this one team.c, so that the compiler gets only the first.
+# The compiler gets the first, which includes the others.
 SOURCE_FILES = [
-    Path(__file__).with_name("layer.c"),
-    Path(__file__).with_name("kernels.c"),
-    Path(__file__).with_name("team.c"),
+    Path(__file__).with_name(name) for name in ("layer.c", "kernels.c", "attention.c", "team.c")
 ]
 BUILT_FOLDER = Path(__file__).with_name("built")  # in a wheel
 OPTIMIZATION_OPTIONS = ["-O3", "-ffp-contract=off", "-fPIC"]

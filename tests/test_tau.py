@@ -234,7 +234,7 @@ def test_the_cycles_of_own_answers_are_those_of_the_real_loop(monkeypatch):
 
 
 def test_cycles_that_an_answers_end_may_cut_do_not_count():
-    assert count_lengths([2, 1, 0, 0], 7, 2).tolist() == [1, 1, 1]
+    assert count_lengths([2, 1, 0, 0], 7, 2).tolist() == [0, 1, 1]
     assert count_lengths([], 0, 2).tolist() == [0, 0, 0]
 
 

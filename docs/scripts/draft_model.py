@@ -58,7 +58,10 @@ def main(
     target: str, data: str, out: Path, layers: int = 2, width: int = 192, minutes: float = 12.0,
     learning_rate: float = 2e-3, batch: int = 2, length: int = 512, seed: int = 0,
 ) -> None:  # fmt: skip
-    """Train on batches of conversations, cut to `length` tokens, for some minutes, and write the model to OUT."""
+    """Train on batches of conversations, cut to `length` tokens, and write the model to OUT.
+
+    minutes: of processor time, all cores together.
+    """
     # 1. The model and the conversations.
     torch.manual_seed(seed)
     folder = find_model_path(target)  # that of `demo`; other names as they are
@@ -70,9 +73,9 @@ def main(
     # 2. Steps, until the time is up.
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
     order = shuffle_forever(examples, seed)
-    started = time.monotonic()
+    started = time.process_time()
     losses: list[float] = []
-    while (share := (time.monotonic() - started) / (60 * minutes)) < 1:
+    while (share := (time.process_time() - started) / (60 * minutes)) < 1:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * min(share / WARM_UP, (1 - share) / (1 - WARM_UP))
         loss = compute_loss(model, list(itertools.islice(order, batch)))

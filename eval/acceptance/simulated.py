@@ -66,9 +66,9 @@ def simulate_totals(
 def count_lengths(accepted: list[int], tokens: int, depth: int) -> Array:
     """Count the cycles that accept 0, 1, … draft tokens, without those that the end of the answer may cut.
 
-    An answer of 7 tokens, depth 2; its last cycle begins after 6 tokens, beyond 7 - 2:
+    An answer of 7 tokens, depth 2. A cycle that begins after 5 tokens or more may be cut:
 
-        accepted    2  1  0  0        begin after 0, 3, 5, 6        counts [1, 1, 1]: cycles of 0, 1 and 2
+        accepted    2  1  0  0        begin after 0, 3, 5, 6        counts [0, 1, 1]: of 0, 1 and 2 tokens
 
     Args:
         accepted: by each cycle.

@@ -1,10 +1,12 @@
 """Train a small draft model on conversations that its target wrote: `python docs/scripts/draft_model.py --help`.
 
 A Llama with the target's tokenizer, for `--drafter model:OUT`. Its embeddings begin as the best approximation of the
-target's of that width. The loss is the cross-entropy of the answers' tokens.
+target's of that width. The loss is the cross-entropy of the answers' tokens. Of the tokens that no answer of a step
+has, a sample stands for all, since on a CPU the whole vocabulary would take nearly all of the time.
 """
 
 import itertools
+import math
 import random
 import time
 from collections.abc import Iterator
@@ -21,6 +23,10 @@ from treespec.demo.fetch import find_model_path
 from treespec.text.conversations import read_conversations
 from treespec.text.encoding import Example, encode_conversations
 
+SAMPLE = 4096  # tokens of the vocabulary in a step's loss, besides those of the answers
+START_SCALE = (
+    0.05  # standard deviation of the embeddings, so that all tokens are about as likely at first
+)
 WARM_UP = 0.05  # share of the time in which the learning rate rises; then it falls to 0
 
 
@@ -42,7 +48,8 @@ def build_model(folder: str, layers: int, width: int) -> LlamaForCausalLM:
     model = LlamaForCausalLM(config)
     left, scales, _ = torch.svd_lowrank(embeddings, q=width, niter=4)
     with torch.no_grad():
-        model.get_input_embeddings().weight.copy_(left * scales)
+        projected = left * scales
+        model.get_input_embeddings().weight.copy_(projected * (START_SCALE / projected.std()))
     return model
 
 
@@ -51,7 +58,15 @@ def compute_loss(model: LlamaForCausalLM, examples: list[Example]) -> Tensor:
     ids = pad_sequence([example.input_ids for example in examples], batch_first=True)
     counts = pad_sequence([example.loss_mask for example in examples], batch_first=True)[:, 1:]
     states = model.model(ids[:, :-1]).last_hidden_state[counts]  # rows are padded on the right
-    return cross_entropy(model.lm_head(states), ids[:, 1:][counts])
+    embeddings = model.lm_head.weight
+    tokens, answers = ids[:, 1:][counts].unique(return_inverse=True)
+    others = torch.randint(len(embeddings), (SAMPLE,))
+    others = others[~torch.isin(others, tokens)]
+    weight = (len(embeddings) - len(tokens)) / len(
+        others
+    )  # tokens that each of the others stands for
+    other_logits = states @ embeddings[others].T + math.log(weight)
+    return cross_entropy(torch.cat([states @ embeddings[tokens].T, other_logits], 1), answers)
 
 
 def main(
@@ -71,7 +86,7 @@ def main(
     print(f"{report}; {model.num_parameters() / 1e6:.1f} M parameters")
 
     # 2. Steps, until the time is up.
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     order = shuffle_forever(examples, seed)
     started = time.process_time()
     losses: list[float] = []
@@ -84,8 +99,8 @@ def main(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(loss.item())
-        if len(losses) % 50 == 0:
-            print(f"step {len(losses)}, {share:.0%}: loss {sum(losses[-50:]) / 50:.3f}", flush=True)
+        if len(losses) % 25 == 0:
+            print(f"step {len(losses)}, {share:.0%}: loss {sum(losses[-25:]) / 25:.3f}", flush=True)
 
     # 3. The folder.
     model.to(torch.bfloat16).save_pretrained(out)

@@ -231,12 +231,13 @@ def floor(target: str = "demo", tokens: int = 64, rounds: int = 5, long: int = 4
 
 @app.command()
 def long(
-    target: str = "demo", drafters: str = "suffix,sparse:512@chain:2,sparse:512@chain:4", questions: int = 4,
+    target: str = "demo", drafters: str = "suffix,sparse:512@chain:4", suite: str = "mt-bench", questions: int = 4,
     tokens: int = 64,
 ) -> None:  # fmt: skip
     """Measure drafters beside one token at a time behind a long prompt: τ, tokens per second, and the speedup.
 
-    The prompt is all of MT-Bench, 7,900 tokens for `demo`, and then `Answer question 1.`, 2, … Its time does not count.
+    The prompt is all of a suite, then `Answer question 1.`, 2, … MT-Bench has 7,900 tokens for `demo`. The time of
+    prompts does not count.
     drafters: separated by commas, as `treespec eval` takes them. questions: how many are answered.
     """
     # 1. One target, and the ways to draft. Each reads the prompt once; later prompts share its beginning.
@@ -249,7 +250,7 @@ def long(
             name += f"@{kind.tree}"
         ways[f"`{name}`"] = Spec(model, source, kind.tree)
     for spec in ways.values():
-        spec.generate(ask_behind_all(1), max_new_tokens=2)
+        spec.generate(ask_behind_all(suite, 1), max_new_tokens=2)
 
     # 2. Each case, question by question in turn.
     columns = [""]
@@ -258,7 +259,7 @@ def long(
         counts = {way: LongCounts() for way in ways}
         for number in range(1, 1 + questions):
             for way, spec in ways.items():
-                counts[way].add(spec, ask_behind_all(number), texts, tokens, temperature)
+                counts[way].add(spec, ask_behind_all(suite, number), texts, tokens, temperature)
         columns += [f"{texts} at a time, T = {temperature:g}: τ", "tokens/s", "speedup"]
         baseline = counts["one token at a time"].rate
         for way, count in counts.items():
@@ -267,9 +268,9 @@ def long(
     show(columns, ([way, *cells] for way, cells in cells_by_way.items()))
 
 
-def ask_behind_all(number: int) -> list[dict[str, str]]:
-    """Write the prompt that holds all questions of MT-Bench, and asks for the answer to one of them."""
-    turns = ["\n".join(question.turns) for question in load_questions("mt-bench")[0]]
+def ask_behind_all(suite: str, number: int) -> list[dict[str, str]]:
+    """Write the prompt that holds all questions of a suite, and asks for the answer to one of them."""
+    turns = ["\n".join(question.turns) for question in load_questions(suite)[0]]
     parts = [f"{i}. {turn}" for i, turn in enumerate(turns, 1)]
     return [{"role": "user", "content": "\n\n".join([*parts, f"Answer question {number}."])}]
 

@@ -89,12 +89,12 @@ def make_pair(verifier: str, shape: str, tree: Policy | None, samples: int) -> M
     loaded = load_verifier(verifier)
     draws = {path: tree.count_draws(path) for path in find_inner_nodes(tree)}
     pair = Pair(verifier, shape, loaded.scheme, tree, draws)
-    if judges_own_way(verifier, loaded):
+    if is_simulated(verifier, loaded):
         return Simulated(pair, samples)
     return pair
 
 
-def judges_own_way(name: str, verifier: Verifier) -> bool:
+def is_simulated(name: str, verifier: Verifier) -> bool:
     """Whether a verifier of another package judges whole trees, so that nobody knows what it keeps of a text."""
     if name.partition(":")[0] in TREE_VERIFIERS:
         return False
@@ -121,7 +121,7 @@ def explain_misfit(
     max_draws = loaded.scheme.max_draws
     if not has_fixed_shape(tree):
         return explain_redrafted_misfit(verifier, are_texts_given)
-    if judges_own_way(verifier, loaded):
+    if is_simulated(verifier, loaded):
         return explain_simulated_misfit(verifier, loaded, tree, drafter, are_texts_given)
     if drafter.cache or not drafter.kind.is_head:
         return (

@@ -288,7 +288,7 @@ RUNS = [  # a script, its arguments, and what it prints of its figures
     ("measure", "verify --vocabulary 64 --rounds 1", r"\| `traversal` \| [\d.]+ \| [\d.]+ \|"),
     (
         "measure",
-        "long target --suite questions.jsonl --drafters suffix,sparse:4@chain:2 --questions 1 --tokens 4",
+        "long --target target --suite questions.jsonl --drafters suffix,sparse:4@chain:2 --questions 1 --tokens 4",
         r"\| `sparse:4@chain:2` \|( [\d.]+ \|){9}",
     ),
     ("picture", "target head Hello --max-new-tokens 4 --out chat.svg", "wrote chat.svg"),

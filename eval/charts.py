@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from treespec.eval.intervals import Figure
+from treespec.eval.intervals import Figure, list_numbers
 from treespec.eval.report import Plot, Table, escape_cell, fill_template, round_figure
 
 LINE_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#666666")
@@ -93,7 +93,7 @@ def fit_scale(table: Table, column: str) -> Scale | None:
         values.append(table.reference)
     for figure in list_figures(table, column):
         if figure is not None:
-            values += [float(value) for value in figure.values() if value is not None]  # type: ignore[arg-type]
+            values += list_numbers(figure)
     if min(values) == max(values):
         return None
     return Scale(min(values), max(values))
@@ -182,13 +182,13 @@ def name_row(table: Table, number: int) -> str:
 
 def draw_plot(plot: Plot) -> str:
     """Draw a plot as SVG: its lines with their points and intervals, both axes with titles, and a legend."""
-    figures = []
+    figures: list[Figure] = []
     positions: list[float] = []
     for points in plot.lines.values():
         for position, figure in points:
             positions.append(position)
             figures.append(round_figure(figure))
-    values = [float(value) for figure in figures for value in figure.values() if value is not None]  # type: ignore[arg-type]
+    values = [number for figure in figures for number in list_numbers(figure)]
     x_scale = pad_scale(positions)
     y_scale = pad_scale(values)
     lines = []

@@ -255,12 +255,32 @@ class DoctorConfig(FitOptions):
     """The options of `treespec doctor`. Raises InputError for a number out of its range."""
 
     answers_temperature: ClassVar[float] = 0.0
+    target: str = reuse_option(TargetOptions, "target", "")
+    kernels: bool = option(
+        "instead of a head, examine the C kernels: whether they run, and which layers of --target, if given, they fuse",
+        False,
+    )
     data: str | None = option(
         "the head's training data, a JSONL or JSON file; default: the sample that train keeps in the "
         "head's folder",
         None,
     )
     out: str = option("HTML file for the report", "runs/doctor.html")
+
+    def __post_init__(self) -> None:
+        if self.kernels and self.head is not None:
+            raise InputError("--kernels examines no head: leave --head out")
+        super().__post_init__()
+
+    def check_head(self) -> None:
+        """Raise InputError if target or head is missing. `--kernels` needs neither."""
+        if self.kernels:
+            return
+        if not self.target:
+            raise InputError(
+                "give --target: a directory, a hub id or demo; or --kernels, which needs none"
+            )
+        super().check_head()
 
 
 @dataclass(frozen=True, kw_only=True)

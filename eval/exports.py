@@ -30,7 +30,6 @@ LATEX_SIGNS = {  # every other sign stands for itself
     "ε": r"$\varepsilon$",
     "*": r"$^{*}$",
 }
-FIGURE_FIELDS = ("value", "low", "high")
 
 
 def format_table_csv(table: Table) -> str:
@@ -63,8 +62,7 @@ def format_ends(cell: Cell) -> list[str]:
     if cell is None or isinstance(cell, str):
         return [escape_cell(cell), "", ""]
     ends = []
-    for name in FIGURE_FIELDS:
-        value = cell[name]  # type: ignore[literal-required]
+    for value in (cell["value"], cell["low"], cell["high"]):
         ends.append("" if value is None else repr(value))
     return ends
 

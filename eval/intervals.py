@@ -29,6 +29,12 @@ class Figure(TypedDict):
     high: float | None
 
 
+def list_numbers(figure: Figure) -> list[float]:
+    """List the value of a figure and its ends, without those that are None."""
+    numbers = (figure["value"], figure["low"], figure["high"])
+    return [number for number in numbers if number is not None]
+
+
 def leave_one_out(questions: int) -> Array:
     """Make the weights [1 + Q, Q] of the jackknife: a row of all questions, then a row without each question.
 

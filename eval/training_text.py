@@ -12,7 +12,6 @@ entropy alone does not show that: on ShareGPT's answers SmolLM2's entropy is 1.8
 """
 
 from collections.abc import Iterator, Sequence
-from os.path import commonprefix
 from pathlib import Path
 
 import torch
@@ -191,8 +190,14 @@ def find_template_ending(spec: Spec) -> str:
 
 def find_shared_ending(texts: Sequence[str]) -> str:
     """Find the longest text that all texts end in."""
-    reversed_texts = [text[::-1] for text in texts]
-    return commonprefix(reversed_texts)[::-1]  # noqa: RUF071 - no paths
+    ending = ""
+    for characters in zip(
+        *map(reversed, texts), strict=False
+    ):  # up to the beginning of the shortest text
+        if len(set(characters)) > 1:
+            break
+        ending = characters[0] + ending
+    return ending
 
 
 @torch.no_grad()

@@ -83,6 +83,7 @@ def cache_folder(hub, repository, commit, revision="main"):
 
 def to_command(function: Callable[[], None], before: str = "") -> list[str]:
     """The command of a process that runs a function, which imports what it uses. before: code to run first."""
+    before = f"import gc; gc.disable()\n{before}"  # it is short, and what it imports is no garbage
     return [sys.executable, "-c", f"{before}\n{inspect.getsource(function)}\n{function.__name__}()"]
 
 
@@ -166,13 +167,13 @@ def wait_until(condition, seconds=30):
         time.sleep(0.005)
 
 
-def tiny_spec(tree="2x2", verifier="rrs", chat_template=None, context=256, eos=None) -> Spec:
+def tiny_spec(tree="2x2", verifier="rrs", chat_template=None, context=256, eos=None, layers=3) -> Spec:
     """Without eos, answers end by their limit alone."""
     words = tokenizer()
     if chat_template:
         words.chat_template = chat_template
     endless = {"vocab_size": len(words), "max_position_embeddings": context, "eos_token_id": eos}
-    config = hf.LlamaConfig(**GROUPED | endless)
+    config = hf.LlamaConfig(**GROUPED | endless | {"num_hidden_layers": layers})
     target = Target(random_model(config), words)
     return Spec(target, random_head(target), tree, verifier)
 

@@ -3,6 +3,7 @@
 TEST_THREADS=3 and TEST_DTYPE=float64 run tests with other threads and under another default dtype.
 """
 
+import gc
 import os
 import tempfile
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:  # torch reads the environment when it is imported
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
     import httpx
 
@@ -21,7 +22,14 @@ if TYPE_CHECKING:  # torch reads the environment when it is imported
     from treespec.train.config import TrainConfig
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+KERNELS = Path("treespec", "kernels")
+cache_of_the_run = Path(os.environ.get("XDG_CACHE_HOME", ""))
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="treespec-tests-")
+Path(os.environ["XDG_CACHE_HOME"], KERNELS.parent).mkdir(mode=0o700)
+if "PYTEST_XDIST_WORKER" in os.environ:  # its processes share the kernels, which take seconds to compile
+    Path(os.environ["XDG_CACHE_HOME"], KERNELS).symlink_to(cache_of_the_run / KERNELS)
+else:
+    Path(os.environ["XDG_CACHE_HOME"], KERNELS).mkdir(mode=0o700)
 os.environ["OMP_NUM_THREADS"] = os.environ.get("TEST_THREADS", "1")  # torch reads it when it is imported
 DEFAULT_DTYPE = os.environ.get("TEST_DTYPE")  # what a user's program may have set before it calls treespec
 
@@ -33,13 +41,27 @@ def pytest_configure() -> None:
         torch.set_default_dtype(getattr(torch, DEFAULT_DTYPE))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> "Generator[None, object, object]":
+    """The libraries are imported meanwhile; their objects live as long as the process, and are no garbage."""
+    gc.disable()
+    collected = yield
+    gc.freeze()
+    gc.enable()
+    return collected
+
+
 @pytest.fixture(scope="session", autouse=True)
 def short_measurements() -> None:
-    """Costs are measured in two rounds: no test needs exact ones."""
-    from treespec.draft.auto import measure
+    """Costs are measured in two rounds, and rates over two completions: no test needs exact ones."""
+    from treespec.api import calibrate
+    from treespec.draft.auto import bench, measure
 
-    measure.MIN_ROUNDS = 2
-    measure.MEASURING_SECONDS = 0.0
+    patch = pytest.MonkeyPatch()  # which raises where a constant has moved
+    patch.setattr(calibrate, "RATE_PROMPTS", 2)
+    patch.setattr(measure, "MIN_ROUNDS", 2)
+    patch.setattr(bench, "MIN_ROUNDS", 2)
+    patch.setattr(bench, "MEASURING_SECONDS", 0.0)
 
 
 @pytest.fixture(scope="session")

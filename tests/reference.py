@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from unittest import mock
 
 import torch
@@ -349,14 +350,7 @@ def deviation(found, wanted) -> float:
     return max(abs(found.get(text, 0) - wanted.get(text, 0)) for text in {*found, *wanted})
 
 
-def text_probs(
-    model,
-    prompt,
-    new,
-    params,
-    change=None,
-    end=None,
-):
+def text_probs(model, prompt, new, params, change=None, end=None):
     """{text: probability} of a table target, each text computed by itself.
 
     change: what the tokens so far and the logits [V] become, before temperature. end: a token that ends texts.
@@ -376,13 +370,18 @@ TEXT_PROB_TOLERANCE = 1e-6
 SAMPLING_FIELDS = {"temperature", "top_k", "top_p", "min_p"}
 
 
+@cache
+def text_probs_by_way(target, way):
+    by = WAYS[way]
+    params = SamplingParams(**{name: by.options[name] for name in SAMPLING_FIELDS & by.options.keys()})
+    return text_probs(target, PROMPT, NEW, params, by.change, by.end)
+
+
 def enumerate_texts(spec, way="top-k", batch=64, **how):
     """The largest deviation of a text's probability, and the mean number of cycles."""
     by = WAYS[way]
     texts, cycles = enumerate_decoding(spec, PROMPT, batch, max_new_tokens=NEW, **how, **by.options).distribution()
-    params = SamplingParams(**{name: by.options[name] for name in SAMPLING_FIELDS & by.options.keys()})
-    wanted = text_probs(spec.target, PROMPT, NEW, params, by.change, by.end)
-    return deviation(texts, wanted), cycles
+    return deviation(texts, text_probs_by_way(spec.target, way)), cycles
 
 
 ERROR_PROBABILITY = 1e-4  # probability that a test of this file fails by chance, each

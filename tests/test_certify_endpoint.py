@@ -3,12 +3,14 @@
 import io
 import json
 import threading
+from functools import partial
 from urllib.error import HTTPError
 
+import commands
 import faults
 import pytest
 import torch
-from commands import FakeServer, complains, serving, tiny_spec
+from commands import FakeServer, complains, serving
 from faults import draw_before_truncation, plan_at_low_temperature, plan_with_wrong_residual
 from typer.testing import CliRunner
 
@@ -21,10 +23,11 @@ from treespec.eval.config import CertifyConfig
 from treespec.model.target import Target
 from treespec.sampling.probs import SamplingParams
 
+tiny_spec = partial(commands.tiny_spec, layers=1)
 QUESTIONS = ["the user asks", "who is there"]
 
 
-def verdict(served, tokens=900, length=16, plain=None, **changes):
+def verdict(served, tokens=600, length=16, plain=None, **changes):
     """The verdict on a server of `served`, beside the same target without drafts."""
     spec = Spec(served.target, None)
     prompts = {tuple(spec.encode([{"role": "user", "content": question}])): question for question in QUESTIONS}
@@ -43,7 +46,7 @@ def p_values(found):
 @pytest.mark.parametrize("plain", [False, True])
 def test_an_exact_server_is_certified_by_the_ids_of_its_tokens(plain):
     """Beside the target itself, and beside another server."""
-    found = verdict(tiny_spec("2x2", "rrs-wo"), tokens=640, plain=plain)
+    found = verdict(tiny_spec("2x2", "rrs-wo"), tokens=320, plain=plain)
     assert found["passed"], found["tests"]
     assert [*p_values(found)] == [BY_RATIO, BY_P, TOKENS_QUESTION, ALIKE_QUESTION]
 
@@ -54,7 +57,7 @@ def test_so_is_one_whose_answers_have_a_schema(exact):
     if not exact:
         faults.plant_scheme(served, planning=argmax)
     schema = {"type": "array", "items": {"enum": [*"abcdefgh"]}, "minItems": 5, "maxItems": 5}
-    found = verdict(served, length=24, json_schema=json.dumps(schema))
+    found = verdict(served, tokens=900, length=24, json_schema=json.dumps(schema))
     assert found["passed"] == exact, found["tests"]
 
 
@@ -66,7 +69,7 @@ def test_without_ids_both_sides_are_compared_by_their_words(monkeypatch):
         return whole(server, asked)
 
     monkeypatch.setattr(ServedEndpoint, "reply", wordy)
-    found = verdict(tiny_spec("2x2", "rrs-wo"), tokens=640)
+    found = verdict(tiny_spec("2x2", "rrs-wo"), tokens=320)
     assert found["passed"], found["tests"]
     assert [*p_values(found)] == [ALIKE_QUESTION]
     sure = tiny_spec("chain:1", "single")

@@ -17,7 +17,7 @@ from commands import CHAT_CONTEXT, COMMAND, answer_next, to_stdin
 
 from treespec.cli import run
 from treespec.cli.answer import load_spec
-from treespec.cli.chat import CHAT_COMMANDS, ChatConfig, ChatSession, describe_chat
+from treespec.cli.chat import CHAT_COMMANDS, ChatConfig, ChatSession, describe_chat, show_help
 from treespec.files.printable import to_printable
 from treespec.options import format_command_line
 
@@ -26,7 +26,7 @@ ANSWERED = "\x1b[?2004l"
 
 
 class Terminal:
-    """A process with a terminal of its own, and what it has written there."""
+    """A process that runs in a terminal of its own. `written`: the bytes that it has printed so far."""
 
     def __init__(self, command, environment):
         self.process, self.screen = pty.fork()
@@ -39,7 +39,7 @@ class Terminal:
         os.write(self.screen, text.encode())
 
     def until(self, pattern, seconds=120):
-        """What was written up to the end of the next match, which is waited for."""
+        """Wait until the output matches the pattern, and return the output up to the end of the match."""
         end = time.monotonic() + seconds
         while not (found := re.search(pattern.encode(), self.written, re.DOTALL)):
             ready, _, _ = select.select([self.screen], [], [], max(0, end - time.monotonic()))
@@ -171,7 +171,8 @@ def test_a_conversation_in_a_terminal(tmp_path, chats, conversation):
         terminal.say(line)
     conversation.messages = []
     assert answer_next(conversation, "Hello there")[0] in say("Hello there")
-    assert all(name in say("/help") for name in CHAT_COMMANDS)
+    help = say("/help")
+    assert all(name in help for name in CHAT_COMMANDS)
 
     terminal.write("\x04")
     assert terminal.exit_code() == 0
@@ -199,3 +200,12 @@ def test_a_conversation_through_a_pipe(tmp_path, chats, conversation, monkeypatc
     assert "α by depth" in done.err
     messages = json.loads((tmp_path / "piped.jsonl").read_text())["messages"]
     assert [m["content"] for m in messages[::2]] == ["Hello there", "/And then?"]
+
+
+def test_the_help_of_chat_breaks_no_word_at_the_right_edge(monkeypatch):
+    monkeypatch.setitem(show_help.__globals__, "find_terminal_width", lambda: 60)
+    lines = show_help(None, "").splitlines()[:-1]
+    assert max(map(len, lines)) <= 60
+    words = " ".join(lines).split()
+    for command in CHAT_COMMANDS.values():
+        assert set(command.help.split()) <= set(words)

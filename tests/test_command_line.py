@@ -102,8 +102,10 @@ def test_help_in_an_encoding_that_lacks_its_characters():
         ("datastore biuld", 2, "no command biuld: did you mean build?"),
         ("eval --target x --head y --out z --limit many", 2, "--limit is 'many': give a whole number"),
         ("eval --limt 3", 2, "no option --limt: did you mean --limit?"),
-        ("calibrate --text x", 2, "Missing option '--target'"),
-        ("generate --prompt Hi you", 2, "extra argument(s) (you): values follow options, see --help"),
+        ("calibrate --text x", 2, "Missing option '--target': target model: a directory, a hub id, or demo for"),
+        ("tau --target demo", 2, "Missing option '--out': folder for the figures and the texts"),
+        ("generate --prompt Hi you there", 2, "no option takes 'you there': a value that has spaces needs quotes"),
+        ("chat demo", 2, "no option takes 'demo': a value that has spaces needs quotes, and a model follows --"),
     ],
 )
 def test_what_the_parser_says_is_one_line(line, code, words, capsys):

@@ -53,15 +53,15 @@ def llama():
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_equals_generate_token_for_token(name):
-    """One text by every kind of tree, and texts of unequal length together."""
+    """One text by every kind of tree, and texts of unequal length together, twice as many tokens as a window has."""
     model = target(name)
     texts = prompts_of_lengths()
-    wanted = [plain_generate(model, text, 16) for text in texts]
+    wanted = [plain_generate(model, text, 12) for text in texts]
     spec = Spec(model, random_head(model))
-    for tree in ("dynamic", "dynamic:depth=3,topk=4,nodes=9", "chain:4", "eagle", "2x3"):
-        assert spec.configured(tree).generate(texts[0], max_new_tokens=16).token_ids == wanted[0]
+    for tree in ("dynamic:depth=3,topk=4,nodes=9", "chain:4", "2x3"):
+        assert spec.configured(tree).generate(texts[0], max_new_tokens=12).token_ids == wanted[0]
     for one in (spec.configured("2x3"), spec.baseline()):
-        assert [output.token_ids for output in one.generate(texts, max_new_tokens=16)] == wanted
+        assert [output.token_ids for output in one.generate(texts, max_new_tokens=12)] == wanted
 
 
 @pytest.mark.parametrize("tree, verifier", [*((None, name) for name in VERIFIER_NAMES), ("auto:topk=4", "auto")])
@@ -83,14 +83,13 @@ def test_greedy_is_the_same_under_every_verifier_and_tree(llama, tree, verifier)
     }.items(),
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("batch", [2, 4])
-def test_a_batch_equals_each_text_alone_for_every_kind_of_tree(llama, verifier, tree, temperature, batch):
+def test_a_batch_equals_each_text_alone_for_every_kind_of_tree(llama, verifier, tree, temperature):
     """With the same seeds sampled texts are the same too, as their draws are their own; two at a time take turns."""
     spec = llama.configured(tree, verifier)
     options = {"max_new_tokens": 20, "temperature": temperature, "seed": 5}
-    assert what(spec.generate(prompts_of_lengths(), batch=batch, **options)) == what(
-        alone(spec, prompts_of_lengths(), **options)
-    )
+    wanted = what(alone(spec, prompts_of_lengths(), **options))
+    for batch in (2, 4):
+        assert what(spec.generate(prompts_of_lengths(), batch=batch, **options)) == wanted
 
 
 def test_a_head_that_knows_the_target_is_accepted_whole():

@@ -43,12 +43,12 @@ def learnt():
     # 2. A head that reads layers 1 to 3, and learns four steps.
     head = build_new_head("eagle3", model, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
     attach_to_target(head, model, "it")
-    texts = torch.stack([passage.tokens for passage in completions(model, 600, 24, temperature=0)])
+    texts = torch.stack([passage.tokens for passage in completions(model, 400, 24, temperature=0)])
     features = model.compute_features(texts, head.aux_layers)
     wanted = model.compute_output_logits(model.compute_features(texts)).argmax(-1)
     optimizer = torch.optim.AdamW(head.parameters(), 3e-3)
-    for step in range(250):
-        if step == 80:
+    for step in range(180):
+        if step == 60:
             young = copy.deepcopy(head)
         rows = torch.randint(len(texts), (32,), generator=seeded(step))
         losses = [
@@ -58,7 +58,7 @@ def learnt():
         optimizer.zero_grad()
         sum(losses).backward()
         optimizer.step()
-    return Spec(model, head.eval()), completions(model, 70, 24, temperature=0), young
+    return Spec(model, head.eval()), completions(model, 45, 24, temperature=0), young
 
 
 @pytest.mark.parametrize("said", ["Off-policy text", "Chat template", None])

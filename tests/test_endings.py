@@ -12,6 +12,7 @@ from treespec.cli.side_by_side import PLAIN_TITLE, explain_wide_trees
 from treespec.engine.stats import Stats
 from treespec.eval.acceptance.config import AcceptanceConfig, TauConfig
 from treespec.eval.config import CertifyConfig, DoctorConfig, EvalConfig, SkipSearchConfig, TreeConfig
+from treespec.train import verdict
 
 GUIDE = (Path(__file__).parents[1] / "docs" / "guide.md").read_text(encoding="utf-8")
 MODELS = {"target": "org/model", "head": "heads/mine"}
@@ -104,7 +105,8 @@ def test_an_ending_is_three_lines_on_standard_error(capsys):
 def test_the_guide_states_every_threshold():
     for stated in (
         f"{endings.GOOD_TRAINING_TOKENS:,} tokens",
-        f"τ of {endings.GOOD_TAU}",
+        f"τ of {endings.GOOD_TAU}, in tokens per forward of answers; below {endings.MIN_TAU} drafts do not pay",
+        f"{verdict.GOOD_PREDICTED_CHAIN} tokens per step predicted; below {verdict.MIN_PREDICTED_CHAIN} the head",
         f"{100 * endings.GOOD_FIRST_DRAFTS:.0f} % of the first drafts right",
         f"at most {endings.GOOD_GAP_POINTS:g} point below α*",
         f"shifts above {100 * endings.GOOD_SHIFT:g} % would show",

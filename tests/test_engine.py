@@ -19,9 +19,10 @@ from treespec.model.target import Target
 
 
 def soak(engine, prompts, clients, options, cut=0.1, seed=0):
-    """What each of `clients` threads read of its share of the prompts, a part of which it cuts off at random.
+    """Let `clients` threads share the prompts; each reads its answers, and breaks off some of them at random.
 
-    options: of the request with a number. Returns (prompt number, tokens, whether it was cut off) for each.
+    options: (number of a prompt) -> the options of its request. cut: the share that is broken off.
+    Returns (number of the prompt, tokens that were read, whether they were broken off) for each prompt.
     """
 
     def submitted(number, prompt):

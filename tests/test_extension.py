@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,9 @@ from training import save_model
 
 from treespec.cli import app
 from treespec.draft.heads.loading import build_new_head
+from treespec.draft.heads.registry import find_proposer
 from treespec.heads.checkpoint import save_head
+from treespec.heads.registry import HEAD_KINDS, HeadKind, Recipe, Training
 from treespec.model.target import Target
 
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
@@ -131,29 +134,20 @@ def run_in(folder, site, lines):
     return json.loads(done.stdout)
 
 
-ONE_ROW = """
-from treespec.heads import registry
-from treespec.heads.registry import HeadKind, Recipe, Training
-
-registry.HEAD_KINDS["mine"] = HeadKind(
-    head="treespec.heads.medusa:MedusaHead",
-    proposer="treespec.draft.trained.proposers:MedusaProposer",
-    read="treespec.heads.formats.depths:read_medusa",
-    marks="model_type=mine",
-    training=Training(
-        objective="treespec.train.losses.objectives:compute_depth_loss",
-        recipe=Recipe(epochs=1, learning_rate=1e-3, weight_decay=0.0, warm_up=None),
-    ),
-)
-from treespec.draft.heads.registry import find_proposer
-from treespec.train.recipes import TRAINING_BY_KIND
-print(find_proposer("mine").__name__, TRAINING_BY_KIND["mine"].recipe.epochs)
-"""
-
-
-def test_a_package_may_say_in_one_row_how_its_head_drafts_and_is_trained():
-    done = subprocess.run([sys.executable, "-c", ONE_ROW], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["MedusaProposer", "1"]
+def test_a_package_may_say_in_one_row_how_its_head_drafts_and_is_trained(monkeypatch):
+    """Before the tables of training are made."""
+    recipe = Recipe(epochs=1, learning_rate=1e-3, weight_decay=0.0, warm_up=None)
+    training = Training(objective="treespec.train.losses.objectives:compute_depth_loss", recipe=recipe)
+    row = HeadKind(
+        head="treespec.heads.medusa:MedusaHead",
+        proposer="treespec.draft.trained.proposers:MedusaProposer",
+        read="treespec.heads.formats.depths:read_medusa",
+        marks="model_type=mine",
+        training=training,
+    )
+    monkeypatch.setitem(HEAD_KINDS, "mine", row)
+    assert find_proposer("mine").__name__ == "MedusaProposer"
+    assert runpy.run_module("treespec.train.recipes")["TRAINING_BY_KIND"]["mine"] == training
 
 
 def list_first_lines(folder):

@@ -74,9 +74,9 @@ def load_in_threads() -> None:
 
 
 def test_threads_and_processes_that_load_at_once_compile_once(compiled, tmp_path):
-    processes = [subprocess.Popen(to_command(load_in_threads), stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    processes = [subprocess.Popen(to_command(load_in_threads), stdout=subprocess.PIPE, text=True) for _ in range(2)]
     printed = [process.communicate(timeout=100)[0] for process in processes]
-    assert printed == 3 * ["[True, True, True, True]\n"]
+    assert printed == 2 * ["[True, True, True, True]\n"]
     assert len(compiled()) == 1
     (file,) = find_libraries(tmp_path)
     assert file.stat().st_mode & 0o777 == 0o700

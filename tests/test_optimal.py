@@ -110,7 +110,7 @@ def test_cells_are_as_fine_where_little_of_the_draft_is_left(mass):
 @pytest.mark.parametrize("k", KS)
 def test_scores_are_uniform_and_the_selected_token_has_its_distribution(k, exact):
     """By Kolmogorov and Smirnov, and each token's frequency by a z-test."""
-    draws = 100_000
+    draws = 40_000
     generator = seeded(4)
     for _ in range(3):
         p = random_probs(6, generator)[None]

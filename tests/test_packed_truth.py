@@ -12,7 +12,7 @@ from torch import nn
 
 from treespec.kernels import ops as kernels
 from treespec.kernels.checks import KernelInputError
-from treespec.kernels.layers import Columns, run_layers
+from treespec.kernels.layers import Columns, LayerStack, run_layers
 from treespec.model.cache import TreeCache
 from treespec.model.cpu.decoder_block import MODEL_SIGN, NORM_NAMES, read_layer
 from treespec.model.cpu.fused_layers import FusedForward, fuse
@@ -352,7 +352,7 @@ def test_layers_refuse_storage_masks_and_angles_that_do_not_fit():
     keys = torch.zeros(1, layer.kv_heads, 8, layer.head_width)
     columns = Columns(keys, keys.clone(), end=5, first=0)
     good = {"x": x, "residual": x, "shape": (1, 5), "mask": mask, "angles": angles, "columns": [columns]}
-    assert run_layers([layer], **good).shape == x.shape
+    assert run_layers(LayerStack([layer]), **good).shape == x.shape
     faults = {
         "rows": {"x": x[:4]},
         "dtype": {"residual": x.double()},
@@ -367,4 +367,4 @@ def test_layers_refuse_storage_masks_and_angles_that_do_not_fit():
     }
     for fault in faults.values():
         with pytest.raises(KernelInputError):
-            run_layers([layer], **(good | fault))
+            run_layers(LayerStack([layer]), **(good | fault))

@@ -203,14 +203,14 @@ def test_the_states_of_a_drafter_follow_the_texts_that_enter_and_leave(batch):
 
 
 class Learns(TextDrafter):
-    """It drafts what it has seen most, and counts in a list of its own."""
+    """Drafts the last token again. Fails if the text does not begin with the one that it saw before."""
 
     def __init__(self, store):
         self.store = store
         self.seen = []
 
     def draft(self, text):
-        assert self.seen == text[: len(self.seen)].tolist()  # of one text alone
+        assert self.seen == text[: len(self.seen)].tolist()  # each text has a drafter of its own
         self.seen = text.tolist()
         return Guess.chain([int(text[-1])])
 

@@ -145,7 +145,7 @@ def test_texts_of_a_batch_have_their_own_positions_and_columns():
 
 @cache
 def all_trees(nodes, depth, ranks):
-    """Every tree of so many nodes, root too, as sorted paths: a child stands behind its elder siblings and parent."""
+    """Every tree of `nodes` nodes, root included, as sorted paths. A node's children have the ranks 0, 1, …"""
     if nodes == 1:
         return {()}
     found = set()
@@ -249,7 +249,7 @@ def test_accuracies_equal_counting_position_by_position(kind, temperature):
 
 @pytest.mark.parametrize("kind, nodes", [("medusa", 9), ("sequoia", 9), ("sequoia", 0)])
 def test_a_tree_made_on_the_command_line_is_one_that_decodes(kind, nodes, model_folder, tmp_path, monkeypatch, capsys):
-    """0 nodes are as many as the times of this machine make worth while."""
+    """With --nodes 0 the times of this machine choose the size."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     save_head(build_head(Target.load(str(model_folder)), "hydra"), tmp_path / "head")
     (tmp_path / "text.txt").write_text("the user asks and the assistant answers the question " * 12)

@@ -17,7 +17,7 @@ def print_workers() -> None:
     from treespec.kernels.workers import end_workers
 
     def count_threads():
-        time.sleep(0.5)
+        time.sleep(0.2)
         return psutil.Process().num_threads()
 
     torch.set_num_threads(4)

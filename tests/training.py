@@ -386,7 +386,7 @@ def read_lines(config, name=CONVERSATIONS_FILE):
 
 
 def read_rows(config):
-    """The rows of a run, each of which is there once."""
+    """The rows of a run by their numbers; none is written twice."""
     lines = read_lines(config)
     rows = {line["row"]: line for line in lines}
     assert len(rows) == len(lines)

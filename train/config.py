@@ -22,7 +22,9 @@ from treespec.train.recipes import TRAINING_BY_KIND, name_kind
 
 TOKEN_LOSS_NAMES = ("published", "cross-entropy", "tv")
 DRAFT_VOCAB = 32_000  # eagle3's published heads have that many draft tokens
-BUDGET_DRAFT_VOCAB = 8192  # draft tokens by default, of targets with more than twice as many
+BUDGET_DRAFT_VOCAB = (
+    8192  # default number of draft tokens, for a target with more than twice as many tokens
+)
 PUBLISHED_OPTIONS: dict[str, object] = {  # the papers' values of options that are not in `Recipe`
     "first_weights": "random",
     "batch_size": 4,

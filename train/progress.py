@@ -1,9 +1,11 @@
-"""What a run says of its phases without steps, and how long they may take."""
+"""The time of a run: what it says of its phases without steps, how long they may take, and the clock of its steps."""
 
 import time
 from typing import final
 
+import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast
 
 FIRST_LINE_SECONDS = 10.0
 LINE_SECONDS = 30.0
@@ -42,6 +44,25 @@ class PhaseProgress:
         self.accelerator.print(
             f"{self.text}: {done:,} of {self.total:,} {self.unit}, about {format_seconds(remaining)} left"
         )
+
+
+@final
+class SharedTimer:
+    """Seconds of training by the main process's clock. With separate clocks, processes could decide differently.
+
+    earlier_seconds: seconds of training before this start of the program.
+    """
+
+    def __init__(self, accelerator: Accelerator, earlier_seconds: float) -> None:
+        self.device = accelerator.device
+        self.started = time.perf_counter() - earlier_seconds
+
+    def elapsed(self) -> float:
+        """The seconds so far. All processes must call it."""
+        seconds = torch.tensor(
+            time.perf_counter() - self.started, dtype=torch.float32, device=self.device
+        )
+        return float(broadcast(seconds))
 
 
 @final

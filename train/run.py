@@ -20,6 +20,7 @@ from treespec.train.data.prepare import Data, prepare, read_examples
 from treespec.train.finish import finish
 from treespec.train.loop.run import TrainingRun
 from treespec.train.loop.steps import run_training_steps
+from treespec.train.loop.stopping import stopping_between_steps
 from treespec.train.machine import (
     choose_dtype,
     choose_precision,
@@ -51,6 +52,7 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
     Raises:
         InputError: for options, data or a target that cannot be used, for a run that diverges, and for a
             full disk. The last checkpoint is kept.
+        KeyboardInterrupt: after Ctrl-C or SIGTERM. The step that was finished is saved.
     """
     # 1. Checks that need no weights come before loading them. A run that goes on keeps its recipe.
     check_folders(config)
@@ -106,7 +108,8 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
 
         # 4. Run the remaining steps.
         print_beginning(accelerator, data, find_latest_step(folder))
-        place = run_training_steps(run, after_step, time.monotonic() - started)
+        with stopping_between_steps(accelerator) as stop:
+            place = run_training_steps(run, stop, after_step, time.monotonic() - started)
 
         # 5. Validate and save the head as it will be served, without mixed precision's wrapper of its forward.
         accelerator.unwrap_model(run.model, keep_fp32_wrapper=False)

@@ -13,14 +13,18 @@ from treespec.train.data.prepare import Data
 from treespec.train.progress import format_seconds
 from treespec.train.record import Validation
 
-GOOD_CHAIN = 1.5  # tokens per step that a chain is predicted to commit
-USELESS_CHAIN = 1.2  # below it a cycle costs more than it brings on every machine that was tried
+# Tokens per step that a chain is predicted to commit on held-out text. Its head drafts all tokens of the chain in every
+# step, so it must commit more than the τ of decoding (treespec.cli.endings), where `auto` drafts only when that pays.
+GOOD_PREDICTED_CHAIN = 1.5
+MIN_PREDICTED_CHAIN = (
+    1.2  # below it a step cost more than it brought on every machine that was tried
+)
 MIN_POSITIONS = 200  # held-out positions; fewer cannot tell a good head from a bad one
 MIN_DATA_TOKENS = 100_000  # of answers to train on; a good number is ten times as many
 MANY_PASSES = 10  # over the same text; further ones bring the head little but the text by heart
 BY_HEART_PASSES = 3  # with fewer, a gap to a few trained conversations is chance
 BY_HEART_GAP = 0.15  # of first-step agreement, between trained and held-out conversations
-GOOD_CHAIN_TEXT = f"{GOOD_CHAIN:g} or more is good"
+GOOD_CHAIN_TEXT = f"{GOOD_PREDICTED_CHAIN:g} or more is good"
 
 
 class RunLength(NamedTuple):
@@ -80,11 +84,11 @@ def judge_head(config: TrainConfig, result: Validation) -> str:
             return "Not validated (--validate-on 0)"
         return "Not validated: no held-out conversation is long enough"
     length = f"{result.acceptance_length:.2f} tokens per step predicted"
-    if result.acceptance_length < USELESS_CHAIN:
+    if result.acceptance_length < MIN_PREDICTED_CHAIN:
         return f"Not good: {length}: this head will not speed up decoding ({GOOD_CHAIN_TEXT})"
     if result.positions < MIN_POSITIONS:
         return f"Not judged: {length}, on {result.positions} held-out positions, which are too few"
-    if result.acceptance_length >= GOOD_CHAIN:
+    if result.acceptance_length >= GOOD_PREDICTED_CHAIN:
         return f"Good: {length}, {GOOD_CHAIN_TEXT}"
     return f"Not good yet: {length}, {GOOD_CHAIN_TEXT}"
 
@@ -94,7 +98,7 @@ def write_next_command(
 ) -> str:
     """Write the command to type after a run: measure a good head, or make or read more text for a bad one."""
     few = len(data.answers) < MIN_DATA_TOKENS or length.passes > MANY_PASSES
-    is_good = result.acceptance_length >= GOOD_CHAIN and result.positions >= MIN_POSITIONS
+    is_good = result.acceptance_length >= GOOD_PREDICTED_CHAIN and result.positions >= MIN_POSITIONS
     if is_good or not (result.positions or few):
         words = ["eval", "--target", config.target, "--head", config.out, "--questions", "mt-bench"]
         return shlex.join(["treespec", *words, "--limit", "20", "--out", "runs/eval"])

@@ -230,7 +230,7 @@ def fill(head: Head, rule: Rule, tensors: Tensors, ends: Ends) -> None:
         head.embed_tokens = None
         head.share_embedding(nn.Parameter(ends.embedding, requires_grad=False))
     check_shapes(head, tensors, (EMBEDDING_NAME, "d2t", "t2d"))
-    head.load_state_dict(tensors, strict=False)
+    head.load_state_dict(tensors, strict=False)  # only those three may be missing, as was checked
     if (d2t is None) != (head.d2t is None):
         raise ValueError(f"d2t does not fit draft_vocab_size, as {rule.source} reads them")
     if d2t is not None:

@@ -19,7 +19,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-import conftest  # noqa: F401  no network, one thread, a cache of its own
+import conftest  # importing it sets: no network, one thread, a cache of its own
 import torch
 import transformers as hf
 from commands import client, serving, treespec
@@ -38,11 +38,12 @@ from treespec.train.config import TrainConfig
 from treespec.train.run import train
 
 FOLDER = Path(__file__).resolve().parent
-WORDS = """
+WORD_LIST = """
 <pad> <s> </s> <unk> user: assistant: system: . , ? ! why is the sky sea blue green deep a an of to and in on it that
 what who how many one two three four five six seven count sing song sun moon stars wind rain river stone tree bird
 fish boat night day light dark warm cold small large old new near far
-""".split()  # noqa: SIM905
+"""
+WORDS = WORD_LIST.split()
 SIZES = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -291,6 +292,8 @@ def list_digests() -> dict[str, str]:
 
 
 def main() -> None:
+    conftest.pytest_configure()
+
     # 1. A folder to work in, with all that is there.
     work = Path(tempfile.mkdtemp()) / "golden"
     shutil.copytree(FOLDER, work, ignore=UNWANTED)

@@ -243,33 +243,42 @@ static void check_attention(Shape s, int half) {
 enum { HIDDEN = 40, HEADS = 4, KV = 2, INNER = 52, TURNED = 8, NODES = 5, BEFORE = 21, FIRST = 3 };
 enum { COLUMNS = BEFORE + NODES, CAPACITY = COLUMNS + 2, MOST_D = 16 };
 
-typedef struct { Layer a; const void *weights[PRODUCTS]; } RawLayer;  // as `layers` takes it, and weights that are not packed
+typedef struct {  // what `layers` takes, and weights that are not packed
+  Layer a;
+  Cache c;
+  Forward f;
+  const void *weights[PRODUCTS];
+} RawLayer;
+
+static int run(const RawLayer *raw) { return layers(&raw->a, &raw->c, 1, &raw->f); }
 
 // A causal chain of NODES nodes in each of two texts; d: of a head.
 static RawLayer random_layer(int64_t d, int form, int half) {
   int64_t outs[PRODUCTS] = {HEADS * d, KV * d, KV * d, HIDDEN, INNER, INNER, HIDDEN}, widths[NORMS] = {HIDDEN, HIDDEN, d, d};
   int64_t ins[PRODUCTS] = {HIDDEN, HIDDEN, HIDDEN, HEADS * d, HIDDEN, HIDDEN, INNER};
-  RawLayer raw = {.a = {
-    .texts = 2, .n = NODES, .in = HIDDEN, .hidden = HIDDEN, .heads = HEADS, .kv = KV, .d = d, .inner = INNER, .turned = TURNED,
-    .columns = COLUMNS, .capacity = CAPACITY, .first = FIRST, .free = BEFORE - FIRST,
-    .ab = NODES * TURNED, .an = TURNED, .mn = NODES, .scale = 0.3f, .eps = 1e-5f, .sign = -1,
-    .form = form, .half = half, .threads = 1,
-  }};
+  RawLayer raw = {
+    .a = {.in = HIDDEN, .hidden = HIDDEN, .heads = HEADS, .kv = KV, .d = d, .inner = INNER, .scale = 0.3f, .eps = 1e-5f,
+          .sign = -1, .form = form, .half = half},
+    .c = {.columns = COLUMNS, .capacity = CAPACITY, .first = FIRST},
+    .f = {.texts = 2, .n = NODES, .turned = TURNED, .masked = NODES, .ab = NODES * TURNED, .an = TURNED, .mn = NODES,
+          .threads = 1},
+  };
   Layer *a = &raw.a;
+  Forward *f = &raw.f;
   for (int i = 0; i < PRODUCTS; i++) {
     raw.weights[i] = weights(ins[i] * outs[i], form, 0.3f);
     a->weights[i] = packed_of(raw.weights[i], ins[i], outs[i], form);
     a->biases[i] = i % 2 ? numbers(outs[i], half, 0.3f) : NULL;
   }
   for (int i = 0; i < NORMS; i++) a->norms[i] = numbers(widths[i], half, 1);
-  a->x = numbers(2 * NODES * HIDDEN, half, 1), a->residual = numbers(2 * NODES * HIDDEN, half, 1);
-  a->cos = numbers(2 * NODES * TURNED, half, 1), a->sin = numbers(2 * NODES * TURNED, half, 1);
-  a->keys = numbers(2 * KV * CAPACITY * d, half, 1), a->values = numbers(2 * KV * CAPACITY * d, half, 1);
-  a->y = zeros(2 * NODES * HIDDEN, half);
+  f->x = numbers(2 * NODES * HIDDEN, half, 1), f->residual = numbers(2 * NODES * HIDDEN, half, 1);
+  f->cos = numbers(2 * NODES * TURNED, half, 1), f->sin = numbers(2 * NODES * TURNED, half, 1);
+  raw.c.keys = numbers(2 * KV * CAPACITY * d, half, 1), raw.c.values = numbers(2 * KV * CAPACITY * d, half, 1);
+  f->y = zeros(2 * NODES * HIDDEN, half);
   void *mask = zeros(NODES * NODES, half);
   for (int i = 0; i < NODES; i++)
     for (int j = i + 1; j < NODES; j++) put(mask, i * NODES + j, -FLT_MAX, half);
-  a->mask = mask;
+  f->mask = mask;
   return raw;
 }
 
@@ -281,11 +290,13 @@ static void exact_product(const RawLayer *raw, int i, const double *x, double *y
   }
 }
 
-static void turn_exactly(const Layer *a, double *x, int64_t at) {
+static void turn_exactly(const RawLayer *raw, double *x, int64_t at) {
+  const Layer *a = &raw->a;
+  const Forward *f = &raw->f;
   double y[TURNED];
   for (int i = 0; i < TURNED; i++) {
     double other = i < TURNED / 2 ? a->sign * x[i + TURNED / 2] : x[i - TURNED / 2];
-    y[i] = x[i] * get(a->cos, at + i, a->half) + other * get(a->sin, at + i, a->half);
+    y[i] = x[i] * get(f->cos, at + i, a->half) + other * get(f->sin, at + i, a->half);
   }
   memcpy(x, y, sizeof y);
 }
@@ -302,17 +313,17 @@ static void exact_layer(const RawLayer *raw, int64_t b, const void *const *befor
         for (int64_t i = 0; i < d; i++) cache[of][g][t][i] = get(before[of], ((b * KV + g) * CAPACITY + t) * d + i, a->half);
   for (int64_t node = 0; node < NODES; node++, y += HIDDEN) {
     int64_t r = b * NODES + node, column = BEFORE + node;
-    for (int i = 0; i < HIDDEN; i++) x[i] = get(a->x, r * HIDDEN + i, a->half);
+    for (int i = 0; i < HIDDEN; i++) x[i] = get(raw->f.x, r * HIDDEN + i, a->half);
     exact_norm(x, a->norms[BEFORE_ATTENTION], normed, HIDDEN, a->eps, a->half);
     exact_product(raw, QUERY, normed, q, HIDDEN, HEADS * d);
     for (int of = 0; of < 2; of++) exact_product(raw, KEY + of, normed, new[of], HIDDEN, KV * d);
     for (int head = 0; head < HEADS; head++) {
       exact_norm(q + head * d, a->norms[OF_QUERIES], q + head * d, d, a->eps, a->half);
-      turn_exactly(a, q + head * d, r * TURNED);
+      turn_exactly(raw, q + head * d, r * TURNED);
     }
     for (int g = 0; g < KV; g++) {
       exact_norm(new[0] + g * d, a->norms[OF_KEYS], new[0] + g * d, d, a->eps, a->half);
-      turn_exactly(a, new[0] + g * d, r * TURNED);
+      turn_exactly(raw, new[0] + g * d, r * TURNED);
       for (int of = 0; of < 2; of++) memcpy(cache[of][g][column], new[of] + g * d, d * 8);
     }
     memset(attended, 0, sizeof attended);
@@ -327,7 +338,7 @@ static void exact_layer(const RawLayer *raw, int64_t b, const void *const *befor
       for (int64_t i = 0; i < d; i++) out[i] /= sum;
     }
     exact_product(raw, OUTPUT, attended, h, HEADS * d, HIDDEN);
-    for (int i = 0; i < HIDDEN; i++) h[i] += get(a->residual, r * HIDDEN + i, a->half);
+    for (int i = 0; i < HIDDEN; i++) h[i] += get(raw->f.residual, r * HIDDEN + i, a->half);
     exact_norm(h, a->norms[BEFORE_MLP], normed, HIDDEN, a->eps, a->half);
     exact_product(raw, GATE, normed, gate, HIDDEN, INNER);
     exact_product(raw, UP, normed, up, HIDDEN, INNER);
@@ -337,74 +348,78 @@ static void exact_layer(const RawLayer *raw, int64_t b, const void *const *befor
   }
 }
 
-// Text b node by node, each in a forward of its own: its rows of y and its columns of the cache are those of `a`.
-static void check_nodes_alone(const Layer *a, const void *const *before, int64_t b, int64_t nodes, const void *y) {
-  int64_t text = KV * CAPACITY * a->d;
-  void *nothing = zeros(1, a->half), *cache[2];
-  for (int of = 0; of < 2; of++) cache[of] = copy_of(row_at(before[of], b * text, a->half), text, a->half);
-  Layer one = *a;
-  one.texts = one.n = 1, one.starts = NULL, one.mask = nothing, one.mb = one.mn = 0;
-  one.keys = cache[0], one.values = cache[1], one.y = room(HIDDEN * size_of(a->half));
+// Text b node by node, each in a forward of its own: its rows of y and its columns of the cache are those of `raw`.
+static void check_nodes_alone(const RawLayer *raw, const void *const *before, int64_t b, int64_t nodes, const void *y) {
+  int64_t d = raw->a.d, text = KV * CAPACITY * d;
+  int half = raw->a.half;
+  void *nothing = zeros(1, half), *cache[2];
+  for (int of = 0; of < 2; of++) cache[of] = copy_of(row_at(before[of], b * text, half), text, half);
+  RawLayer one = *raw;
+  Forward *f = &one.f;
+  f->texts = f->n = f->masked = 1, f->starts = NULL, f->mask = nothing, f->mb = f->mn = 0;
+  one.c.keys = cache[0], one.c.values = cache[1], f->y = room(HIDDEN * size_of(half));
   for (int64_t i = 0; i < nodes; i++) {
     int64_t row = (b * NODES + i) * HIDDEN, angle = (b * NODES + i) * TURNED;
-    one.x = row_at(a->x, row, a->half), one.residual = row_at(a->residual, row, a->half);
-    one.cos = row_at(a->cos, angle, a->half), one.sin = row_at(a->sin, angle, a->half);
-    one.columns = BEFORE + i + 1, one.free = one.columns - FIRST - 1;
-    DEMAND(layers(&one, 1) == DONE && equal(one.y, row_at(y, i * HIDDEN, a->half), HIDDEN, a->half), "node %d", (int)i);
+    f->x = row_at(raw->f.x, row, half), f->residual = row_at(raw->f.residual, row, half);
+    f->cos = row_at(raw->f.cos, angle, half), f->sin = row_at(raw->f.sin, angle, half);
+    one.c.columns = BEFORE + i + 1;
+    DEMAND(run(&one) == DONE && equal(f->y, row_at(y, i * HIDDEN, half), HIDDEN, half), "node %d", (int)i);
   }
   for (int g = 0; g < KV; g++) {
-    int64_t first = g * CAPACITY * a->d, count = (BEFORE + nodes) * a->d;
-    DEMAND(equal(row_at(cache[0], first, a->half), row_at(a->keys, b * text + first, a->half), count, a->half), "keys");
-    DEMAND(equal(row_at(cache[1], first, a->half), row_at(a->values, b * text + first, a->half), count, a->half), "values");
+    int64_t first = g * CAPACITY * d, count = (BEFORE + nodes) * d;
+    DEMAND(equal(row_at(cache[0], first, half), row_at(raw->c.keys, b * text + first, half), count, half), "keys");
+    DEMAND(equal(row_at(cache[1], first, half), row_at(raw->c.values, b * text + first, half), count, half), "values");
   }
 }
 
 static void check_layers(int64_t d, int form, int half) {
   RawLayer raw = random_layer(d, form, half);
   int64_t cached = 2 * KV * CAPACITY * d;
-  const void *before[2] = {copy_of(raw.a.keys, cached, half), copy_of(raw.a.values, cached, half)};
+  const void *before[2] = {copy_of(raw.c.keys, cached, half), copy_of(raw.c.values, cached, half)};
 
   // 1. Two texts, against float64, against each node alone, with any number of threads.
-  DEMAND(layers(&raw.a, 1) == DONE, "d %d", (int)d);
-  void *y = copy_of(raw.a.y, 2 * NODES * HIDDEN, half);
+  DEMAND(run(&raw) == DONE, "d %d", (int)d);
+  void *y = copy_of(raw.f.y, 2 * NODES * HIDDEN, half);
   double exact[NODES * HIDDEN], bound = half ? 0.1 : 2e-5;
   for (int64_t b = 0; b < 2; b++) {
     exact_layer(&raw, b, before, exact);
-    check_nodes_alone(&raw.a, before, b, NODES, row_at(y, b * NODES * HIDDEN, half));
+    check_nodes_alone(&raw, before, b, NODES, row_at(y, b * NODES * HIDDEN, half));
     for (int64_t i = 0; i < NODES * HIDDEN; i++) {
       double error = fabs(get(y, b * NODES * HIDDEN + i, half) - exact[i]);
       DEMAND(error <= bound * (1 + fabs(exact[i])), "d %d form %d: %g of %g", (int)d, form, error, exact[i]);
     }
   }
   for (int t = 1; t < THREAD_COUNTS; t++) {
-    raw.a.threads = THREADS[t];
-    DEMAND(layers(&raw.a, 1) == DONE && equal(y, raw.a.y, 2 * NODES * HIDDEN, half), "d %d", (int)d);
+    raw.f.threads = THREADS[t];
+    DEMAND(run(&raw) == DONE && equal(y, raw.f.y, 2 * NODES * HIDDEN, half), "d %d", (int)d);
   }
   add_to_digest(y, 2 * NODES * HIDDEN * size_of(half));
-  add_to_digest(raw.a.keys, cached * size_of(half));
+  add_to_digest(raw.c.keys, cached * size_of(half));
 
   // 2. Two layers in a row, the second upon the first's output, are one after the other.
   Layer two[2] = {raw.a, raw.a};
-  two[1].x = two[1].residual = two[1].y = two[0].y;
-  DEMAND(layers(two, 2) == DONE, "d %d", (int)d);
-  void *both = copy_of(raw.a.y, 2 * NODES * HIDDEN, half);
-  layers(two, 1), layers(two + 1, 1);
-  DEMAND(equal(both, raw.a.y, 2 * NODES * HIDDEN, half), "d %d", (int)d);
+  Cache caches[2] = {raw.c, raw.c};
+  DEMAND(layers(two, caches, 2, &raw.f) == DONE, "d %d", (int)d);
+  void *both = copy_of(raw.f.y, 2 * NODES * HIDDEN, half);
+  RawLayer second = raw;
+  second.f.x = second.f.residual = second.f.y;
+  run(&raw), run(&second);
+  DEMAND(equal(both, raw.f.y, 2 * NODES * HIDDEN, half), "d %d", (int)d);
 
   // 3. Text 0 with two nodes, text 1 with all: rows of x, residual and y lie dense.
   int64_t starts[3] = {0, 2, 2 + NODES}, row = HIDDEN * size_of(half);
-  Layer dense = raw.a;
+  RawLayer dense = raw;
   void *x[2] = {room(starts[2] * row), room(starts[2] * row)};
   for (int of = 0; of < 2; of++) {
-    const void *from = of ? raw.a.residual : raw.a.x;
+    const void *from = of ? raw.f.residual : raw.f.x;
     memcpy(x[of], from, 2 * row);
     memcpy((char *)x[of] + 2 * row, (const char *)from + NODES * row, NODES * row);
   }
-  dense.x = x[0], dense.residual = x[1], dense.starts = starts, dense.y = room(starts[2] * row);
-  dense.keys = copy_of(before[0], cached, half), dense.values = copy_of(before[1], cached, half);
-  DEMAND(layers(&dense, 1) == DONE, "d %d", (int)d);
-  DEMAND(equal(dense.y, y, 2 * HIDDEN, half), "d %d", (int)d);
-  DEMAND(equal(row_at(dense.y, 2 * HIDDEN, half), row_at(y, NODES * HIDDEN, half), NODES * HIDDEN, half), "d %d", (int)d);
+  dense.f.x = x[0], dense.f.residual = x[1], dense.f.starts = starts, dense.f.y = room(starts[2] * row);
+  dense.c.keys = copy_of(before[0], cached, half), dense.c.values = copy_of(before[1], cached, half);
+  DEMAND(run(&dense) == DONE, "d %d", (int)d);
+  DEMAND(equal(dense.f.y, y, 2 * HIDDEN, half), "d %d", (int)d);
+  DEMAND(equal(row_at(dense.f.y, 2 * HIDDEN, half), row_at(y, NODES * HIDDEN, half), NODES * HIDDEN, half), "d %d", (int)d);
   release_rooms();
 }
 
@@ -413,7 +428,7 @@ static void check_head_step(int form, int half) {
   enum { VOCABULARY = 30, DRAFTED = 17, ROWS_ = 2 + NODES, POSITIONS = 50, FEATURES = 4 };
   int64_t row = HIDDEN * size_of(half), cached = 2 * KV * CAPACITY * MOST_D;
   RawLayer raw = random_layer(MOST_D, form, half);
-  raw.a.norms[BEFORE_ATTENTION] = NULL, raw.a.first = 0;
+  raw.a.norms[BEFORE_ATTENTION] = NULL, raw.c.first = 0;
   void *input = packed_of(weights(2 * HIDDEN * HIDDEN, form, 0.3f), 2 * HIDDEN, HIDDEN, form);
   void *output = packed_of(weights(HIDDEN * DRAFTED, form, 0.3f), HIDDEN, DRAFTED, form);
   HeadStep step = {raw.a, {input, NULL, 2 * HIDDEN, HIDDEN, form, half, 0},
@@ -424,7 +439,7 @@ static void check_head_step(int form, int half) {
     tokens[i] = draw() % DRAFTED, parents[i] = draw() % FEATURES, positions[i] = draw() % POSITIONS;
   }
   for (int i = 0; i < DRAFTED; i++) vocabulary[i] = draw() % VOCABULARY;
-  void *cache[2] = {copy_of(raw.a.keys, cached, half), copy_of(raw.a.values, cached, half)};
+  void *cache[2] = {copy_of(raw.c.keys, cached, half), copy_of(raw.c.values, cached, half)};
   HeadNodes nodes = {
     .tokens = tokens, .parents = parents, .positions = positions, .starts = starts, .drafted = drafted,
     .vocabulary = vocabulary, .features = numbers(FEATURES * HIDDEN, half, 1), .cos = numbers(POSITIONS * TURNED, half, 1),
@@ -433,8 +448,8 @@ static void check_head_step(int form, int half) {
     .texts = 2, .n = NODES, .rows = 3, .turned = TURNED, .columns = COLUMNS, .capacity = CAPACITY, .free = BEFORE, .threads = 3,
   };
   void *mask = room(2 * NODES * NODES * size_of(half));  // one for each text
-  memcpy(mask, raw.a.mask, NODES * NODES * size_of(half));
-  memcpy(row_at(mask, NODES * NODES, half), raw.a.mask, NODES * NODES * size_of(half));
+  memcpy(mask, raw.f.mask, NODES * NODES * size_of(half));
+  memcpy(row_at(mask, NODES * NODES, half), raw.f.mask, NODES * NODES * size_of(half));
   nodes.mask = mask;
   DEMAND(head_step(&step, &nodes) == DONE, "form %d", form);
 
@@ -449,11 +464,11 @@ static void check_head_step(int form, int half) {
   }
   step.input.threads = step.output.threads = 1;
   linear(&step.input, pairs, x, ROWS_);
-  Layer a = raw.a;
-  a.x = a.residual = x, a.cos = cos, a.sin = sin, a.starts = starts, a.free = BEFORE, a.y = room(ROWS_ * row);
-  layers(&a, 1);
-  DEMAND(equal(a.y, nodes.states, ROWS_ * HIDDEN, half), "form %d", form);
-  for (int i = 0; i < 3; i++) memcpy((char *)last + i * row, (char *)a.y + drafted[i] * row, row);
+  Forward *f = &raw.f;
+  f->x = f->residual = x, f->cos = cos, f->sin = sin, f->starts = starts, f->y = room(ROWS_ * row);
+  run(&raw);
+  DEMAND(equal(f->y, nodes.states, ROWS_ * HIDDEN, half), "form %d", form);
+  for (int i = 0; i < 3; i++) memcpy((char *)last + i * row, (char *)f->y + drafted[i] * row, row);
   DEMAND(equal(last, nodes.last, 3 * HIDDEN, half), "form %d", form);
   void *logits = room(3 * DRAFTED * size_of(half));
   linear(&step.output, last, logits, 3);
@@ -475,13 +490,13 @@ static void check_failed_allocations(void) {
   countdown = 0;
   DEMAND(linear(&a, x, y, 3) == NO_MEMORY, "linear");
   countdown = 0;
-  DEMAND(layers(&raw.a, 1) == NO_MEMORY, "layers");
+  DEMAND(run(&raw) == NO_MEMORY, "layers");
   countdown = 0;
   DEMAND(attention(&none) == NO_MEMORY, "attention");
   countdown = -1;
   DEMAND(linear(&a, NULL, NULL, 0) == DONE, "no rows");
-  raw.a.texts = 0;
-  DEMAND(layers(&raw.a, 1) == DONE, "no texts");
+  raw.f.texts = 0;
+  DEMAND(run(&raw) == DONE, "no texts");
   release_rooms();
 }
 
@@ -591,6 +606,43 @@ static void check_columns(void) {
   release_rooms();
 }
 
+// --- Threads ----------------------------------------------------------------------------------------
+
+// Each of many meetings comes after all threads have done their part, and loops share all their items.
+static void check_meetings(int threads) {
+  enum { MEETINGS = 500, ITEMS = 37 };
+  int counts[ITEMS] = {0}, taken[ITEMS] = {0}, wrong = 0;
+  Team team = {0};
+#pragma omp parallel num_threads(threads)
+  for (int m = 0; m < MEETINGS; m++) {
+    for (int64_t i = first_item(ITEMS); i < end_item(ITEMS); i++) counts[i]++;
+    for (int64_t i = take_next(&team); i < ITEMS; i = take_next(&team)) taken[i]++;
+    meet(&team);
+    for (int i = 0; i < ITEMS; i++)
+      if (counts[i] != m + 1 || taken[i] != m + 1) {
+#pragma omp atomic
+        wrong++;
+      }
+    meet(&team);
+  }
+  DEMAND(!wrong, "%d threads: %d", threads, wrong);
+}
+
+// Kernels whose threads wait for more than a fourth of their time run on fewer threads, until a break is over.
+static void check_choice_of_threads(void) {
+  Choice choice = {0};
+  DEMAND(choose_size(&choice, 2, 0) == 2, "nothing is known");
+  for (int i = 0; i < 99; i++) note_waiting(&choice, 2, 0.01, 0.004, i * 0.01);
+  DEMAND(choose_size(&choice, 2, 1) == 2, "they wait for a fifth");
+  for (int i = 0; i < 3; i++) note_waiting(&choice, 2, 0.01, 0.008, 1);
+  DEMAND(choose_size(&choice, 2, 1.05) == 1 && choose_size(&choice, 2, 1.11) == 2, "the first break");
+  for (int i = 0; i < 3; i++) note_waiting(&choice, 2, 0.01, 0.008, 1.2);
+  DEMAND(choose_size(&choice, 2, 1.35) == 1 && choose_size(&choice, 2, 1.41) == 2, "each break doubles");
+  for (int i = 0; i < 3; i++) note_waiting(&choice, 2, 0.01, 0.001, 1.5);
+  for (int i = 0; i < 3; i++) note_waiting(&choice, 8, 0.01, 0.04, 2);
+  DEMAND(choose_size(&choice, 8, 2.05) == 6 && choose_size(&choice, 2, 2.05) == 2, "three fourths of many");
+}
+
 // --- Numbers that are none --------------------------------------------------------------------------
 
 static void check_nan(void) {
@@ -646,6 +698,8 @@ int main(void) {
   check_noise(3, 1);
   check_noise(2, 2500);
   check_columns();
+  for (int t = 0; t < THREAD_COUNTS; t++) check_meetings(THREADS[t]);
+  check_choice_of_threads();
   check_failed_allocations();
   check_nan();
   if (HAS_SHARED_BITS) DEMAND(digest == SHARED_BITS, "%016llx", (unsigned long long)digest);

@@ -27,6 +27,7 @@ from treespec.train.progress import PhaseProgress
 
 SHARD_CONVERSATIONS = 256  # conversations a file
 FEATURES_FORMAT = 3
+SHARD_NAMES = "features-*.safetensors"
 
 
 @final
@@ -41,7 +42,7 @@ class StoredFeatures:
         self.verified: set[int] = set()
 
     def build_shard_path(self, shard: int) -> Path:
-        return self.folder / f"features-{shard:05d}.safetensors"
+        return self.folder / SHARD_NAMES.replace("*", f"{shard:05d}")
 
     def write(self, shard: int, features: dict[str, Tensor]) -> None:
         """Write a shard, under a temporary name first. features: [T, F] by the conversation's name."""

@@ -13,7 +13,6 @@ were. Many skipped steps in a row end the run.
 """
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -22,19 +21,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import broadcast
 from torch import Tensor
 
 from treespec.files.atomic import write_json
 from treespec.heads.training import Recipe
 from treespec.train import checkpoints
-from treespec.train.checkpoints import Place
+from treespec.train.checkpoints import Place, find_latest_step
 from treespec.train.data.batches import Forward, iterate_forwards, pad_rows, read_ahead, split_epoch
 from treespec.train.loop.meter import Meter
 from treespec.train.loop.run import TrainingRun, build_divergence_error, check_head_weights, look
+from treespec.train.loop.stopping import StopRequest
 from treespec.train.losses.objectives import TrainingBatch
 from treespec.train.losses.tokens import Loss
+from treespec.train.progress import SharedTimer
 from treespec.train.verdict import measure_length, warn_of_passes
 
 MOST_WARM_UP = 0.1  # largest share of the run for the warm-up
@@ -91,24 +90,6 @@ def compute_learning_rate(recipe: Recipe, clock: Clock, step: int, seconds: floa
 def draft_steps_at(recipe: Recipe, progress: float) -> int:
     """The number of draft steps to train over: one at first, all of them from `--grow-at` on."""
     return 1 if progress < recipe.grow_at else recipe.unrolled_steps
-
-
-class SharedTimer:
-    """Seconds of training by the main process's clock. With separate clocks, processes could decide differently.
-
-    earlier_seconds: seconds of training before this start of the program.
-    """
-
-    def __init__(self, accelerator: Accelerator, earlier_seconds: float) -> None:
-        self.device = accelerator.device
-        self.started = time.perf_counter() - earlier_seconds
-
-    def elapsed(self) -> float:
-        """The seconds so far. All processes must call it."""
-        seconds = torch.tensor(
-            time.perf_counter() - self.started, dtype=torch.float32, device=self.device
-        )
-        return float(broadcast(seconds))
 
 
 @dataclass
@@ -191,12 +172,16 @@ def compute_ready_forwards(
 
 
 def run_training_steps(
-    run: TrainingRun, after_step: Callable[[int], None], prepared_seconds: float = 0.0
+    run: TrainingRun,
+    stop: StopRequest,
+    after_step: Callable[[int], None],
+    prepared_seconds: float = 0.0,
 ) -> Place:
     """Run the remaining optimizer steps, with reports, checkpoints and validations.
 
     Args:
         run: the run.
+        stop: ends the run after the step in which it is made.
         after_step: called after each step with the number of finished steps.
         prepared_seconds: seconds since the start of the program; `--minutes` counts them, up to a half.
             Default: 0.
@@ -206,6 +191,7 @@ def run_training_steps(
 
     Raises:
         InputError: for a run that diverges.
+        KeyboardInterrupt: for a run that was stopped. Its last step is saved, unless it was skipped.
     """
     # 1. Load the last checkpoint, and plan the run.
     config = run.config
@@ -223,7 +209,7 @@ def run_training_steps(
     skipped = SkippedSteps(place.step)
     place.seconds = timer.elapsed()
     progress = clock.measure_progress(place.step, place.seconds)
-    while progress < 1:
+    while progress < 1 and not stop.is_requested():
         # 2. Run a step; it is skipped if its gradient is not finite.
         rate = compute_learning_rate(recipe, clock, place.step, place.seconds)
         for group in run.optimizer.param_groups:
@@ -247,11 +233,36 @@ def run_training_steps(
 
         # 4. Validate and save, if they are due. The validation at the end of the run comes later.
         if progress < 1 and is_multiple(place.step, config.validate_every):
-            look(run, place, meter)
+            look_unless_stopped(run, stop, place, meter)
         if result.good and (progress == 1 or is_multiple(place.step, config.checkpoint_every)):
             save_run_checkpoint(run, place)
         after_step(place.step)
+
+    # 5. Save the last step of a run that was stopped.
+    end_if_stopped(run, stop, place, skipped)
     return place
+
+
+def look_unless_stopped(run: TrainingRun, stop: StopRequest, place: Place, meter: Meter) -> None:
+    """Validate during a run. Somebody who wants the run to stop need not wait for it."""
+    if not stop.is_signalled:
+        with stop.interruptible():
+            look(run, place, meter)
+
+
+def end_if_stopped(
+    run: TrainingRun, stop: StopRequest, place: Place, skipped: SkippedSteps
+) -> None:
+    """Write the checkpoint of a stopped run's last step, unless it has one or was skipped. All processes call it.
+
+    Raises KeyboardInterrupt if the run was stopped.
+    """
+    if not stop.is_requested():
+        return
+    if place.step > 0 and skipped.in_a_row == 0 and find_latest_step(run.folder) != place.step:
+        save_run_checkpoint(run, place)
+    run.accelerator.wait_for_everyone()  # the first process that ends would have the others killed
+    raise KeyboardInterrupt
 
 
 def count_preparation(minutes: float, prepared_seconds: float) -> float:

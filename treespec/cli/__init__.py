@@ -17,7 +17,12 @@ from treespec.cli import answer, datastore, make, measure
 from treespec.cli.chat import chat
 from treespec.cli.heads import list_heads
 from treespec.cli.terminal import end_notice
-from treespec.cli.words import CommandGroup, explain_unknown_command, explain_unknown_option
+from treespec.cli.words import (
+    CommandGroup,
+    explain_extra_words,
+    explain_unknown_command,
+    explain_unknown_option,
+)
 from treespec.errors import get_first_line, is_input_error
 from treespec.files.distribution import find_version
 from treespec.files.printable import to_one_line
@@ -156,6 +161,12 @@ def find_parser_message(error: Exception) -> str | None:
         return None
     message = str(format_message())
     context: Any = getattr(error, "ctx", None)
+    parameter: Any = getattr(error, "param", None)
+    if message.startswith("Missing option") and parameter is not None:
+        return f"{message.rstrip('.')}: {parameter.help}"
+    extra_words = re.match(r"Got unexpected extra argument\(?s?\)? \((.*)\)", message)
+    if extra_words is not None and context is not None:
+        return explain_extra_words(extra_words[1], context.command.params)
     unknown = re.match(r"No such (option|command):? '?(-*[^\s']*)", message)
     if unknown is None or context is None:
         return message
@@ -169,10 +180,7 @@ def format_error(error: Exception) -> str:
     """Format an error as one line; "" for a closed pipe, and if the help is printed instead."""
     message = find_parser_message(error)
     if message is not None:
-        message = message.replace("\n", " ")
-        if message.startswith("Got unexpected"):
-            message += ": values follow options, see --help"
-        return message
+        return message.replace("\n", " ")
     if is_input_error(error):
         return str(error).replace("\n", " ")
     if isinstance(error, BrokenPipeError):

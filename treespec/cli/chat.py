@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from textwrap import wrap
 from threading import Event
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
@@ -39,6 +40,7 @@ CHAT_ALIASES = {
     "/new": "/reset",
     "/?": "/help",
 }
+HELP_INDENT = 23  # columns of a command and its value in /help
 SETTABLE_OPTIONS = (  # options that a slash command of the same name sets
     "system",
     "temperature",
@@ -366,10 +368,11 @@ def save_chat(conversation: ChatSession, value: str) -> str:
 
 def show_help(_: ChatSession, __: str) -> str:
     """Run /help."""
+    width = find_terminal_width() or sys.maxsize
     lines = []
     for name, command in CHAT_COMMANDS.items():
-        usage = f"{name} {command.value}"
-        lines.append(f"{usage:<22} {command.help}")
+        usage = f"{name} {command.value}".ljust(HELP_INDENT)
+        lines += wrap(usage + command.help, width, subsequent_indent=" " * HELP_INDENT)
     lines.append(f"{CHAT_HINTS}. //x sends /x.")
     return "\n".join(lines)
 

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
     from treespec.engine.stats import Stats
 
-GOOD_TAU = 1.3  # tokens per target forward; with fewer the drafts seldom pay for themselves
+# τ: tokens per target forward of answers as they were decoded, forwards without drafts included. What `train` predicts
+# of a chain is another figure with thresholds of its own (treespec.train.verdict).
+GOOD_TAU = 1.3  # with fewer the drafts seldom pay for themselves
 GOOD_TRAINING_TOKENS = 1_000_000  # tokens of answers to train on, or of texts to draft from
 GOOD_FIRST_DRAFTS = 0.5  # share of first drafts that are the target's choice at temperature 0
 GOOD_GAP_POINTS = 1.0  # percentage points of acceptance rate below the optimum α*
@@ -26,7 +28,7 @@ GOOD_SHIFT = (
 )
 MIN_JUDGED_TOKENS = 32  # fewer tokens say nothing of τ
 MIN_WARNED_TOKENS = 100  # tokens of a conversation before it says that drafts do not pay
-MIN_TAU = 1.1  # tokens per target forward; with less no head pays
+MIN_TAU = 1.1  # with less no head pays
 MAX_UNDRAFTED_SHARE = 0.9  # of the forwards; with more, `auto` expects no gain from drafts
 
 

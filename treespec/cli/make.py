@@ -58,7 +58,7 @@ ENGINE_HELP = {
 
 @build_command(TrainConfig)
 def train(config: TrainConfig) -> None:
-    """Train a draft head for a target. The same command resumes a killed run.
+    """Train a draft head for a target. The same command resumes a killed run, or one that Ctrl-C stopped.
 
     With several processes: accelerate launch -m treespec.train --target …
     """
@@ -70,10 +70,11 @@ def train(config: TrainConfig) -> None:
         check_feature_width(from_head, find_folder(config.target))
         check_kind(f"--from-head {config.from_head}", from_head, config.head)
         config = replace(config, from_head=from_head)
+    from treespec.train.loop.stopping import describe_stopped_run
     from treespec.train.run import train
 
     end_notice()
-    with resumes(config.out):
+    with resumes(config.out, lambda: describe_stopped_run(config)):
         train(config)
 
 

@@ -267,7 +267,10 @@ def skip_search(config: SkipSearchConfig) -> None:
 
 @build_command(DoctorConfig)
 def doctor(config: DoctorConfig) -> None:
-    """Diagnose a head that drafts badly by trying to undo each common fault."""
+    """Diagnose a head that drafts badly by trying to undo each common fault; or examine the C kernels."""
+    if config.kernels:
+        examine_kernels(config)
+        return
     check_writable(config.out, "--out")
     check_text(config.text)
     check_text(config.data, "data")
@@ -278,6 +281,16 @@ def doctor(config: DoctorConfig) -> None:
     page = run_with_progress(examine, config)
     show_result(page.report, page.header)
     print_ending(end_doctor(config, page.report.verdict))
+
+
+def examine_kernels(config: DoctorConfig) -> None:
+    """Print whether the C kernels run, and which layers of the target they fuse."""
+    if config.target:
+        check_inputs_early(config, words=False)
+    from treespec.eval.kernel_report import describe_machine
+    from treespec.eval.report import EvalReport
+
+    show_result(EvalReport([], run_with_progress(describe_machine, config)))
 
 
 def rebuild_report(

@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
+from signal import default_int_handler
 from typing import TYPE_CHECKING, TypeVar
 
 from treespec.errors import InputError
 from treespec.files.printable import to_one_line
+from treespec.files.signals import handling_stop_signals
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -58,13 +60,25 @@ def end_notice() -> None:
 
 
 @contextmanager
-def resumes(out: str) -> Iterator[None]:
-    """In this block Ctrl-C prints that the same command resumes the run. out: the folder with its results."""
+def resumes(out: str, describe: Callable[[], str] | None = None) -> Iterator[None]:
+    """In this block Ctrl-C and SIGTERM print what the same command will do, and raise KeyboardInterrupt.
+
+    Of several processes only the first one prints.
+
+    Args:
+        out: the folder with the run's results.
+        describe: returns the sentence. Default: None, that the same command resumes from `out`.
+    """
     try:
-        yield
+        with handling_stop_signals(default_int_handler):
+            yield
     except KeyboardInterrupt:
         end_notice()
-        print(f"\nStopped. The same command resumes from {out}", file=sys.stderr)
+        sentence = f"The same command resumes from {out}"
+        if describe is not None:
+            sentence = describe()
+        if os.environ.get("RANK", "0") == "0":
+            print(f"\nStopped. {sentence}", file=sys.stderr)
         raise
 
 

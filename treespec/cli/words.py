@@ -78,6 +78,14 @@ def explain_unknown_option(flag: str, parameters: Sequence[Any]) -> str:
     return f"no option {flag}{hint}"
 
 
+def explain_extra_words(words: str, parameters: Sequence[Any]) -> str:
+    """Explain that no option takes these words of the command line. parameters: the command's."""
+    explanation = f"no option takes {words!r}: a value that has spaces needs quotes"
+    if "target" in [parameter.name for parameter in parameters]:
+        explanation += ", and a model follows --target"
+    return explanation
+
+
 def explain_unknown_command(name: str, commands: Sequence[str]) -> str:
     """Explain that there is no such command, and which one may be meant."""
     own_name = COMMAND_SYNONYMS.get(name)

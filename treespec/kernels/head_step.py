@@ -17,6 +17,7 @@ from treespec.kernels.layers import Columns, LayerWeights
 from treespec.kernels.library import load_kernels
 from treespec.kernels.ops import BFLOAT16_FLAGS, PackedWeight
 from treespec.kernels.structs import HeadNodesStruct, HeadStepStruct, LinearStruct
+from treespec.kernels.threads import count_threads
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ def run_head_step(
         columns=columns.end,
         capacity=columns.keys.shape[2],
         free_columns=columns.end - masked_columns,
-        threads=torch.get_num_threads(),
+        threads=count_threads(),
     )
     load_kernels().head_step(ctypes.byref(head.fields), ctypes.byref(call))
     return StepOutput(states, drafted_states, logits)

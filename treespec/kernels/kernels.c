@@ -8,11 +8,8 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#ifdef _OPENMP
-#include <omp.h>
-#else
-static int omp_get_thread_num(void) { return 0; }
-#endif
+
+#include "team.c"
 #ifdef __AMX_BF16__
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -156,7 +153,7 @@ static void norm_row(const void *x, const void *weight, void *y, int64_t r, int6
 }
 
 int rms_norm(const void *x, const void *weight, void *y, int64_t n, int64_t width, float eps, int half, int threads) {
-#pragma omp parallel for num_threads(threads) if (n * width > 1 << 14)
+#pragma omp parallel for num_threads(choose_threads(threads)) if (n * width > 1 << 14)
   for (int64_t r = 0; r < n; r++) norm_row(x, weight, y, r, width, eps, half);
   return DONE;
 }
@@ -187,7 +184,7 @@ INLINE float lnf(float x) {
 // Rows of Gumbel numbers y [rows, size]: the SplitMix64 streams from `starts` (`treespec.sampling.noise`).
 int noise(const int64_t *starts, float *y, int64_t rows, int64_t size, int threads) {
   int64_t blocks = (size + 1023) / 1024;
-#pragma omp parallel for num_threads(threads)
+#pragma omp parallel for num_threads(choose_threads(threads))
   for (int64_t block = 0; block < rows * blocks; block++) {
     int64_t first = block % blocks * 1024, many = MIN(1024, size - first);
     uint64_t start = starts[block / blocks] + (first + 1) * 0x9E3779B97F4A7C15ULL;
@@ -445,6 +442,11 @@ static void share(const Linear *a, const Rows *f, const char *x, void *y, int64_
     }
 }
 
+// The outputs of this thread of a region; all threads call it.
+static void share_all(const Linear *a, const Rows *f, const char *x, void *y, int64_t n) {
+  for (int t = omp_get_thread_num(); t < a->threads; t += omp_get_num_threads()) share(a, f, x, y, n, t);
+}
+
 int linear(const Linear *a, const void *x, void *y, int64_t n) {
   if (!n) return DONE;
   Rows f = rows_for(a->in, a->form, a->half);
@@ -455,8 +457,16 @@ int linear(const Linear *a, const void *x, void *y, int64_t n) {
     for (int64_t r = 0; r < n; r++) read_row(&f, x, copy, r);
     x = copy;
   }
-#pragma omp parallel for schedule(static, 1) num_threads(a->threads)
-  for (int t = 0; t < a->threads; t++) share(a, &f, x, y, n, t);
+  Team team = {};
+  Linear shared = *a;
+  shared.threads = choose_threads(a->threads);
+  double begun = omp_get_wtime();
+#pragma omp parallel num_threads(shared.threads)
+  {
+    share_all(&shared, &f, x, y, n);
+    meet(&team);
+  }
+  end_region(&team, shared.threads, begun);
   free(copy);
   return DONE;
 }
@@ -719,11 +729,10 @@ static int64_t floats_of_a_thread(const Attention *a) {  // the room of `rows_of
 }
 
 // The part of this thread of a region; all threads call it. room: of all threads.
-static void attend(const Attention *a, float *room) {
+static void attend(const Attention *a, float *room, Team *team) {
   int64_t rows = a->heads / a->kv * a->n, parts = (rows + GROUP - 1) / GROUP, items = a->texts * a->kv * parts;
   float *own = room + omp_get_thread_num() * floats_of_a_thread(a);
-#pragma omp for schedule(dynamic, 1)
-  for (int64_t i = 0; i < items; i++) {
+  for (int64_t i = take_next(team); i < items; i = take_next(team)) {
     int64_t part = i % parts, head = i / parts % a->kv, b = i / parts / a->kv;
     int64_t left = a->heads / a->kv * nodes_of(a, b) - part * GROUP;
     if (left > 0) rows_of_a_head(a, b, head, part * GROUP, MIN(GROUP, left), own);
@@ -733,8 +742,15 @@ static void attend(const Attention *a, float *room) {
 int attention(const Attention *a) {
   float *room = take_room(4 * a->threads * floats_of_a_thread(a));
   if (!room) return NO_MEMORY;
-#pragma omp parallel num_threads(a->threads)
-  attend(a, room);
+  Team team = {};
+  int threads = choose_threads(a->threads);
+  double begun = omp_get_wtime();
+#pragma omp parallel num_threads(threads)
+  {
+    attend(a, room, &team);
+    meet(&team);
+  }
+  end_region(&team, threads, begun);
   free(room);
   return DONE;
 }
@@ -751,7 +767,7 @@ INLINE void insert(float x, int64_t token, float *best, int64_t *tokens, int64_t
 // The k most likely tokens of each row of logits [rows, size], and their probabilities: the softmax of logits * scale.
 int rank(const void *logits, float *best, int64_t *tokens, int64_t rows, int64_t size, int64_t k, float scale,
          int half, int threads) {
-#pragma omp parallel for num_threads(MIN(threads, rows))
+#pragma omp parallel for num_threads(MIN(choose_threads(threads), rows))
   for (int64_t r = 0; r < rows; r++) {
     const char *row = (const char *)logits + r * size * (half ? 2 : 4);
     float *top = best + r * k, sum = 0;
@@ -838,7 +854,7 @@ int score(const void *logits, const float *noise, const int64_t *tokens, float *
 // Copies columns of blocks [rows, heads, capacity, bytes]. moves: [many, 3] row, source and place; they run in order.
 int copy_columns(char *const *blocks, const int64_t *moves, int64_t count, int64_t many, int64_t heads,
                  int64_t capacity, int64_t bytes, int threads) {
-#pragma omp parallel for num_threads(MIN(threads, count))
+#pragma omp parallel for num_threads(MIN(choose_threads(threads), count))
   for (int64_t i = 0; i < count; i++)
     for (const int64_t *move = moves; move < moves + 3 * many; move += 3)
       for (int64_t head = 0; head < heads; head++) {

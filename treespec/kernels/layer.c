@@ -10,75 +10,83 @@
 enum { QUERY, KEY, VALUE, OUTPUT, GATE, UP, DOWN, PRODUCTS };
 enum { BEFORE_ATTENTION, BEFORE_MLP, OF_QUERIES, OF_KEYS, NORMS };
 
-typedef struct {
+typedef struct {                                     // a decoder layer
   const void *weights[PRODUCTS], *biases[PRODUCTS];  // a bias may be NULL
   const void *norms[NORMS];                          // weights; NULL for none
-  const void *x, *residual;     // [B, N, in], [B, N, hidden]: x itself, or what is added to the attention
-  const void *cos, *sin, *mask; // [B or 1, N or 1, turned] both, [B or 1, N, columns - first - free] additive
-  void *keys, *values, *y;      // [B, KV, capacity, D] both: N columns are written before `columns`; [B, N, hidden]
-  const int64_t *starts;        // [B + 1] if x, residual and y have rows of only the first nodes of each text:
-                                // starts[b] to starts[b + 1]; NULL: of all
-  int64_t texts, n, in, hidden, heads, kv, d, inner, turned, columns, capacity;
-  int64_t first, free;          // columns before `first` are not attended to; all nodes see the next `free`, without a mask
-  int64_t ab, an, mb, mn;       // strides of a text and of a node in angles and mask
-  float scale, eps, sign;       // sign: of the first half's sines, -1 unless they are negated already
-  int form, half, threads;
+  int64_t in, hidden, heads, kv, d, inner;
+  float scale, eps, sign;  // sign: of the first half's sines, -1 unless they are negated already
+  int form, half;
 } Layer;
 
-static int64_t rows_in(const Layer *a) { return a->starts ? a->starts[a->texts] : a->texts * a->n; }
+typedef struct {         // a layer's cache in a forward
+  void *keys, *values;   // [B, KV, capacity, D] both: N columns are written before `columns`
+  int64_t columns, capacity, first;  // columns before `first` are not attended to
+} Cache;
 
-static int64_t text_of(const Layer *a, int64_t r) {  // the text of row r
-  if (!a->starts) return r / a->n;
+typedef struct {                 // what the layers of a forward share
+  const void *x, *residual;      // [B, N, in], [B, N, hidden]: x itself, or what is added to the attention
+  const void *cos, *sin, *mask;  // [B or 1, N or 1, turned] both, [B or 1, N, masked] additive, of the last columns
+  void *y;                       // [B, N, hidden]
+  const int64_t *starts;         // [B + 1] if x, residual and y have rows of only the first nodes of each text:
+                                 // starts[b] to starts[b + 1]; NULL: of all
+  int64_t texts, n, turned, masked;  // all nodes see the columns before the masked ones
+  int64_t ab, an, mb, mn;            // strides of a text and of a node in angles and mask
+  int threads;
+} Forward;
+
+static int64_t rows_in(const Forward *f) { return f->starts ? f->starts[f->texts] : f->texts * f->n; }
+
+static int64_t text_of(const Forward *f, int64_t r) {  // the text of row r
+  if (!f->starts) return r / f->n;
   int64_t b = 0;
-  while (a->starts[b + 1] <= r) b++;
+  while (f->starts[b + 1] <= r) b++;
   return b;
 }
 
-// Norm of each row, if there is a weight, and the rows as products read them. All threads call it.
-static void read_rows(const Layer *a, const void *x, int norm, char *normed, const Rows *f, char *rows) {
-#pragma omp for
-  for (int64_t r = 0; r < rows_in(a); r++) {
-    if (a->norms[norm]) norm_row(x, a->norms[norm], normed, r, f->in, a->eps, a->half);
-    read_row(f, a->norms[norm] ? normed : x, rows, r);
+// Norm of each of n rows, if there is a weight, and the rows as products read them. All threads call it.
+static void read_rows(const Layer *a, const void *x, int norm, char *normed, const Rows *as, char *rows, int64_t n) {
+  for (int64_t r = first_item(n); r < end_item(n); r++) {
+    if (a->norms[norm]) norm_row(x, a->norms[norm], normed, r, as->in, a->eps, a->half);
+    read_row(as, a->norms[norm] ? normed : x, rows, r);
   }
 }
 
 // Numbers [width] at x turned by `cos` and `sin` [turned] from `at` on, to `y`.
-static void turn(const Layer *a, const char *x, int64_t at, char *y) {
-  int64_t middle = a->turned / 2, size = a->half ? 2 : 4;
+static void turn(const Layer *a, const Forward *f, const char *x, int64_t at, char *y) {
+  int64_t middle = f->turned / 2, size = a->half ? 2 : 4;
   float rotated[a->d];
-  for (int64_t i = 0; i < a->turned; i++) {
+  for (int64_t i = 0; i < f->turned; i++) {
     float pair[1], other = i < middle ? a->sign * get(x, i + middle, a->half) : get(x, i - middle, a->half);
-    put(pair, 0, other * get(a->sin, at + i, a->half), a->half);
+    put(pair, 0, other * get(f->sin, at + i, a->half), a->half);
     float beside = get(pair, 0, a->half);
-    put(pair, 0, get(x, i, a->half) * get(a->cos, at + i, a->half), a->half);
+    put(pair, 0, get(x, i, a->half) * get(f->cos, at + i, a->half), a->half);
     rotated[i] = get(pair, 0, a->half) + beside;
   }
-  for (int64_t i = 0; i < a->turned; i++) put(y, i, rotated[i], a->half);
-  memmove(y + a->turned * size, x + a->turned * size, (a->d - a->turned) * size);
+  for (int64_t i = 0; i < f->turned; i++) put(y, i, rotated[i], a->half);
+  memmove(y + f->turned * size, x + f->turned * size, (a->d - f->turned) * size);
 }
 
 // Head `head` of the queries, then of the keys, then of the values, of row r. Keys and values go to the cache.
-static void place(const Layer *a, char *q, char *k, char *v, int64_t r, int64_t head) {
-  int64_t size = a->half ? 2 : 4, row = a->d * size, b = text_of(a, r);
-  int64_t node = r - (a->starts ? a->starts[b] : b * a->n);
-  int64_t angle = b * a->ab + node * a->an, column = a->columns - a->n + node;
+static void place(const Layer *a, const Forward *f, const Cache *c, char *q, char *k, char *v, int64_t r, int64_t head) {
+  int64_t size = a->half ? 2 : 4, row = a->d * size, b = text_of(f, r);
+  int64_t node = r - (f->starts ? f->starts[b] : b * f->n);
+  int64_t angle = b * f->ab + node * f->an, column = c->columns - f->n + node;
   int key = head >= a->heads, value = head >= a->heads + a->kv, norm = key ? OF_KEYS : OF_QUERIES;
   char *x = q + (r * a->heads + head) * row, *to = x;
   if (key) {
     int64_t own = head - a->heads - (value ? a->kv : 0);
     x = (value ? v : k) + (r * a->kv + own) * row;
-    to = (char *)(value ? a->values : a->keys) + ((b * a->kv + own) * a->capacity + column) * row;
+    to = (char *)(value ? c->values : c->keys) + ((b * a->kv + own) * c->capacity + column) * row;
   }
   if (value) { memcpy(to, x, row); return; }
   if (a->norms[norm]) norm_row(x, a->norms[norm], x, 0, a->d, a->eps, a->half);
-  turn(a, x, angle, to);
+  turn(a, f, x, angle, to);
 }
 
-// Numbers of thread t: z = x + y, in rows of `hidden`.
-static void add_rows(const Layer *a, const void *x, const void *y, void *z, int t) {
-  int64_t from = first_of(a->hidden, a->threads, t), to = first_of(a->hidden, a->threads, t + 1);
-  for (int64_t r = 0; r < rows_in(a); r++)
+// Numbers of share t of `shares`: z = x + y, in n rows of `hidden`.
+static void add_rows(const Layer *a, const void *x, const void *y, void *z, int64_t n, int shares, int t) {
+  int64_t from = first_of(a->hidden, shares, t), to = first_of(a->hidden, shares, t + 1);
+  for (int64_t r = 0; r < n; r++)
     for (int64_t i = r * a->hidden + from; i < r * a->hidden + to; i++)
       put(z, i, get(x, i, a->half) + get(y, i, a->half), a->half);
 }
@@ -100,13 +108,14 @@ INLINE F silu(F x) {  // x / (1 + exp(-x)); in bfloat16 it has the bits of torch
   return y;
 }
 
-// Outputs of thread t: silu(gate) * up, as the last product reads them.
-static void activate(const Layer *a, const void *gate, const void *up, const Rows *f, char *rows, int t) {
-  int64_t from = first_of(a->inner, a->threads, t), to = first_of(a->inner, a->threads, t + 1);
-  for (int64_t r = 0; r < rows_in(a); r++) {
+// Outputs of share t of `shares`: silu(gate) * up of n rows, as the last product reads them.
+static void activate(const Layer *a, const void *gate, const void *up, const Rows *as, char *rows, int64_t n,
+                     int shares, int t) {
+  int64_t from = first_of(a->inner, shares, t), to = first_of(a->inner, shares, t + 1);
+  for (int64_t r = 0; r < n; r++) {
     for (int64_t i = from; i < to; i += L) {
-      int64_t at = r * a->inner + i, size = f->size;
-      char *to_row = rows + (r * f->width + i) * size;
+      int64_t at = r * a->inner + i, size = as->size;
+      char *to_row = rows + (r * as->width + i) * size;
       if (i + L <= to) {
         F x = rounded(silu(load(gate, at, a->half)), a->half);
         store(to_row, 0, rounded(x * load(up, at, a->half), a->half), size == 2);
@@ -115,95 +124,127 @@ static void activate(const Layer *a, const void *gate, const void *up, const Row
         put(to_row, c, rounded(x * get(up, at + c, a->half), a->half)[0], size == 2);
       }
     }
-    if (!t) memset(rows + (r * f->width + f->in) * f->size, 0, (f->width - f->in) * f->size);
+    if (!t) memset(rows + (r * as->width + as->in) * as->size, 0, (as->width - as->in) * as->size);
   }
 }
 
-static int layer(const Layer *a) {
-  // 1. The products, and how they read rows.
-  int64_t size = a->half ? 2 : 4, n = rows_in(a), all_heads = a->heads * a->d, groups = a->kv * a->d;
-  if (!n) return DONE;
+// Where the steps of a layer write: rows as products read them, what the steps give, room for scores.
+enum { ROWS_IN, ROWS_OUT, ROWS_MID, ROWS_DOWN, NORMED, Q, K, V, ATTENDED, ADDED, H_, G, U_, SCORES, PARTS };
+
+typedef struct {
+  Linear products[PRODUCTS];
+  Rows rows[PRODUCTS];  // how they read their rows
+  Attention attention;  // without queries and outputs
+  int64_t places[PARTS];  // in the room, in bytes
+} Plan;
+
+// Plans the steps of a layer; returns how much room they take.
+static int64_t plan_layer(const Layer *a, const Forward *f, const Cache *c, Plan *plan) {
+  // 1. The products.
+  int64_t size = a->half ? 2 : 4, n = rows_in(f), all_heads = a->heads * a->d, groups = a->kv * a->d;
   int64_t outs[PRODUCTS] = {all_heads, groups, groups, a->hidden, a->inner, a->inner, a->hidden};
   int64_t ins[PRODUCTS] = {a->in, a->in, a->in, all_heads, a->hidden, a->hidden, a->inner};
-  Linear p[PRODUCTS];
-  Rows f[PRODUCTS];
   for (int i = 0; i < PRODUCTS; i++) {
-    p[i] = (Linear){a->weights[i], a->biases[i], ins[i], outs[i], a->form, a->half, a->threads};
-    f[i] = rows_for(ins[i], a->form, a->half);
+    plan->products[i] = (Linear){a->weights[i], a->biases[i], ins[i], outs[i], a->form, a->half, f->threads};
+    plan->rows[i] = rows_for(ins[i], a->form, a->half);
   }
 
-  // 2. Room for what each step gives, and for each thread's attention.
-  Attention seen = {
-    .k = (char *)a->keys + a->first * a->d * size, .v = (char *)a->values + a->first * a->d * size,
-    .mask = a->mask, .starts = a->starts, .texts = a->texts, .heads = a->heads, .kv = a->kv, .n = a->n,
-    .columns = a->columns - a->first, .free = a->free, .d = a->d, .dv = a->d,
-    .qb = a->n * all_heads, .qh = a->d, .qn = all_heads, .mb = a->mb, .mn = a->mn,
-    .kb = groups * a->capacity, .kh = a->d * a->capacity, .kt = a->d,
-    .vb = groups * a->capacity, .vh = a->d * a->capacity, .vt = a->d,
-    .scale = a->scale, .half = a->half, .threads = a->threads,
+  // 2. Attention.
+  plan->attention = (Attention){
+    .k = (char *)c->keys + c->first * a->d * size, .v = (char *)c->values + c->first * a->d * size,
+    .mask = f->mask, .starts = f->starts, .texts = f->texts, .heads = a->heads, .kv = a->kv, .n = f->n,
+    .columns = c->columns - c->first, .free = c->columns - c->first - f->masked, .d = a->d, .dv = a->d,
+    .qb = f->n * all_heads, .qh = a->d, .qn = all_heads, .mb = f->mb, .mn = f->mn,
+    .kb = groups * c->capacity, .kh = a->d * c->capacity, .kt = a->d,
+    .vb = groups * c->capacity, .vh = a->d * c->capacity, .vt = a->d,
+    .scale = a->scale, .half = a->half, .threads = f->threads,
   };
-  enum { ROWS_IN, ROWS_OUT, ROWS_MID, ROWS_DOWN, NORMED, Q, K, V, ATTENDED, ADDED, H_, G, U_, SCORES, PARTS };
-  int64_t all_rows = padded(&f[0], n), width = MAX(a->in, a->hidden);
+
+  // 3. Room.
+  const Rows *rows = plan->rows;
+  int64_t all_rows = padded(&rows[QUERY], n), width = MAX(a->in, a->hidden), used = 0;
   int64_t sizes[PARTS] = {
-    all_rows * f[QUERY].width * f[QUERY].size, all_rows * f[OUTPUT].width * f[OUTPUT].size,
-    all_rows * f[GATE].width * f[GATE].size, all_rows * f[DOWN].width * f[DOWN].size, n * width * size,
+    all_rows * rows[QUERY].width * rows[QUERY].size, all_rows * rows[OUTPUT].width * rows[OUTPUT].size,
+    all_rows * rows[GATE].width * rows[GATE].size, all_rows * rows[DOWN].width * rows[DOWN].size, n * width * size,
     n * all_heads * size, n * groups * size, n * groups * size, n * all_heads * size,
     n * a->hidden * size, n * a->hidden * size, n * a->inner * size, n * a->inner * size,
-    4 * a->threads * floats_of_a_thread(&seen),
+    4 * f->threads * floats_of_a_thread(&plan->attention),
   };
-  char *at[PARTS];
-  int64_t whole = 0;
-  for (int i = 0; i < PARTS; i++) whole += (sizes[i] + 63) / 64 * 64;
-  char *room = take_room(whole);
-  if (!room) return NO_MEMORY;
-  for (int64_t i = 0, used = 0; i < PARTS; used += (sizes[i++] + 63) / 64 * 64) at[i] = room + used;
-  seen.q = at[Q], seen.out = at[ATTENDED];
-
-  // 3. The layer. A loop over t gives each thread the same outputs of two products.
-#pragma omp parallel num_threads(a->threads)
-  {
-    read_rows(a, a->x, BEFORE_ATTENTION, at[NORMED], &f[QUERY], at[ROWS_IN]);
-#pragma omp for schedule(static, 1)
-    for (int t = 0; t < a->threads; t++)
-      for (int i = QUERY; i <= VALUE; i++) share(&p[i], &f[i], at[ROWS_IN], at[Q + i], n, t);
-#pragma omp for
-    for (int64_t i = 0; i < n * (a->heads + 2 * a->kv); i++)
-      place(a, at[Q], at[K], at[V], i / (a->heads + 2 * a->kv), i % (a->heads + 2 * a->kv));
-    attend(&seen, (float *)at[SCORES]);
-#pragma omp for
-    for (int64_t r = 0; r < n; r++) read_row(&f[OUTPUT], at[ATTENDED], at[ROWS_OUT], r);
-#pragma omp for schedule(static, 1)
-    for (int t = 0; t < a->threads; t++) {
-      share(&p[OUTPUT], &f[OUTPUT], at[ROWS_OUT], at[ADDED], n, t);
-      add_rows(a, a->residual, at[ADDED], at[H_], t);
-    }
-    read_rows(a, at[H_], BEFORE_MLP, at[NORMED], &f[GATE], at[ROWS_MID]);
-#pragma omp for schedule(static, 1)
-    for (int t = 0; t < a->threads; t++) {
-      share(&p[GATE], &f[GATE], at[ROWS_MID], at[G], n, t);
-      share(&p[UP], &f[UP], at[ROWS_MID], at[U_], n, t);
-      activate(a, at[G], at[U_], &f[DOWN], at[ROWS_DOWN], t);
-    }
-#pragma omp for schedule(static, 1)
-    for (int t = 0; t < a->threads; t++) {
-      share(&p[DOWN], &f[DOWN], at[ROWS_DOWN], at[ADDED], n, t);
-      add_rows(a, at[H_], at[ADDED], a->y, t);
-    }
+  for (int i = 0; i < PARTS; i++) {
+    plan->places[i] = used;
+    used += (sizes[i] + 63) / 64 * 64;
   }
-  free(room);
-  return DONE;
+  return used;
 }
 
-// Layers in a row: each writes `y` after all have read `x` and `residual`, which may be the same rows.
-int layers(const Layer *a, int64_t many) {
-  for (int64_t i = 0; i < many; i++)
-    if (layer(a + i)) return NO_MEMORY;
+// A layer; all threads of a region call it. A share of the outputs of gate and up is one of what follows them.
+static void layer(const Layer *a, const Forward *f, const Cache *c, char *room, Team *team) {
+  Plan plan;
+  plan_layer(a, f, c, &plan);
+  const Linear *p = plan.products;
+  const Rows *as = plan.rows;
+  char *at[PARTS];
+  for (int i = 0; i < PARTS; i++) at[i] = room + plan.places[i];
+  plan.attention.q = at[Q], plan.attention.out = at[ATTENDED];
+  int64_t n = rows_in(f), heads = a->heads + 2 * a->kv, items = n * heads;
+  int shares = f->threads, first = omp_get_thread_num(), step = omp_get_num_threads();
+  read_rows(a, f->x, BEFORE_ATTENTION, at[NORMED], &as[QUERY], at[ROWS_IN], n);
+  meet(team);
+  for (int i = QUERY; i <= VALUE; i++) share_all(&p[i], &as[i], at[ROWS_IN], at[Q + i], n);
+  meet(team);
+  for (int64_t i = first_item(items); i < end_item(items); i++)
+    place(a, f, c, at[Q], at[K], at[V], i / heads, i % heads);
+  meet(team);
+  attend(&plan.attention, (float *)at[SCORES], team);
+  meet(team);
+  for (int64_t r = first_item(n); r < end_item(n); r++) read_row(&as[OUTPUT], at[ATTENDED], at[ROWS_OUT], r);
+  meet(team);
+  for (int t = first; t < shares; t += step) {
+    share(&p[OUTPUT], &as[OUTPUT], at[ROWS_OUT], at[ADDED], n, t);
+    add_rows(a, f->residual, at[ADDED], at[H_], n, shares, t);
+  }
+  meet(team);
+  read_rows(a, at[H_], BEFORE_MLP, at[NORMED], &as[GATE], at[ROWS_MID], n);
+  meet(team);
+  for (int t = first; t < shares; t += step) {
+    share(&p[GATE], &as[GATE], at[ROWS_MID], at[G], n, t);
+    share(&p[UP], &as[UP], at[ROWS_MID], at[U_], n, t);
+    activate(a, at[G], at[U_], &as[DOWN], at[ROWS_DOWN], n, shares, t);
+  }
+  meet(team);
+  for (int t = first; t < shares; t += step) {
+    share(&p[DOWN], &as[DOWN], at[ROWS_DOWN], at[ADDED], n, t);
+    add_rows(a, at[H_], at[ADDED], f->y, n, shares, t);
+  }
+  meet(team);
+}
+
+// Layers in a row: the first reads `x` and `residual`, each further one the output `y` of the one before, in its place.
+int layers(const Layer *all, const Cache *caches, int64_t many, const Forward *forward) {
+  Forward first = *forward;
+  if (!rows_in(&first)) return DONE;
+  first.threads = choose_threads(first.threads);
+  int64_t most = 0;
+  for (int64_t i = 0; i < many; i++) {
+    Plan plan;
+    most = MAX(most, plan_layer(&all[i], &first, &caches[i], &plan));
+  }
+  char *room = take_room(most);
+  if (!room) return NO_MEMORY;
+  Forward further = first;
+  further.x = further.residual = first.y;
+  Team team = {};
+  double begun = omp_get_wtime();
+#pragma omp parallel num_threads(first.threads)
+  for (int64_t i = 0; i < many; i++) layer(&all[i], i ? &further : &first, &caches[i], room, &team);
+  end_region(&team, first.threads, begun);
+  free(room);
   return DONE;
 }
 
 // A step of an EAGLE head over nodes of several texts: [embedding, feature] -> input -> layer -> state -> output -> logits.
 typedef struct {
-  Layer layer;            // without the fields that `HeadNodes` has
+  Layer layer;
   Linear input, output;
   const void *embedding;  // [V, hidden]
 } HeadStep;
@@ -211,22 +252,22 @@ typedef struct {
 typedef struct {
   const int64_t *tokens, *parents;     // [R] of all texts, one after the other; node i reads row parents[i] of the features
   const int64_t *positions;            // [R]: the rows of `cos` and `sin`
-  const int64_t *starts;               // [B + 1] as in `Layer`
+  const int64_t *starts;               // [B + 1] as in `Forward`
   const int64_t *drafted;              // [rows]: the rows of the states whose logits are computed
   const int64_t *vocabulary;           // the target's token for each of `tokens`; NULL: itself
   const void *features;                // [.., hidden]
   const void *cos, *sin;               // [positions, turned]
-  const void *mask;                    // as in `Layer`
-  void *keys, *values, *states;        // as in `Layer`; [R, hidden]
+  const void *mask;                    // as in `Forward`
+  void *keys, *values, *states;        // as in `Cache`; [R, hidden]
   void *last, *logits;                 // [rows, hidden], [rows, drafted tokens]
   int64_t texts, n, rows, turned, columns, capacity, free, threads;  // n: the most nodes of a text
 } HeadNodes;
 
 int head_step(const HeadStep *head, const HeadNodes *nodes) {
   // 1. Pairs [embedding, feature], and room for what the input gives. Angles lie as [B, N].
-  Layer a = head->layer;
+  const Layer *a = &head->layer;
   Linear input = head->input, output = head->output;
-  int64_t n = nodes->n, all = nodes->starts[nodes->texts], size = a.half ? 2 : 4, row = a.hidden * size;
+  int64_t n = nodes->n, all = nodes->starts[nodes->texts], size = a->half ? 2 : 4, row = a->hidden * size;
   int64_t angles = nodes->turned * size;
   if (!all) return DONE;
   char *room = malloc(3 * all * row + 2 * nodes->texts * n * angles);
@@ -243,14 +284,16 @@ int head_step(const HeadStep *head, const HeadNodes *nodes) {
     }
 
   // 2. The layer.
-  input.threads = output.threads = a.threads = nodes->threads;
+  int64_t masked = nodes->columns - nodes->free;
+  Forward f = {
+    .x = x, .residual = x, .cos = cos, .sin = sin, .mask = nodes->mask, .y = nodes->states, .starts = nodes->starts,
+    .texts = nodes->texts, .n = n, .turned = nodes->turned, .masked = masked, .ab = n * nodes->turned,
+    .an = nodes->turned, .mb = n * masked, .mn = masked, .threads = nodes->threads,
+  };
+  Cache c = {nodes->keys, nodes->values, nodes->columns, nodes->capacity, 0};
+  input.threads = output.threads = nodes->threads;
   int failed = linear(&input, pairs, x, all);
-  a.x = a.residual = x, a.y = nodes->states, a.starts = nodes->starts;
-  a.cos = cos, a.sin = sin, a.mask = nodes->mask;
-  a.keys = nodes->keys, a.values = nodes->values;
-  a.texts = nodes->texts, a.n = n, a.turned = nodes->turned, a.columns = nodes->columns, a.capacity = nodes->capacity;
-  a.free = nodes->free, a.an = nodes->turned, a.ab = n * a.an, a.mn = nodes->columns - nodes->free, a.mb = n * a.mn;
-  if (!failed) failed = layer(&a);
+  if (!failed) failed = layers(a, &c, 1, &f);
 
   // 3. The logits.
   for (int64_t i = 0; i < nodes->rows && !failed; i++)
@@ -260,11 +303,11 @@ int head_step(const HeadStep *head, const HeadNodes *nodes) {
   return failed;
 }
 
-enum { ABI = 1 };  // counted up when a structure or a parameter changes, here and in structs.py
+enum { ABI = 2 };  // counted up when a structure or a parameter changes, here and in structs.py
 
-// Writes the sizes [5] of the structures in bytes; returns the ABI.
+// Writes the sizes [7] of the structures in bytes; returns the ABI.
 int describe_abi(int64_t *sizes) {
-  sizes[0] = sizeof(Linear), sizes[1] = sizeof(Attention), sizes[2] = sizeof(Layer);
-  sizes[3] = sizeof(HeadStep), sizes[4] = sizeof(HeadNodes);
+  sizes[0] = sizeof(Linear), sizes[1] = sizeof(Attention), sizes[2] = sizeof(Layer), sizes[3] = sizeof(Cache);
+  sizes[4] = sizeof(Forward), sizes[5] = sizeof(HeadStep), sizes[6] = sizeof(HeadNodes);
   return ABI;
 }

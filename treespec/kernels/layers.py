@@ -4,7 +4,8 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from struct import Struct
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -12,7 +13,14 @@ from torch import Tensor
 from treespec.kernels.checks import KernelInputError, check_dense, check_rows
 from treespec.kernels.library import load_kernels
 from treespec.kernels.ops import BFLOAT16_FLAGS, PackedWeight, find_stride
-from treespec.kernels.structs import LAYER_NORMS, LAYER_PRODUCTS, LayerStruct
+from treespec.kernels.structs import (
+    CACHE_FORMAT,
+    LAYER_NORMS,
+    LAYER_PRODUCTS,
+    ForwardStruct,
+    LayerStruct,
+)
+from treespec.kernels.threads import count_threads
 
 
 @dataclass(frozen=True)
@@ -95,13 +103,12 @@ class LayerWeights:
 
     @cached_property
     def fields(self) -> LayerStruct:
-        """The fields that do not change between forwards. Raises KernelInputError as `check` does."""
+        """The fields for C. Raises KernelInputError as `check` does."""
         self.check()
         return LayerStruct(
             weights=list_addresses(LAYER_PRODUCTS, [product.numbers for product in self.products]),
             biases=list_addresses(LAYER_PRODUCTS, self.biases),
             norms=list_addresses(LAYER_NORMS, self.norms),
-            texts=1,
             inputs=self.inputs,
             hidden=self.hidden,
             heads=self.heads,
@@ -120,6 +127,27 @@ def list_addresses(count: int, tensors: Sequence[Tensor | None]) -> "ctypes.Arra
     """Returns the addresses of tensors as an array of C; NULL for None."""
     addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
     return (ctypes.c_void_p * count)(*addresses)
+
+
+@final
+class LayerStack:
+    """Consecutive layers that one call runs.
+
+    Attributes:
+        layers: the layers.
+        fields: of all layers, for C.
+        cache_format: of their caches.
+    """
+
+    def __init__(self, layers: Sequence[LayerWeights]) -> None:
+        """Raises KernelInputError unless each layer takes what the one before gives."""
+        first = layers[0]
+        for layer in layers[1:]:
+            if layer.dtype != first.dtype or not layer.inputs == layer.hidden == first.hidden:
+                raise KernelInputError("consecutive layers have other widths or dtypes")
+        self.layers = tuple(layers)
+        self.fields = (LayerStruct * len(layers))(*[layer.fields for layer in layers])
+        self.cache_format = Struct(CACHE_FORMAT * len(layers))
 
 
 class Columns(NamedTuple):
@@ -159,7 +187,7 @@ class Columns(NamedTuple):
 
 
 def run_layers(
-    layers: Sequence[LayerWeights],
+    stack: LayerStack,
     x: Tensor,
     residual: Tensor,
     shape: tuple[int, int],
@@ -171,7 +199,7 @@ def run_layers(
     """Runs consecutive layers over R rows. Returns [R, H], and writes keys and values.
 
     Args:
-        layers: the layers.
+        stack: the layers.
         x: [R, in] input of the first layer's attention.
         residual: [R, H], to which the first attention's output is added.
         shape: B texts and N nodes, with padding.
@@ -185,7 +213,7 @@ def run_layers(
     """
     # 1. The rows, mask and angles.
     texts, nodes = shape
-    first = layers[0]
+    first = stack.layers[0]
     rows = texts * nodes
     starts_pointer = None
     if starts is not None:
@@ -199,53 +227,37 @@ def run_layers(
     check_rows(mask, "the mask", first.dtype, (len(mask), 1, nodes, mask.shape[-1]))
     if len(mask) not in (1, texts):
         raise KernelInputError(f"a mask of {len(mask)} texts is not that of {texts}")
-    out = torch.empty_like(residual)
 
-    # 2. What the layers share.
-    calls = (LayerStruct * len(layers))(*[layer.fields for layer in layers])
-    input_pointer = x.data_ptr()
-    residual_pointer = residual.data_ptr()
-    output_pointer = out.data_ptr()
-    cos_pointer = cos.data_ptr()
-    sin_pointer = sin.data_ptr()
-    mask_pointer = mask.data_ptr()
-    angle_width = cos.shape[-1]
-    angle_text = find_stride(cos, 0)
-    angle_node = find_stride(cos, 1)
-    mask_text = find_stride(mask, 0)
-    mask_node = mask.stride(2)
+    # 2. The caches.
     masked_columns = mask.shape[-1]
-    threads = torch.get_num_threads()
-
-    # 3. The fields of each layer. Every layer but the first overwrites its input in place.
-    for call, layer, cache in zip(calls, layers, columns, strict=True):
+    numbers = list[int]()
+    for layer, cache in zip(stack.layers, columns, strict=True):
         cache.check(shape, masked_columns, layer)
-        if layer is not first:
-            check_succession(layer, first)
-        call.x = input_pointer
-        call.residual = residual_pointer
-        call.cos = cos_pointer
-        call.sin = sin_pointer
-        call.mask = mask_pointer
-        call.keys = cache.keys.data_ptr()
-        call.values = cache.values.data_ptr()
-        call.out = output_pointer
-        call.starts = starts_pointer
-        call.texts = texts
-        call.nodes = nodes
-        call.angle_width = angle_width
-        call.columns = cache.end
-        call.capacity = cache.keys.shape[2]
-        call.first = cache.first
-        call.free_columns = cache.end - cache.first - masked_columns
-        call.angle_text = angle_text
-        call.angle_node = angle_node
-        call.mask_text = mask_text
-        call.mask_node = mask_node
-        call.threads = threads
-        input_pointer = output_pointer
-        residual_pointer = output_pointer
-    load_kernels().layers(calls, len(layers))
+        numbers += cache.keys.data_ptr(), cache.values.data_ptr()
+        numbers += cache.end, cache.keys.shape[2], cache.first
+
+    # 3. The call.
+    out = torch.empty_like(residual)
+    forward = ForwardStruct(
+        x.data_ptr(),
+        residual.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        mask.data_ptr(),
+        out.data_ptr(),
+        starts_pointer,
+        texts,
+        nodes,
+        cos.shape[-1],
+        masked_columns,
+        find_stride(cos, 0),
+        find_stride(cos, 1),
+        find_stride(mask, 0),
+        mask.stride(2),
+        count_threads(),
+    )
+    caches = stack.cache_format.pack(*numbers)
+    load_kernels().layers(stack.fields, caches, len(stack.layers), ctypes.byref(forward))
     return out
 
 
@@ -265,9 +277,3 @@ def check_angles(cos: Tensor, sin: Tensor, shape: tuple[int, int], layer: LayerW
         check_rows(angle, "angles", layer.dtype, spread)
     if cos.stride() != sin.stride():
         raise KernelInputError("cos and sin have other strides")
-
-
-def check_succession(layer: LayerWeights, first: LayerWeights) -> None:
-    """Raises KernelInputError unless a layer takes what the first one gives."""
-    if layer.dtype != first.dtype or not layer.inputs == layer.hidden == first.hidden:
-        raise KernelInputError("consecutive layers have other widths or dtypes")

@@ -8,6 +8,7 @@ import logging
 import os
 import platform
 import threading
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,28 @@ from treespec.kernels.workers import find_openmp_files
 log = logging.getLogger(__name__)
 
 SWITCH_VARIABLE = "TREESPEC_KERNELS"
+TORCH_INSTEAD = "torch's own operations run, which take about 2.4 times as long (bfloat16, AVX2) and round by tree"
 LOADING_LOCK = threading.Lock()  # threads that load at once compile once
+
+
+@dataclass(frozen=True)
+class KernelsFound:
+    """The kernels of this process.
+
+    Attributes:
+        library: the loaded library; None: the kernels are off.
+        is_built_ahead: whether the library came with the installation. Otherwise it was compiled on this machine.
+        obstacle: why the kernels are off.
+    """
+
+    library: Any = None
+    is_built_ahead: bool = False
+    obstacle: str = ""
+
+    @property
+    def file(self) -> Path:
+        """The library's file."""
+        return Path(self.library._name)
 
 
 @cache
@@ -38,15 +60,20 @@ def load_kernels() -> Any:
 
     Raises: InputError for an unknown value of `TREESPEC_KERNELS`.
     """
+    return find_kernels().library
+
+
+def find_kernels() -> KernelsFound:
+    """Load the kernels, and say where they come from or why they are off. Raises as `load_kernels`."""
     if not is_turned_on():
-        return None
+        return KernelsFound(obstacle=f"{SWITCH_VARIABLE}=0 turns them off")
     with LOADING_LOCK:
         return load_once(hash_sources(), os.environ.get("CC"), choose_level())
 
 
 @cache
-def load_once(sources: str, compiler: str | None, level: str) -> Any:
-    """Load the kernels for `load_kernels`, which may run in several threads; a failure is logged once.
+def load_once(sources: str, compiler: str | None, level: str) -> KernelsFound:
+    """Load the kernels for `find_kernels`, which may run in several threads; a failure is logged once.
 
     Args:
         sources: hash of the kernels' sources.
@@ -54,19 +81,16 @@ def load_once(sources: str, compiler: str | None, level: str) -> Any:
         level: of `INSTRUCTION_LEVELS`.
     """
     library = load_built(level)
+    is_built_ahead = library is not None
     try:
         if library is None:
             library = load_compiled(level)
         check_abi(library)
         declare_parameters(library)
     except (InputError, OSError) as error:
-        log.warning(
-            "the C kernels are off: torch's own operations run, which take about 2.4 times as long "
-            "(bfloat16, AVX2) and round by tree: %s",
-            error,
-        )
-        return None
-    return library
+        log.warning("the C kernels are off: %s: %s", TORCH_INSTEAD, error)
+        return KernelsFound(obstacle=str(error))
+    return KernelsFound(library, is_built_ahead)
 
 
 def is_turned_on() -> bool:

@@ -20,6 +20,7 @@ from treespec.kernels.checks import KernelInputError, check_dense
 from treespec.kernels.huge_pages import allocate_huge_pages
 from treespec.kernels.library import load_kernels
 from treespec.kernels.structs import AttentionStruct, LinearStruct
+from treespec.kernels.threads import count_threads
 
 # dtypes of rows -> the kernels' `half` argument
 BFLOAT16_FLAGS = {torch.bfloat16: 1, torch.float32: 0}
@@ -120,7 +121,7 @@ def multiply_packed(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Ten
         weight.outputs,
         weight.form,
         BFLOAT16_FLAGS[x.dtype],
-        torch.get_num_threads(),
+        count_threads(),
     )
     rows = x.numel() // weight.inputs
     load_kernels().linear(ctypes.byref(product), x.data_ptr(), out.data_ptr(), rows)
@@ -134,7 +135,7 @@ def fill_noise(starts: Sequence[int], size: int) -> Tensor:
     """
     states = torch.tensor(starts, dtype=torch.int64, device=CPU_DEVICE)
     noise = torch.empty(len(starts), size, dtype=torch.float32, device=CPU_DEVICE)
-    threads = torch.get_num_threads()
+    threads = count_threads()
     load_kernels().noise(states.data_ptr(), noise.data_ptr(), len(starts), size, threads)
     return noise
 
@@ -154,7 +155,7 @@ def rank_tokens(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Ten
     tokens = torch.empty(count, k, dtype=torch.int64, device=CPU_DEVICE)
     pointers = (logits.data_ptr(), probs.data_ptr(), tokens.data_ptr())
     half = BFLOAT16_FLAGS[logits.dtype]
-    threads = torch.get_num_threads()
+    threads = count_threads()
     load_kernels().rank(*pointers, count, size, k, 1 / temperature, half, threads)
     return probs, tokens
 
@@ -227,7 +228,7 @@ def copy_columns(blocks: Sequence[Tensor], moves: Sequence[Sequence[int]]) -> No
         heads,
         capacity,
         width * blocks[0].element_size(),
-        torch.get_num_threads(),
+        count_threads(),
     )
 
 
@@ -241,7 +242,7 @@ def apply_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x)
     pointers = (x.data_ptr(), weight.data_ptr(), out.data_ptr())
     half = BFLOAT16_FLAGS[x.dtype]
-    threads = torch.get_num_threads()
+    threads = count_threads()
     load_kernels().rms_norm(*pointers, rows, width, eps, half, threads)
     return out
 
@@ -301,7 +302,7 @@ def attend_packed(
         scale=scale,
         cap=cap,
         half=BFLOAT16_FLAGS[query.dtype],
-        threads=torch.get_num_threads(),
+        threads=count_threads(),
     )
     fields.query_text, fields.query_head, fields.query_node = query.stride()[:3]
     fields.key_text, fields.key_head, fields.key_column = key.stride()[:3]

@@ -7,9 +7,8 @@ import ctypes
 from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
 from typing import Any
 
-ABI_VERSION = (
-    1  # of kernels.c and layer.c; both sides count it up when a structure or a parameter changes
-)
+# Of kernels.c and layer.c; both sides count it up when a structure or a parameter changes.
+ABI_VERSION = 2
 LAYER_PRODUCTS = 7  # queries, keys, values, output, gate, up, down
 LAYER_NORMS = 4  # before attention, before the MLP, of queries, of keys
 
@@ -43,17 +42,34 @@ class AttentionStruct(ctypes.Structure):
 
 
 class LayerStruct(ctypes.Structure):
-    """A decoder layer and what it computes in one forward: `Layer` of layer.c."""
+    """A decoder layer: `Layer` of layer.c."""
 
     _fields_ = (
         list_fields(c_void_p * LAYER_PRODUCTS, "weights biases")
         + list_fields(c_void_p * LAYER_NORMS, "norms")
-        + list_fields(c_void_p, "x residual cos sin mask keys values out starts")
-        + list_fields(c_int64, "texts nodes inputs hidden heads kv_heads head_width inner")
-        + list_fields(c_int64, "angle_width columns capacity first free_columns")
-        + list_fields(c_int64, "angle_text angle_node mask_text mask_node")
+        + list_fields(c_int64, "inputs hidden heads kv_heads head_width inner")
         + list_fields(c_float, "scale eps sign")
-        + list_fields(c_int, "form half threads")
+        + list_fields(c_int, "form half")
+    )
+
+
+class CacheStruct(ctypes.Structure):
+    """A layer's cache in a forward: `Cache` of layer.c."""
+
+    _fields_ = list_fields(c_void_p, "keys values") + list_fields(c_int64, "columns capacity first")
+
+
+CACHE_FORMAT = "PPqqq"  # its fields for the module `struct`
+
+
+class ForwardStruct(ctypes.Structure):
+    """What the layers of a forward share: `Forward` of layer.c. Strides are in numbers, not bytes."""
+
+    _fields_ = (
+        list_fields(c_void_p, "x residual cos sin mask out starts")
+        + list_fields(c_int64, "texts nodes angle_width masked_columns")
+        + list_fields(c_int64, "angle_text angle_node mask_text mask_node")
+        + list_fields(c_int, "threads")
     )
 
 
@@ -82,6 +98,8 @@ KERNEL_STRUCTURES = (
     LinearStruct,
     AttentionStruct,
     LayerStruct,
+    CacheStruct,
+    ForwardStruct,
     HeadStepStruct,
     HeadNodesStruct,
 )  # as `describe_abi` of layer.c lists them
@@ -95,8 +113,13 @@ KERNEL_PARAMETERS: dict[str, list[Any]] = {
     # the product; x, y; rows
     "linear": [ctypes.POINTER(LinearStruct), c_void_p, c_void_p, c_int64],
     "attention": [ctypes.POINTER(AttentionStruct)],
-    # several layers, one after the other; their number
-    "layers": [ctypes.POINTER(LayerStruct), c_int64],
+    # several layers, one after the other; their caches; their number; what they share
+    "layers": [
+        ctypes.POINTER(LayerStruct),
+        c_char_p,
+        c_int64,
+        ctypes.POINTER(ForwardStruct),
+    ],
     "head_step": [ctypes.POINTER(HeadStepStruct), ctypes.POINTER(HeadNodesStruct)],
     # x, weight, y; rows, width; epsilon, half, threads
     "rms_norm": [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_int, c_int],

@@ -14,10 +14,11 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-# layer.c includes kernels.c, so that the compiler gets only the first.
+# layer.c includes kernels.c, and this one team.c, so that the compiler gets only the first.
 SOURCE_FILES = [
     Path(__file__).with_name("layer.c"),
     Path(__file__).with_name("kernels.c"),
+    Path(__file__).with_name("team.c"),
 ]
 BUILT_FOLDER = Path(__file__).with_name("built")  # in a wheel
 OPTIMIZATION_OPTIONS = ["-O3", "-ffp-contract=off", "-fPIC"]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from treespec.kernels.checks import KernelInputError
-from treespec.kernels.layers import Columns, LayerWeights, run_layers
+from treespec.kernels.layers import Columns, LayerStack, LayerWeights, run_layers
 from treespec.kernels.ops import BFLOAT16_FLAGS
 from treespec.model.cache_layer import TreeLayer
 from treespec.model.cpu.packed_layers import PackedLinear
@@ -98,7 +98,7 @@ def find_dtype(vectors: Sequence[Tensor | None]) -> torch.dtype:
 
 
 def run_blocks(
-    blocks: Sequence[LayerWeights],
+    stack: LayerStack,
     x: Tensor,
     residual: Tensor,
     mask: Tensor,
@@ -109,7 +109,7 @@ def run_blocks(
     """Runs consecutive layers. Returns [B, N, H], in the dtype of their weights; zeros for padding.
 
     Args:
-        blocks: the layers.
+        stack: the layers.
         x: [B, N, in] input of the first layer.
         residual: [B, N, H], to which the first attention's output is added.
         mask: [B or 1, 1, N, T] additive, of the last columns.
@@ -120,8 +120,8 @@ def run_blocks(
     # 1. Storage for the new columns. Every node sees the columns between the first and the mask's.
     batch, nodes, _ = x.shape
     columns = []
-    for block, store in zip(blocks, stores, strict=True):
-        columns.append(reserve_columns(store, block, batch, nodes))
+    for layer, store in zip(stack.layers, stores, strict=True):
+        columns.append(reserve_columns(store, layer, batch, nodes))
 
     # 2. Without padding, the rows of the nodes lie together.
     shape = (batch, nodes)
@@ -132,13 +132,13 @@ def run_blocks(
         rows = list_rows(tuple(counts), nodes)
         x = x.index_select(0, rows)
         residual = residual.index_select(0, rows)
-        out = run_layers(blocks, x, residual, shape, mask, angles, columns, starts)
+        out = run_layers(stack, x, residual, shape, mask, angles, columns, starts)
         padded = out.new_zeros(batch * nodes, out.shape[-1])
         padded.index_copy_(0, rows, out)
         return padded.view(batch, nodes, -1)
     x = x.contiguous()
     residual = residual.contiguous()
-    out = run_layers(blocks, x, residual, shape, mask, angles, columns)
+    out = run_layers(stack, x, residual, shape, mask, angles, columns)
     return out.view(batch, nodes, -1)
 
 

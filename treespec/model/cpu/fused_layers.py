@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from treespec.kernels.layers import LayerWeights
+from treespec.kernels.layers import LayerStack, LayerWeights
 from treespec.model.attention import ATTENTION_NAME
 from treespec.model.cache import LayersAhead, TreeCache
 from treespec.model.cache_layer import TreeLayer
@@ -43,6 +43,7 @@ class Fusion:
     Attributes:
         forwards: by the layers' numbers.
         parts: of all fused layers, with their own hooks and forwards.
+        stacks: of consecutive layers that have run in one call, by the first one's number and the end.
         reasons: why layers were not fused, with the number of layers.
         runs_ahead: whether a call of a layer may run the following ones too. The decoder of some models changes
             the hidden states between layers; the first forward that finds it out ends this.
@@ -50,6 +51,7 @@ class Fusion:
 
     forwards: dict[int, "FusedForward"] = field(default_factory=dict)
     parts: LayerParts = field(default_factory=lambda: LayerParts([]))
+    stacks: dict[tuple[int, int], LayerStack] = field(default_factory=dict)
     reasons: Counter[str] = field(default_factory=Counter)
     runs_ahead: bool = True
 
@@ -57,13 +59,15 @@ class Fusion:
         """Returns the first layer after i that a call of layer i cannot run too; i itself if its parts have changed.
 
         It has another window, or changed parts, or is no longer called by its fused forward, or lies behind a hook.
+        Whether a parameter's numbers were put elsewhere is looked at when a text begins.
 
             a hook before layer 2:   layer     0       1               2             3
                                      computes  0 to 1  passes x on     2 to 3        passes x on
         """
+        begins = not stores[i].length
         if not self.runs_ahead:
-            return i + self.forwards[i].parts.is_unchanged()
-        is_unchanged = self.parts.is_unchanged()
+            return i + self.forwards[i].parts.is_unchanged(begins)
+        is_unchanged = self.parts.is_unchanged(begins)
         if not is_unchanged and not self.forwards[i].parts.is_unchanged():
             return i
         window = stores[i].window
@@ -73,6 +77,14 @@ class Fusion:
                 break
             j += 1
         return j
+
+    def get_stack(self, first: int, end: int) -> LayerStack:
+        """Returns the layers from `first` until before `end`."""
+        stack = self.stacks.get((first, end))
+        if stack is None:
+            stack = LayerStack([self.forwards[i].weights for i in range(first, end)])
+            self.stacks[first, end] = stack
+        return stack
 
     def can_follow(self, j: int) -> bool:
         """Whether a call of layer j - 1 may run layer j too, as far as their own hooks, forwards and parts go."""
@@ -145,9 +157,8 @@ class FusedForward:
             end = self.fusion.find_run_end(self.number, stores)
         if end == self.number:
             return self.plain_forward(hidden_states, **arguments)
-        weights = [self.fusion.forwards[j].weights for j in range(self.number, end)]
         output = run_blocks(
-            weights,
+            self.fusion.get_stack(self.number, end),
             hidden_states,
             hidden_states,
             arguments["attention_mask"],
@@ -230,7 +241,7 @@ def compare_with_modules(layer: Any, weights: LayerWeights, number: int) -> None
     except Exception as error:  # a model's own code may raise anything
         raise UnfusableError(f"its forward takes other arguments ({error})") from error
     store = TreeLayer(5)
-    output = run_blocks([weights], x, x, mask, angles, [store])
+    output = run_blocks(LayerStack([weights]), x, x, mask, angles, [store])
     states = (output, *store.storage)
     expected_states = (expected, *cache.tree_layers[number].storage)
 
@@ -255,14 +266,16 @@ class FusedHeadForward:
 
     Attributes:
         layer: the layer.
-        weights: of the layer.
+        stack: of the layer alone.
+        dtype: of its inputs.
         plain_forward: the layer's own.
         parts: of the layer when it was fused.
     """
 
     def __init__(self, layer: Any, weights: LayerWeights) -> None:
         self.layer = layer
-        self.weights = weights
+        self.stack = LayerStack([weights])
+        self.dtype = weights.dtype
         self.plain_forward = layer.forward
         self.parts = LayerParts([layer])
 
@@ -276,9 +289,9 @@ class FusedHeadForward:
         store = arguments.get("cache")
         if mask is None or store is None or "context" in arguments:
             return self.plain_forward(x, attend)
-        if x.dtype != self.weights.dtype or not self.parts.is_unchanged():
+        if x.dtype != self.dtype or not self.parts.is_unchanged():
             return self.plain_forward(x, attend)
         angles = [part.flatten(0, -3) for part in arguments["angles"]]
         attention_input, residual = self.layer.split_inputs(x)
         mask = to_additive_mask(self.layer.self_attn.apply_window(mask), x.dtype)
-        return run_blocks([self.weights], attention_input, residual, mask, angles, [store])
+        return run_blocks(self.stack, attention_input, residual, mask, angles, [store])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from treespec.kernels.library import load_kernels
 from treespec.model.cpu.experts import PACKED
 from treespec.model.cpu.packed_layers import has_own_code, pack_layer
+from treespec.model.cpu.rotary import tabulate_angles
 from treespec.model.quantization.layers import is_plain_weight
 
 # Projections that read the same input.
@@ -38,6 +39,7 @@ def pack(model: nn.Module) -> None:
     if on_cpu:
         if load_kernels() is not None:  # else the plain weights stay where they are
             copy_out_of_files(model)
+            tabulate_angles(model)
         return
     for module in model.modules():
         for group in JOINED_PROJECTIONS:

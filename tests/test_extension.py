@@ -193,6 +193,7 @@ OWN = {  # the same parts in modules of the current folder, which no package nam
     "kind": "local_head:GATE",
     "head": "local_head:GATE:trained",
 }
+WHOLE = NAMED | {"verifier": "whole", "tree": "chain:2"}  # for the lines with a verifier
 LOCAL_FILES = {
     "local_verifier": "verifier",
     "local_tree": "policy",
@@ -237,6 +238,7 @@ LINES = {  # a command -> lines that use each part that it has an option for
     "export": ["--head {head} --to vllm --out exported"],
 }
 REFUSED = {"export": "vllm takes heads of these kinds: eagle, eagle3, medusa; trained is of kind gate"}
+NO_RATE = "verifier whole judges whole trees, not the draws of a node"
 NO_DTYPE = ("export",)
 
 
@@ -269,9 +271,11 @@ def outcomes(site, home, tmp_path_factory):
     for option in WRONG:
         keys.append("wrong")
         lines.append(["generate", "--target", "demo", "--prompt", "the", *option.split()])
-    for number, parts in enumerate((NAMED, OWN)):
+    for number, parts in enumerate((NAMED, OWN, WHOLE)):
         for command, options in LINES.items():
             for option in options:
+                if parts is WHOLE and "{verifier}" not in option:
+                    continue
                 questions = f"--max-new-tokens 6 --questions {home}/questions.jsonl --limit 1"
                 words = option.format(
                     n=number, questions=questions, prompts=questions.removeprefix("--max-new-tokens 6 "), **parts
@@ -279,7 +283,7 @@ def outcomes(site, home, tmp_path_factory):
                 line = [command, "--target", f"{home}/target", *words.split()]
                 if command not in NO_DTYPE:
                     line += ["--dtype", "float32"]
-                keys.append(command)
+                keys.append(f"whole {command}" if parts is WHOLE else command)
                 lines.append(line)
     found = defaultdict(list)
     for command, outcome in zip(keys, run_in(folder, site, lines), strict=True):
@@ -309,6 +313,18 @@ def test_a_strangers_verifier_stands_beside_the_optimum(outcomes):
     for (_, text, _, _), name in zip(outcomes["tau"][::2], (NAMED["verifier"], OWN["verifier"]), strict=True):
         single, own = re.findall(rf"\| (?:single|{name}) +\| +[\d.]+ \| +[^|]+ \| +([\d.]+)", text)
         assert single == own  # the bound of independent draws
+
+
+@pytest.mark.parametrize("command", [name for name, lines in LINES.items() if "{verifier}" in lines[0]])
+def test_a_strangers_verifier_of_whole_trees_works_in_every_command(command, outcomes):
+    [(code, text, error, _)] = outcomes[f"whole {command}"]
+    if command == "acceptance":
+        assert (code, NO_RATE in error) == (2, True), error
+        return
+    assert code == 0, error + text
+    if command == "tau":
+        assert re.search(r"\| whole +\| +[\d.]+ \| +[^|]+ \| +[\d.]+", text)  # its τ and its bound
+        assert "Simulated: whole judges whole trees" in text
 
 
 def test_what_is_no_part_is_one_line_of_why(outcomes):

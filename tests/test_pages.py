@@ -286,6 +286,11 @@ RUNS = [  # a script, its arguments, and what it prints of its figures
     ("measure", "forwards target --nodes 1,5 --rounds 1", r"\| float32 \| packed \| \d+ \| [\d.]+ \| [\d.]+ \|"),
     ("measure", "costs target head 8", r"\| 8 \| [\d.]+ \|"),
     ("measure", "verify --vocabulary 64 --rounds 1", r"\| `traversal` \| [\d.]+ \| [\d.]+ \|"),
+    (
+        "measure",
+        "long --target target --suite questions.jsonl --drafters suffix,sparse:4@chain:2 --questions 1 --tokens 4",
+        r"\| `sparse:4@chain:2` \|( [\d.]+ \|){9}",
+    ),
     ("picture", "target head Hello --max-new-tokens 4 --out chat.svg", "wrote chat.svg"),
 ]
 

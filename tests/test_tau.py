@@ -1,6 +1,8 @@
 """Exact τ: each share and each way is its enumeration, τ is that of the real loop, and texts end as their cycles do."""
 
+from dataclasses import replace
 from itertools import pairwise, product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,9 +16,11 @@ from torch.nn.functional import pad
 from treespec.draft.auto.cost import CycleCost
 from treespec.eval.acceptance.acceptance_shares import SHARES_BY_SCHEME, Nodes
 from treespec.eval.acceptance.config import TauConfig, find_draw_scheme
-from treespec.eval.acceptance.decoded import Decoded
+from treespec.eval.acceptance.decoded import Decoded, Simulated
 from treespec.eval.acceptance.path_probability import follow_pairs, share_by_samples
-from treespec.eval.acceptance.tau import count_cycle_starts, measure_tau, run_teacher_forced
+from treespec.eval.acceptance.simulated import count_lengths, simulate_totals
+from treespec.eval.acceptance.tau import count_cycle_starts, measure_tau
+from treespec.eval.acceptance.teacher_forced import run_teacher_forced
 from treespec.eval.texts import Text
 from treespec.sampling.probs import SamplingParams, compute_probs
 from treespec.trees.policy import parse_policy
@@ -204,6 +208,34 @@ def test_drafters_are_measured_on_the_same_texts_as_each_alone(home, tmp_path):
     assert [place[1:] for place in together] == [
         ("2x2", "topk"), ("2x2", "rrs"), ("dynamic", "topk"), ("its own", "topk"), ("dynamic", "topk")
     ]  # fmt: skip
+
+
+def simulate(verifier, spec, answers):
+    """The totals of a verifier's own answers to the tiny pair's prompt."""
+    pair = Simulated(replace(build_tree_pair("block", "chain:2"), verifier=verifier), answers)
+    text = Text(torch.tensor([*PROMPT, 0]), len(PROMPT) - 1, 0)
+    config = TauConfig(target="tiny", head="tiny", out="out", max_new_tokens=NEW)
+    costs = {1: CycleCost((1, 2), (1.0, 1.0)), 2: CycleCost((1, 2), (3.0, 3.0))}
+    with torch.no_grad():
+        return simulate_totals(text, spec, costs, pair, SamplingParams(1.0), config)
+
+
+def test_the_cycles_of_own_answers_are_those_of_the_real_loop(monkeypatch):
+    """Block verification of the tutorial: its mean is that over all outcomes, within four standard errors."""
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "docs" / "examples")
+    spec = spec_of("eagle", "chain:2", "block")
+    _, wanted = enumerate_decoding(spec, PROMPT, 64, max_new_tokens=NEW, temperature=1.0).distribution()
+    answers = 300
+    found = simulate("whole:Whole", spec, answers)
+    assert found.tokens == answers * NEW
+    assert abs(found.cycles[0] / answers - wanted) < 4 * 0.7 / answers**0.5
+    assert answers <= found.fewest_cycles < found.cycles[0] + 4 * 0.7 * answers**0.5
+    assert found.seconds.tolist() == [found.cycles[0], 3 * found.cycles[0]]
+
+
+def test_cycles_that_an_answers_end_may_cut_do_not_count():
+    assert count_lengths([2, 1, 0, 0], 7, 2).tolist() == [0, 1, 1]
+    assert count_lengths([], 0, 2).tolist() == [0, 0, 0]
 
 
 def test_cycles_end_as_all_ways_to_cut_a_text_do():

@@ -8,6 +8,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -16,15 +17,19 @@ import typer
 from torch import Tensor
 
 from treespec import Spec, load
+from treespec.api.load import load_parsed
 from treespec.draft.auto.measure import MEASURED_NODES, measure_model_costs
 from treespec.draft.builders import TreeBuilder
 from treespec.draft.heads.loading import build_new_head
 from treespec.draft.lookup.guess import Guess
+from treespec.draft.spec import DrafterSpec
+from treespec.eval.questions import load_questions
 from treespec.kernels.allocator import keep_freed_memory
 from treespec.kernels.processor import describe_processor
 from treespec.model.cache import TreeCache
 from treespec.model.cpu.fused_layers import fuse
 from treespec.model.cpu.packing import pack
+from treespec.model.placement import AS_IT_IS
 from treespec.model.target import Target
 from treespec.sampling.probs import SamplingParams
 from treespec.sampling.sampler import Sampler, TargetDistributions
@@ -222,6 +227,83 @@ def floor(target: str = "demo", tokens: int = 64, rounds: int = 5, long: int = 4
             cells.append(f"{rates['auto'] / rates['one']:.2f}")
         rows.append([drafter, case, *cells])
     show(["drafts from", "", "T = 0", "T = 0.6", "T = 1"], rows)
+
+
+@app.command()
+def long(
+    target: str = "demo", drafters: str = "suffix,sparse:512@chain:4", suite: str = "mt-bench", questions: int = 4,
+    tokens: int = 64,
+) -> None:  # fmt: skip
+    """Measure drafters beside one token at a time behind a long prompt: τ, tokens per second, and the speedup.
+
+    The prompt is all of a suite, then `Answer question 1.`, 2, … MT-Bench has 7,900 tokens for `demo`. The time of
+    prompts does not count.
+    drafters: separated by commas, as `treespec eval` takes them. questions: how many are answered.
+    """
+    # 1. One target, and the ways to draft. Each reads the prompt once; later prompts share its beginning.
+    kinds = DrafterSpec.parse_all(drafters)
+    model, sources = load_parsed(target, kinds, AS_IT_IS)
+    ways = {"one token at a time": Spec(model, None)}
+    for kind, source in zip(kinds, sources, strict=True):
+        name = kind.written
+        if kind.tree:
+            name += f"@{kind.tree}"
+        ways[f"`{name}`"] = Spec(model, source, kind.tree)
+    for spec in ways.values():
+        spec.generate(ask_behind_all(suite, 1), max_new_tokens=2)
+
+    # 2. Each case, question by question in turn.
+    columns = [""]
+    cells_by_way: dict[str, list[str]] = {way: [] for way in ways}
+    for texts, temperature in ((1, 0.0), (1, 1.0), (4, 1.0)):
+        counts = {way: LongCounts() for way in ways}
+        for number in range(1, 1 + questions):
+            for way, spec in ways.items():
+                counts[way].add(spec, ask_behind_all(suite, number), texts, tokens, temperature)
+        columns += [f"{texts} at a time, T = {temperature:g}: τ", "tokens/s", "speedup"]
+        baseline = counts["one token at a time"].rate
+        for way, count in counts.items():
+            tau = f"{count.tokens / count.cycles:.2f}"
+            cells_by_way[way] += [tau, f"{count.rate:.1f}", f"{count.rate / baseline:.2f}"]
+    show(columns, ([way, *cells] for way, cells in cells_by_way.items()))
+
+
+def ask_behind_all(suite: str, number: int) -> list[dict[str, str]]:
+    """Write the prompt that holds all questions of a suite, and asks for the answer to one of them."""
+    turns = ["\n".join(question.turns) for question in load_questions(suite)[0]]
+    parts = [f"{i}. {turn}" for i, turn in enumerate(turns, 1)]
+    return [{"role": "user", "content": "\n\n".join([*parts, f"Answer question {number}."])}]
+
+
+@dataclass
+class LongCounts:
+    """What a way has decoded behind long prompts: tokens, cycles, and seconds without those of prompts."""
+
+    tokens: int = 0
+    cycles: int = 0
+    seconds: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+    def add(
+        self, spec: Spec, prompt: list[dict[str, str]], texts: int, tokens: int, temperature: float
+    ) -> None:
+        """Decode some answers to a prompt at a time, of `tokens` tokens each."""
+        outputs = spec.generate(
+            prompt,
+            n=texts,
+            max_new_tokens=tokens,
+            temperature=temperature,
+            seed=1,
+            memory=None,
+            ignore_eos=True,
+        )
+        for output in outputs:
+            self.tokens += output.stats.new_tokens
+            self.cycles += output.stats.cycles
+            self.seconds += output.stats.seconds["total"] - output.stats.seconds["prefill"]
 
 
 def decode_rate(spec: Spec, prompts: list[Any], tokens: int, temperature: float) -> float:

@@ -232,7 +232,8 @@ class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
     top_k: int = reuse_option(AcceptanceConfig, "top_k", 0)
     top_p: float = reuse_option(AcceptanceConfig, "top_p", 1.0)
     samples: int = option(
-        "samples of draws at each position, for schemes without a closed form",
+        "samples of draws at each position, for schemes without a closed form; answers to each prompt, for a "
+        "verifier of whole trees of another package",
         1,
         least=1,
         most=MAX_COUNT,

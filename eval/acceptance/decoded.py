@@ -1,4 +1,7 @@
-"""Decode along a given text with the real loop, for trees whose shape changes each cycle; and model cycles' cost."""
+"""Decode with the real loop: along a given text, or by a verifier of its own; and model cycles' cost.
+
+Along a text go trees whose shape changes each cycle. A verifier whose choices are not known beforehand writes its own.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,10 +14,13 @@ from torch import Tensor, nn
 from treespec.api.spec import Spec
 from treespec.draft.auto.cost import CostBy, CycleCost
 from treespec.engine.events import Cycle
+from treespec.engine.output import Output
 from treespec.errors import InputError
+from treespec.eval.acceptance.path_probability import Pair
 from treespec.eval.texts import Text
 from treespec.sampling.probs import SamplingParams
 from treespec.trees.shape import Policy
+from treespec.trees.static import StaticTree
 from treespec.trees.tree import TokenTree
 from treespec.verify.registry import load_verifier
 from treespec.verify.topk import TopK
@@ -73,6 +79,9 @@ class Decoded:
     shape: str
     tree: Policy | None
 
+    answers = 0  # its figures follow given texts
+    fixed = None
+
     def decode_cycles(
         self, spec: Spec, cost: CycleCost, text: Text, params: SamplingParams, seed: int
     ) -> list[Cycle]:
@@ -116,6 +125,56 @@ class Decoded:
             top_p=params.top_p,
         )
         return cycles
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A verifier of another package that judges whole trees, on a tree of fixed shape.
+
+    What it keeps of a given text is not known, but the answers that it writes have the target's distribution, too.
+
+    Attributes:
+        fixed: the verifier on the tree; `scheme` makes the draws.
+        answers: answers that it writes to each prompt.
+    """
+
+    fixed: Pair
+    answers: int
+
+    @property
+    def verifier(self) -> str:
+        return self.fixed.verifier
+
+    @property
+    def shape(self) -> str:
+        return self.fixed.shape
+
+    @property
+    def tree(self) -> StaticTree:
+        return self.fixed.tree
+
+    def write_answers(
+        self, spec: Spec, text: Text, params: SamplingParams, seed: int, most: int
+    ) -> list[Output]:
+        """Write answers to the prompt of a text of the target.
+
+        Args:
+            spec: the target and the drafter.
+            text: its tokens up to the root are the prompt.
+            params: temperature and truncation.
+            seed: of the first answer; each next one has the next seed.
+            most: largest number of tokens of an answer.
+        """
+        return spec.configured(self.tree, self.verifier).generate(
+            text.tokens[: text.root + 1].tolist(),
+            n=self.answers,
+            max_new_tokens=most,
+            seed=seed,
+            memory=None,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+        )
 
 
 def predict_cycle_seconds(cycle: Cycle, cost: CycleCost) -> float:

@@ -22,10 +22,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from treespec.draft.auto.cost import CycleCost
 from treespec.eval.acceptance.acceptance_shares import (
     MIN_SELECTION_MASS,
     RRS_WITHOUT_REPLACEMENT,
@@ -36,6 +38,7 @@ from treespec.eval.acceptance.acceptance_shares import (
     share_greedy,
     share_topk,
 )
+from treespec.eval.intervals import Array
 from treespec.trees.static import StaticTree
 from treespec.trees.tree import Draws
 from treespec.verify.distributions import clamp_positive
@@ -154,6 +157,20 @@ class Pair:
     scheme: Scheme
     tree: StaticTree
     draws: Mapping[tuple[int, ...], int]
+
+    answers = 0  # its figures follow given texts
+
+    @property
+    def fixed(self) -> "Pair":
+        """The verifier on a tree of fixed shape: this pair."""
+        return self
+
+    def predict_cycle_seconds(self, costs: Mapping[int, CycleCost]) -> Array:
+        """Predict the seconds [B] of a cycle. costs: batch size -> cost model."""
+        seconds = []
+        for cost in costs.values():
+            seconds.append(cost.predict_cycle(self.tree.size, self.tree.max_depth, len(self.draws)))
+        return np.array(seconds, dtype=np.float64)
 
     @property
     def name(self) -> str:

@@ -169,9 +169,25 @@ def list_tau_notes(result: Mapping[str, Any]) -> list[str]:
         f"Speed: tokens a second over those of one token at a time, by the cost model of {machine}.",
         "α d: of the cycles that accept d - 1 tokens, the share that accepts d.",
     ]
+    lines += describe_simulated(result["rows"])
     lines += describe_bounds(result["rows"])
     for name, reason in result["left_out"].items():
         lines.append(f"Left out: {name}, as {reason}.")
+    return lines
+
+
+def describe_simulated(rows: Sequence[Row]) -> list[str]:
+    """Write the note about verifiers that wrote answers of their own. No note if none did."""
+    answers = {row["verifier"]: row["answers"] for row in rows if row.get("answers")}
+    lines = []
+    for name, count in answers.items():
+        written = "an answer"
+        if count > 1:
+            written = f"{count} answers"
+        lines.append(
+            f"Simulated: {name} judges whole trees, so its cycles are counted in {written} of its own to each prompt. "
+            "Its ranges hold the error of that; more --samples make them narrower."
+        )
     return lines
 
 

@@ -13,7 +13,8 @@ with probability w_t(l), and cycles end there u_(t+l) times on average:
 This is the average of decoding over its draws and coins. A tree of fixed shape needs only the draft's distributions
 along the text, and no forward over a tree (`path_probability`). So does the bound: the largest τ that any lossless
 verifier of the same draws can have (`drafted`). Trees of other shapes are drafted along the text by the real loop
-(`decoded`).
+(`decoded`). A verifier of another package that judges whole trees writes answers of its own, whose cycles are counted
+(`simulated`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,28 +24,33 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.nn.functional import pad
 
 from treespec.api.spec import Spec
-from treespec.draft.calibration import scale_by_sharpness
-from treespec.draft.heads.loading import draft_along, draft_steps
+from treespec.draft.heads.loading import draft_steps
 from treespec.errors import InputError
 from treespec.eval.acceptance.acceptance_shares import Nodes
 from treespec.eval.acceptance.config import TauConfig
-from treespec.eval.acceptance.decoded import Decoded, build_roofline_cost, predict_cycle_seconds
+from treespec.eval.acceptance.decoded import (
+    Decoded,
+    Simulated,
+    build_roofline_cost,
+    predict_cycle_seconds,
+)
 from treespec.eval.acceptance.drafted import DraftedTexts
 from treespec.eval.acceptance.path_probability import Pair, follow_pairs
+from treespec.eval.acceptance.simulated import simulate_totals
 from treespec.eval.acceptance.table import build_tau_page
 from treespec.eval.acceptance.tau_pairs import Costs, Measured, MeasuredPair, list_pairs
 from treespec.eval.acceptance.tau_rows import TauRow, TextTotals, build_tau_rows, tabulate_totals
+from treespec.eval.acceptance.teacher_forced import iterate_levels
 from treespec.eval.common import ProgressStep, Report, ignore_report
 from treespec.eval.header import get_today
 from treespec.eval.intervals import Array
 from treespec.eval.page import write_page
 from treespec.eval.texts import Text, describe, load_or_write_texts, load_specs
 from treespec.files.atomic import locked, write_json
-from treespec.sampling.probs import SamplingParams, compute_probs
+from treespec.sampling.probs import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -160,6 +166,8 @@ def sum_text_totals(
     for pair in drafter.pairs:
         if isinstance(pair, Pair):
             totals.append(next(fixed_totals))
+        elif isinstance(pair, Simulated):
+            totals.append(simulate_totals(text, drafter.spec, drafter.costs, pair, params, config))
         else:
             totals.append(decode_and_count(text, drafter, pair, params, seed))
     return totals
@@ -188,16 +196,11 @@ def compute_fixed_totals(
         return []
 
     # 1. How far each pair's cycles follow the text.
-    generator = torch.Generator().manual_seed(config.seed + text.group)
     depth = max(pair.tree.max_depth for pair in pairs)
     drafted_texts = DraftedTexts(pairs, params.greedy)
 
     def list_steps() -> Iterator[tuple[Nodes, Nodes]]:
-        for p, scores, y in run_teacher_forced(drafter.spec, text, depth, params):
-            ranked = pad(scores.softmax(-1), (0, 1))
-            q = pad(compute_probs(scores, params), (0, 1))
-            scored = Nodes(p, ranked, y, generator, config.samples)
-            drawn = Nodes(p, q, y, generator, config.samples)
+        for drawn, scored in iterate_levels(drafter.spec, text, depth, params, config):
             drafted_texts.add_level(drawn, scored)
             yield drawn, scored
 
@@ -210,17 +213,13 @@ def compute_fixed_totals(
         u = count_cycle_starts(w)
         cycles = u.sum()
         starts_before_end = max(0, text.count - pair.tree.max_depth)
-        inner_nodes = len(pair.draws)
-        seconds = []
-        for cost in drafter.costs.values():
-            cycle_seconds = cost.predict_cycle(pair.tree.size, pair.tree.max_depth, inner_nodes)
-            seconds.append(cycles * float(cycle_seconds))
+        seconds = cycles * pair.predict_cycle_seconds(drafter.costs)
         pair_totals = TextTotals(
             tokens=text.count,
             nodes=pair.tree.size * cycles,
             fewest_cycles=drafted_texts.count_fewest(pair),
             cycles=np.full(len(seconds), cycles),
-            seconds=np.array(seconds),
+            seconds=seconds,
             cycles_by_length=u[:starts_before_end] @ w[:starts_before_end],
         )
         totals.append(pair_totals)
@@ -257,64 +256,6 @@ def decode_and_count(
         seconds=np.array(seconds),
         cycles_by_length=np.bincount(drafted_tokens, minlength=1).astype(np.float64),
     )
-
-
-def run_teacher_forced(
-    spec: Spec, text: Text, depth: int, params: SamplingParams
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield, for each draft step, the target's and the head's distributions after each of a text's n tokens.
-
-    A cycle that begins after token t drafts token t + 1 at step 1, token t + 2 at step 2, … Here n = 3, depth 2:
-
-        token         a    b    c    d    e        a is before the root, b the root
-        step 1             c    d    e             the tokens y of the three cycles after b, c and d
-        step 2             d    e    .             after d there is no second token: padding
-
-    Args:
-        spec: target and head.
-        text: the text.
-        depth: number of draft steps.
-        params: temperature and truncation of the target; greedy drafts are not sharpened.
-
-    Yields:
-        The target's probabilities [n, N + 1], the draft logits [n, N], and the next tokens y [n] as column indices of
-        the probabilities. N is the size of the draft vocabulary. The last column has the mass of all other tokens.
-    """
-    # 1. The target along the text.
-    head = spec.head
-    target = spec.target
-    ids = text.tokens
-    n = text.count
-    assert head
-    features = target.compute_features(ids[None], head.aux_layers, last=True)[0]
-    inputs, last = target.split_features(features, head.aux_layers)
-    masses = compute_probs(target.compute_output_logits(last[text.root :]), params).cpu()
-
-    # 2. A column for each token of the draft vocabulary, and one for all others.
-    if head.vocabulary is None:
-        draft_tokens = torch.arange(target.vocab_size, device="cpu")
-    else:
-        draft_tokens = head.vocabulary.cpu()
-    draft_token_masses = masses[:, draft_tokens]
-    other_mass = (1 - draft_token_masses.sum(-1, keepdim=True)).clamp_(min=0)
-    masses = torch.cat([draft_token_masses, other_mass], 1)
-    column_of_token = torch.full(
-        (target.vocab_size,), len(draft_tokens), dtype=torch.int64, device="cpu"
-    )
-    column_of_token.index_copy_(0, draft_tokens, torch.arange(len(draft_tokens), device="cpu"))
-
-    # 3. The head, step by step. Rows that reach into the padding after the text do not count.
-    padded_ids = torch.cat([ids, ids[-1:].expand(depth)])
-    inputs = pad(inputs, (0, 0, 0, depth))
-    sharpness = spec.sharpness
-    if params.greedy:
-        sharpness = ()
-    for step, logits in enumerate(draft_along(head, target, padded_ids, inputs, depth)):
-        rows = (torch.arange(n, device="cpu") + step).clamp_max(len(masses) - 1)
-        begin = text.root + 1 + step
-        drafts = logits[text.root - 1 : text.root - 1 + n].float().cpu()
-        scores = scale_by_sharpness(drafts, step, sharpness)
-        yield masses[rows], scores, column_of_token[padded_ids[begin : begin + n]]
 
 
 def count_cycle_starts(w: Array) -> Array:

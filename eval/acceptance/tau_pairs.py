@@ -4,18 +4,19 @@ from dataclasses import dataclass
 from typing import TypeAlias, TypeGuard
 
 from treespec.draft.auto.cost import CycleCost
+from treespec.draft.pairing import check_named
 from treespec.draft.spec import DrafterSpec
 from treespec.errors import InputError
 from treespec.eval.acceptance.config import TauConfig
-from treespec.eval.acceptance.decoded import Decoded
+from treespec.eval.acceptance.decoded import Decoded, Simulated
 from treespec.eval.acceptance.path_probability import LEAF_FIRST_VERIFIERS, Pair
 from treespec.trees.policy import parse_policy
 from treespec.trees.shape import Policy
 from treespec.trees.static import StaticTree
 from treespec.verify.registry import load_verifier
-from treespec.verify.walk import is_walk, is_walk_of_most_likely
+from treespec.verify.walk import Verifier, is_walk, is_walk_of_most_likely
 
-Measured: TypeAlias = Pair | Decoded
+Measured: TypeAlias = Pair | Decoded | Simulated
 Costs: TypeAlias = dict[int, CycleCost]  # batch size -> cost model
 TREE_VERIFIERS = LEAF_FIRST_VERIFIERS | {
     "gumbel",
@@ -53,7 +54,7 @@ def list_pairs(config: TauConfig) -> tuple[list[list[Measured]], dict[str, str]]
                 if reason:
                     left_out[f"{drafter.short} {verifier}@{shape}"] = reason
                 else:
-                    pairs.append(make_pair(verifier, shape, tree))
+                    pairs.append(make_pair(verifier, shape, tree, config.samples))
         pairs_by_drafter.append(pairs)
     if not any(pairs_by_drafter):
         raise InputError("; ".join(left_out.values()))
@@ -81,12 +82,23 @@ def has_fixed_shape(tree: Policy | None) -> TypeGuard[StaticTree]:
     return hasattr(tree, "paths")
 
 
-def make_pair(verifier: str, shape: str, tree: Policy | None) -> Measured:
-    """Make a pair of a verifier and a tree that `explain_misfit` allows."""
+def make_pair(verifier: str, shape: str, tree: Policy | None, samples: int) -> Measured:
+    """Make a pair of a verifier and a tree that `explain_misfit` allows. samples: answers of a simulated one."""
     if not has_fixed_shape(tree):
         return Decoded(verifier, shape, tree)
+    loaded = load_verifier(verifier)
     draws = {path: tree.count_draws(path) for path in find_inner_nodes(tree)}
-    return Pair(verifier, shape, load_verifier(verifier).scheme, tree, draws)
+    pair = Pair(verifier, shape, loaded.scheme, tree, draws)
+    if is_simulated(verifier, loaded):
+        return Simulated(pair, samples)
+    return pair
+
+
+def is_simulated(name: str, verifier: Verifier) -> bool:
+    """Whether a verifier of another package judges whole trees, so that nobody knows what it keeps of a text."""
+    if name.partition(":")[0] in TREE_VERIFIERS:
+        return False
+    return verifier.coupled or not is_walk(verifier)
 
 
 def find_inner_nodes(tree: StaticTree) -> set[tuple[int, ...]]:
@@ -109,6 +121,8 @@ def explain_misfit(
     max_draws = loaded.scheme.max_draws
     if not has_fixed_shape(tree):
         return explain_redrafted_misfit(verifier, are_texts_given)
+    if is_simulated(verifier, loaded):
+        return explain_simulated_misfit(verifier, loaded, tree, drafter, are_texts_given)
     if drafter.cache or not drafter.kind.is_head:
         return (
             "it has no draft distribution along a text: take another tree, such as dynamic or auto"
@@ -117,11 +131,21 @@ def explain_misfit(
         return "a draw has no node: treespec eval measures it"
     if verifier == "auto":
         return "auto chooses its trees: take --tree auto"
-    is_plain_walk = is_walk(loaded) and not loaded.coupled
-    if not is_plain_walk and verifier.partition(":")[0] not in TREE_VERIFIERS:
-        return "it judges whole trees: treespec eval measures it"
     if max_draws and tree.max_draws > max_draws:
         return f"{verifier} makes {max_draws} draws at most"
+    return ""
+
+
+def explain_simulated_misfit(
+    name: str, verifier: Verifier, tree: Policy, drafter: DrafterSpec, are_texts_given: bool
+) -> str:
+    """Explain why a verifier does not write answers by a drafter's tree; "" if it does."""
+    if are_texts_given:
+        return f"{name} writes texts of its own: leave out --text"
+    try:
+        check_named(drafter, verifier, tree)
+    except InputError as error:
+        return str(error)
     return ""
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from treespec.eval.acceptance.path_probability import Pair
 from treespec.eval.acceptance.tau_pairs import Costs, MeasuredPair
 from treespec.eval.intervals import Array, Figure, compute_interval, leave_one_out
 
@@ -112,6 +111,7 @@ def build_tau_rows(
         - tau: tokens per cycle.
         - bound: the largest tau that any lossless verifier of the pair's draws can have; None if unknown.
         - draws: how the draws are made; None if the tree has no fixed shape.
+        - answers: answers that the verifier wrote to each prompt itself; 0: its figures follow the given texts.
         - ratio: tau relative to the first pair's.
         - nodes: mean size of a cycle's tree.
         - speed: batch size -> tokens a second by the cost model, and relative to one-token decoding.
@@ -140,15 +140,15 @@ def make_tau_row(
     first_tau = first_totals["tokens"] / first_totals["of_batch"]["cycles"][:, 0]
     bound = None
     draws = None
-    if isinstance(pair, Pair):
-        draws = pair.name_draws(not temperature)
-        if draws is not None:
+    if pair.fixed:
+        draws = pair.fixed.name_draws(not temperature)
+        if draws is not None and not np.isnan(totals["fewest_cycles"][0]):
             bound = compute_interval(totals["tokens"] / totals["fewest_cycles"])
 
     # 2. The cycles by length, up to the tree's depth.
     counts = totals["cycles_by_length"]
-    if isinstance(pair, Pair):
-        depth = pair.tree.max_depth
+    if pair.fixed:
+        depth = pair.fixed.tree.max_depth
     else:
         depth = int(counts[0].nonzero()[0].max(initial=0))
     counts = counts[:, : 1 + depth]
@@ -167,6 +167,7 @@ def make_tau_row(
         "tau": compute_interval(tau),
         "bound": bound,
         "draws": draws,
+        "answers": pair.answers,
         "ratio": compute_interval(tau / first_tau),
         "nodes": float(totals["nodes"][0] / cycles[0]),
         "speed": predict_speeds(measured.costs, totals),

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import typer
@@ -95,11 +96,11 @@ def attention(lengths: str = "256,1024,4096", rounds: int = 5) -> None:
             ]
             tensors = [torch.randn(shape, generator=random).bfloat16() for shape in shapes]
             mask = torch.full((length, length), -torch.inf).triu(1).bfloat16()[None, None]
+            by_kernel = partial(kernels.attend_packed, *tensors, mask, width**-0.5)
+            by_torch = partial(attend_by_torch, *tensors)
             sides = {
-                "kernel": lambda: milliseconds(
-                    lambda: kernels.attend_packed(*tensors, mask, width**-0.5)
-                ),
-                "torch": lambda: milliseconds(lambda: attend_by_torch(*tensors)),
+                "kernel": partial(milliseconds, by_kernel),
+                "torch": partial(milliseconds, by_torch),
             }
             times = medians(sides, rounds)
             ratio = times["kernel"] / times["torch"]

@@ -72,6 +72,7 @@ def neighbours(target: str = "demo", tokens: int = 64, rounds: int = 5, most: in
                 ratio = medians_of[threads] / medians_of[1]
                 rates_shown = [f"{medians_of[count]:.1f}" for count in (threads, 1)]
                 rows.append([processes, name, *rates_shown, f"{ratio:.2f}"])
+    torch.set_num_threads(threads)
     show(["busy processes", "decoding", f"{threads} threads", "1 thread", "ratio"], rows)
 
 

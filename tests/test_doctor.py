@@ -141,7 +141,8 @@ def test_a_planted_fault_is_named(learnt, fault):
 
 def test_a_head_trained_for_a_third_of_the_time_is_diagnosed(learnt):
     spec, texts, young = learnt
-    assert [line for line in diagnose_head(Spec(spec.target, young), texts[:FEW])[1] if line.startswith("Little trained")]
+    verdict = diagnose_head(Spec(spec.target, young), texts[:FEW])[1]
+    assert [line for line in verdict if line.startswith("Little trained")]
 
 
 def test_a_sound_head_is_diagnosed_with_little_training_at_most(learnt):

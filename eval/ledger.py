@@ -135,7 +135,7 @@ def identify_models(config: EvalConfig) -> dict[str, str]:
         identities: list[str] = []
         for spec in drafter.members:
             if has_model(spec):
-                identities.append(identify_model(spec.place))
+                identities += map(identify_model, spec.places)
         identity_by_name[f"the files of drafter {number}"] = " ".join(identities)
     return identity_by_name
 

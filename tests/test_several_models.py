@@ -17,6 +17,8 @@ from treespec.draft.models.model import ModelProposer
 from treespec.draft.models.several import SeveralDrafter
 from treespec.draft.spec import DrafterSpec
 from treespec.eval.certify.draws import split_models
+from treespec.eval.config import EvalConfig
+from treespec.eval.ledger import identify_models
 from treespec.trees.mask import build_ancestor_mask
 from treespec.trees.tree import Drafts, Draws, TokenTree
 from treespec.verify.registry import load_scheme
@@ -136,13 +138,15 @@ def test_models_of_other_vocabularies_join_too():
 
 def test_folders_are_joined_by_a_plus(tmp_path):
     folder = save_model(tmp_path / "target")
-    for name in ("a", "b", "c+d"):
-        save_model(tmp_path / name, num_hidden_layers=1)
+    for name, layers in (("a", 1), ("b", 2), ("c+d", 1)):
+        save_model(tmp_path / name, num_hidden_layers=layers)
     name = f"model:{tmp_path}/a+{tmp_path}/b"
     spec = load(str(folder), drafter=name, dtype="float32", verifier="rrs")
     assert "2 models, static tree of 4 nodes, 4 deep" in repr(spec)
     as_undrafted(spec, [prompt(5)], 8)
     assert DrafterSpec.parse(name).short == "model:a+b"
+    files = identify_models(EvalConfig(target=str(folder), drafter=name, out=str(tmp_path / "run")))
+    assert len(set(files["the files of drafter 1"].split())) == 2
     assert DrafterSpec.parse(f"model:{tmp_path}/c+d").places == [f"{tmp_path}/c+d"]
     assert DrafterSpec.parse("suffix:nodes=9+model:a").members[1].places == ["a"]
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from scipy.stats import binomtest
 from torch import Tensor
 
 from treespec.api.calibrate import Row
@@ -22,7 +23,7 @@ from treespec.eval.config import DoctorConfig
 from treespec.eval.diagnosis import write_diagnosis
 from treespec.eval.first_drafts import CERTAIN_TARGET_PROBABILITY, FirstStep, draft_first_step
 from treespec.eval.fit import iterate_feature_rows
-from treespec.eval.intervals import compute_needed_errors, compute_t_quantile, share_of
+from treespec.eval.intervals import compute_needed_errors, compute_t_quantile
 from treespec.eval.report import EvalPage, EvalReport, Table
 from treespec.eval.texts import Passage, describe, iterate_passages, load_models
 from treespec.eval.training_text import diagnose_training_text
@@ -260,7 +261,9 @@ def compute_mean_floor(values: Tensor, errors: float) -> float:
 
 
 def compute_share_ceiling(share: float, positions: int) -> float:
-    """Return the upper end of the 95 % interval of a share measured at `positions` positions."""
-    high = share_of(round(share * positions), positions)["high"]
-    assert high is not None
-    return high
+    """Return the upper end of the exact 95 % interval of a share measured at `positions` positions.
+
+    Wilson's interval is too short where positions are few: of two wrong drafts it would tell little training.
+    """
+    interval = binomtest(round(share * positions), positions).proportion_ci(method="exact")
+    return float(interval.high)

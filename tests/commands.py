@@ -9,7 +9,6 @@ import os
 import runpy
 import shlex
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -85,15 +84,6 @@ def to_command(function: Callable[[], None], before: str = "") -> list[str]:
     """The command of a process that runs a function, which imports what it uses. before: code to run first."""
     before = f"import gc; gc.disable()\n{before}"  # it is short, and what it imports is no garbage
     return [sys.executable, "-c", f"{before}\n{inspect.getsource(function)}\n{function.__name__}()"]
-
-
-def run_offline(hub, function):
-    """The lines that a function prints in a process of its own."""
-    nowhere = {"HF_HUB_CACHE": str(hub), "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
-    done = subprocess.run(to_command(function), env=os.environ | nowhere, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "Retrying" not in done.stderr
-    return done.stdout.splitlines()
 
 
 FORKED = get_context("forkserver")  # it imports these once, and has no threads

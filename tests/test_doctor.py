@@ -14,7 +14,7 @@ from training import tokenizer
 from treespec.api.spec import Spec
 from treespec.draft.heads.loading import attach_to_target, build_new_head, rebuild_head
 from treespec.eval.config import DoctorConfig
-from treespec.eval.doctor import diagnose_head
+from treespec.eval.doctor import MIN_CERTAIN_AGREEMENT, compute_share_ceiling, diagnose_head
 from treespec.eval.texts import Passage
 from treespec.eval.training_text import diagnose_template, diagnose_training_text, find_template_ending
 from treespec.heads.registry import HEAD_KINDS
@@ -70,11 +70,14 @@ def test_training_on_other_texts_than_the_targets_answers_is_diagnosed(tmp_path,
     own, other = (Spec(Target(random_model(config, seed), words), None) for seed in (0, 1))
     ending = [7, 8] if said == "Chat template" else words("\n<s>assistant: ")["input_ids"]
     prompts = [[*row, *ending] for row in torch.randint(3, 280, (32, 6), generator=seeded(0)).tolist()]
+    writer = other if said == "Off-policy text" else own
     lines = []
-    for number, prompt in enumerate(prompts):
-        writer = other if said == "Off-policy text" else own
-        answer = writer.generate(prompt, max_new_tokens=30, temperature=number % 2, seed=number, ignore_eos=True)
-        lines.append(json.dumps({"input_ids": prompt + answer.token_ids, "loss_mask": [0] * len(prompt) + [1] * 30}))
+    for temperature in (0, 1):
+        half = prompts[temperature::2]
+        answers = writer.generate(half, max_new_tokens=30, temperature=temperature, seed=5, ignore_eos=True)
+        for prompt, answer in zip(half, answers, strict=True):
+            mask = [0] * len(prompt) + [1] * 30
+            lines.append(json.dumps({"input_ids": prompt + answer.token_ids, "loss_mask": mask}))
     file = tmp_path / "learnt.jsonl"
     file.write_text("\n".join(lines))
 
@@ -114,6 +117,7 @@ def flat(head):
 
 
 ROPE = {"rope_theta": 10.0, "rope_parameters": {"rope_type": "default", "rope_theta": 10.0}}
+FEW = 20  # passages that show most faults
 PLANTED = {
     "Layers off by one": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
     "norm_before_residual": {"norm_before_residual": True},
@@ -130,12 +134,15 @@ def test_a_planted_fault_is_named(learnt, fault):
     faulty = rebuild_head(copy.deepcopy(spec.head), spec.target, **planted if isinstance(planted, dict) else {})
     if callable(planted):
         planted(faulty)
+    if fault != "Layers off by one":  # whose gain is small
+        texts = texts[:FEW]
     assert [line for line in diagnose_head(Spec(spec.target, faulty), texts)[1] if line.startswith(fault)]
 
 
 def test_a_head_trained_for_a_third_of_the_time_is_diagnosed(learnt):
     spec, texts, young = learnt
-    assert [line for line in diagnose_head(Spec(spec.target, young), texts)[1] if line.startswith("Little trained")]
+    verdict = diagnose_head(Spec(spec.target, young), texts[:FEW])[1]
+    assert [line for line in verdict if line.startswith("Little trained")]
 
 
 def test_a_sound_head_is_diagnosed_with_little_training_at_most(learnt):
@@ -145,6 +152,10 @@ def test_a_sound_head_is_diagnosed_with_little_training_at_most(learnt):
     assert float(tables[0].rows[0]["step 1"].rstrip("%")) > 50
     for few in (texts[:2], texts[2:4], texts[4:7]):  # too few to tell anything
         assert not diagnose_head(spec, few)[1]
+
+
+def test_wrong_drafts_of_two_sure_tokens_tell_nothing():
+    assert compute_share_ceiling(0.0, 2) > MIN_CERTAIN_AGREEMENT > compute_share_ceiling(0.0, 3)
 
 
 @pytest.mark.parametrize("kind", HEAD_KINDS)

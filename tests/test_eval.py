@@ -9,14 +9,10 @@ import numpy as np
 import pytest
 from commands import (
     QUESTIONS,
-    complains,
     config_in,
-    options_in,
     page_of,
     read_completions,
-    run_by_two,
     tokens_of,
-    words_of,
     write_counting,
     write_questions,
 )
@@ -190,23 +186,6 @@ def test_completions_that_the_context_ends_are_counted(home, tmp_path):
         assert sum(row["ended"].values()) == len(ends) == TURNS
     assert sum(row["ended"]["context"] for row in summary["rows"]) > 0
     assert "reached the target's context" in page_of(tmp_path / "report.md")
-
-
-def test_processes_share_the_questions_and_report_all_but_times(home, tmp_path):
-    """As `accelerate launch` starts them."""
-    out = tmp_path / "out"
-    options = options_in(home, out, verifier="topk", max_new_tokens=4, warm_up=0)
-    said = run_by_two(" ".join(["treespec", "eval", *words_of(options)]), tmp_path)
-    assert said == [(out / "report.md").read_text(), ""]
-    asked = [{e["question_id"] for e in Ledger(out, rank).entries if e["kind"] == "completion"} for rank in range(2)]
-    assert asked[1] == {"b"}
-    _, row = read_json(out / "report.json", "")["rows"]
-    assert (row["same"], row["turns"]) == (TURNS, TURNS)
-    assert row["overall"]["acceptance_length"]["value"] >= 1
-    assert row["overall"]["tokens_per_second"]["value"] is None
-    assert "tokens/s" not in page_of(out / "report.md").partition("- Target")[0]
-    with complains("processes was 2, now 1"):
-        evaluate(config_in(home, out, verifier="topk", max_new_tokens=4, warm_up=0))
 
 
 def test_a_process_that_begins_after_another_has_its_own_head(home, tmp_path):

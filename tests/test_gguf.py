@@ -2,7 +2,6 @@
 
 import io
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
-from commands import cache_folder, complains, run_offline
+from commands import complains
 from head_files import write_gguf
 from models import random_head, target
 from training import change_json, save_model, small_run, write_data
@@ -72,28 +71,6 @@ def test_a_head_trains_on_a_file_and_on_features_that_it_stored(folder, tmp_path
         assert load(str(folder), config.out, "2x2", load_in="gguf:tiny.gguf").generate([3, 9], max_new_tokens=4)
     train(small_run(folder, data, tmp_path / "c", max_steps=2, features=features))
     assert len(list(Path(features).iterdir())) == 2  # one for each form
-
-
-def print_identity() -> None:
-    """In a process of its own, without a network."""
-    from treespec.model.identity import identify_target
-    from treespec.model.placement import Placement
-    from treespec.model.weights import load_model
-
-    variant = Placement("gguf:tiny.gguf")
-    config = load_model("org/small-GGUF", how=variant).config
-    print(identify_target("org/small-GGUF", variant))
-    print(config.model_type, config.num_hidden_layers, config.num_key_value_heads)
-
-
-def test_a_repository_without_a_config_loads_from_the_cache(folder, tmp_path):
-    """Its config comes from the file."""
-    snapshot = cache_folder(tmp_path, "org/small-GGUF", "0123abc")
-    snapshot.mkdir()
-    shutil.copy(folder / "tiny.gguf", snapshot)
-    identity, config = run_offline(tmp_path, print_identity)
-    assert identity.startswith("as gguf ")
-    assert config == "llama 3 1"
 
 
 def test_rotary_factors_that_the_config_lacks_are_told(folder, caplog):

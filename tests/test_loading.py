@@ -8,10 +8,10 @@ from contextlib import suppress
 import pytest
 import torch
 import transformers as hf
-from commands import cache_folder, complains, run_offline
+from commands import complains
 from models import CONFIGS, random_head, random_model, target
 from safetensors.torch import load_file, save_file
-from training import change_json, tokenizer
+from training import change_json
 
 from treespec.errors import InputError
 from treespec.files.hub import explain_missing
@@ -129,31 +129,6 @@ def test_flipped_bytes_are_one_line_or_a_model(folder, name):
             Target.load(str(folder))
     (folder / name).write_bytes(content[: len(content) // 2])
     assert "damaged" in refusal(folder)
-
-
-def print_loads() -> None:
-    """In a process of its own, without a network."""
-    import time
-
-    from treespec.heads.checkpoint import load_head
-    from treespec.model.target import Target
-
-    print(Target.load("org/small").layers)
-    for load in (Target.load, load_head):
-        started = time.perf_counter()
-        try:
-            load("org/absent")
-        except ValueError as error:
-            print(error, time.perf_counter() - started < 5)
-
-
-def test_without_a_network_the_cache_serves_and_other_names_fail_fast(folder, tmp_path):
-    tokenizer().save_pretrained(folder)
-    folder.rename(cache_folder(tmp_path, "org/small", "0123abc"))
-    layers, *lines = run_offline(tmp_path, print_loads)
-    assert (layers, len(lines)) == ("3", 2)
-    for line in lines:
-        assert "not in the cache, and the hub cannot be reached True" in line
 
 
 def test_an_identity_follows_the_content_and_not_the_path(tmp_path, monkeypatch):

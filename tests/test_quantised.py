@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 import transformers as hf
-from commands import cache_folder, complains, run_offline
+from commands import complains
 from head_files import write_gguf
 from models import as_undrafted, close, random_model, seeded
 from torch import nn
@@ -137,33 +137,6 @@ def test_weights_that_transformers_cannot_convert_are_told_without_a_table_above
     with complains("transformers cannot bring its tensors into the form of the model") as caught:
         load(str(folder))
     assert "above" not in str(caught.value)
-
-
-def print_revisions() -> None:
-    """In a process of its own, without a network."""
-    from treespec.errors import InputError
-    from treespec.model.identity import identify_target
-    from treespec.model.placement import Placement
-    from treespec.model.target import Target
-
-    for revision in (None, "other", "absent"):
-        try:
-            print(identify_target("org/small", Placement(revision=revision)))
-            target = Target.load("org/small", how=Placement(revision=revision))
-            print(float(target.model.lm_head.weight[0, 0]))
-        except InputError as error:
-            print(error)
-
-
-def test_a_revision_is_another_state_of_a_repository(folder, tmp_path):
-    """From the hub's cache, without a network: weights and identity are those of the named state."""
-    for revision, commit in (("main", "0123abc"), ("other", "4567def")):
-        place = shutil.copytree(folder, cache_folder(tmp_path, "org/small", commit, revision))
-    random_model(hf.AutoConfig.from_pretrained(folder), seed=1).save_pretrained(place)
-    first, of_first, second, of_second, absent = run_offline(tmp_path, print_revisions)
-    assert (first, second) == ("commit 0123abc", "commit 4567def")
-    assert of_first != of_second
-    assert "revision absent of it is not in the cache" in absent
 
 
 def test_a_quantised_checkpoint_without_its_package_is_told_in_a_line(folder, tmp_path):

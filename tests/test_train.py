@@ -1,4 +1,4 @@
-"""Training: what is learnt from which token, resuming to the bit, features stored or live, two processes."""
+"""Training: what is learnt from which token, resuming to the bit, features stored or live."""
 
 import json
 import os
@@ -12,15 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from commands import run_by_two, to_command
+from commands import to_command
 from drafters import DEPTH_HEADS, build_head
 from models import as_undrafted, random_head, seeded, target
-from safetensors.torch import load_file
 from training import (
     batch_of,
     config_without_files,
     has_drafts,
-    load_weights,
     read_refusal,
     same_head,
     train_to_end,
@@ -87,22 +85,6 @@ def test_no_room_for_features_is_said_before_any_is_written(config, tmp_path, mo
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1000, 1000, 0))
     assert re.search(r"features need .* GiB", read_refusal(config, features=f"{tmp_path}/features"))
     assert not list((tmp_path / "features").rglob("*.safetensors"))
-
-
-def test_two_processes_train_the_head_of_one_with_twice_the_batch(config, tmp_path):
-    """Equal lengths and no noise, so the mean of two gradients is the gradient of both: float32, 1e-5."""
-    one = train_to_end(config, noise=0.0, batch_size=4, max_steps=3, validate_on=2)
-    two = tmp_path / "two"
-    options = f"--target {config.target} --data {config.data} --out {two} --dtype float32 --max-steps 3 --batch-size 2"
-    options += " --warm-up 2 --learning-rate 1e-3 --noise 0 --held-out 0.2 --validate-every 0"
-    options += f" --validate-on 2 --mixed-precision no --calibrate --features {tmp_path}/features"
-    options += " --recipe published"
-    said = run_by_two(f"treespec.train {options}", tmp_path)
-    assert said[0].startswith("processes: 2, on cpu:0, mixed precision: no\n")
-    ours = load_file(two / "model.safetensors")
-    for name, value in load_weights(one).items():
-        assert torch.allclose(value, ours[name], atol=1e-5), name
-    assert (two / "calibration.json").exists()
 
 
 def print_bfloat16() -> None:

@@ -1,0 +1,45 @@
+"""Two processes train a head and evaluate it as one does: in one file, so that both are forked from one server."""
+
+import torch
+from commands import QUESTIONS, complains, config_in, options_in, page_of, run_by_two, words_of
+from safetensors.torch import load_file
+from training import load_weights, train_to_end
+
+from treespec.eval.benchmark import evaluate
+from treespec.eval.ledger import Ledger
+from treespec.files.atomic import read_json
+
+TURNS = sum(len(question["turns"]) for question in QUESTIONS)
+
+
+def test_two_processes_train_the_head_of_one_with_twice_the_batch(config, tmp_path):
+    """Equal lengths and no noise, so the mean of two gradients is the gradient of both: float32, 1e-5."""
+    one = train_to_end(config, noise=0.0, batch_size=4, max_steps=3, validate_on=2)
+    two = tmp_path / "two"
+    options = f"--target {config.target} --data {config.data} --out {two} --dtype float32 --max-steps 3 --batch-size 2"
+    options += " --warm-up 2 --learning-rate 1e-3 --noise 0 --held-out 0.2 --validate-every 0"
+    options += f" --validate-on 2 --mixed-precision no --calibrate --features {tmp_path}/features"
+    options += " --recipe published"
+    said = run_by_two(f"treespec.train {options}", tmp_path)
+    assert said[0].startswith("processes: 2, on cpu:0, mixed precision: no\n")
+    ours = load_file(two / "model.safetensors")
+    for name, value in load_weights(one).items():
+        assert torch.allclose(value, ours[name], atol=1e-5), name
+    assert (two / "calibration.json").exists()
+
+
+def test_processes_share_the_questions_and_report_all_but_times(home, tmp_path):
+    """As `accelerate launch` starts them."""
+    out = tmp_path / "out"
+    options = options_in(home, out, verifier="topk", max_new_tokens=4, warm_up=0)
+    said = run_by_two(" ".join(["treespec", "eval", *words_of(options)]), tmp_path)
+    assert said == [(out / "report.md").read_text(), ""]
+    asked = [{e["question_id"] for e in Ledger(out, rank).entries if e["kind"] == "completion"} for rank in range(2)]
+    assert asked[1] == {"b"}
+    _, row = read_json(out / "report.json", "")["rows"]
+    assert (row["same"], row["turns"]) == (TURNS, TURNS)
+    assert row["overall"]["acceptance_length"]["value"] >= 1
+    assert row["overall"]["tokens_per_second"]["value"] is None
+    assert "tokens/s" not in page_of(out / "report.md").partition("- Target")[0]
+    with complains("processes was 2, now 1"):
+        evaluate(config_in(home, out, verifier="topk", max_new_tokens=4, warm_up=0))

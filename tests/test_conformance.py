@@ -88,7 +88,7 @@ def test_speculative_sampling_of_transformers_passes():
         kept, matches = _speculative_sampling(chain, q[None, :-1].log(), length, p[None].log(), *ends)
         return kept[0, : int(matches) + 1].tolist()
 
-    found = check(theirs, (1, 1), runs=300)
+    found = check(theirs, (1, 1), **CYCLES)
     assert found.passed, str(found)
     assert found.missed == []
 

@@ -53,7 +53,7 @@ def llama():
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_equals_generate_token_for_token(name):
-    """One text by every kind of tree, and texts of unequal length together, twice as many tokens as a window has."""
+    """Every kind of tree decodes one text, and texts of unequal length at once; answers are longer than a window."""
     model = target(name)
     texts = prompts_of_lengths()
     wanted = [plain_generate(model, text, 12) for text in texts]

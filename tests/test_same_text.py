@@ -76,7 +76,7 @@ HELD = torch.tensor([1, 3])
 
 
 def half_drafted():
-    """A draft model that is the target, of which it drafts HELD alone."""
+    """The target as its own draft model, which drafts only the tokens HELD."""
     model = near(2)
     names = {token: bytes([97 + token]) for token in range(TABLE_VOCAB)}
     words = SharedVocabulary(HELD, HELD, names, {name: token for token, name in names.items()})

@@ -22,9 +22,8 @@ from treespec.train.recipes import TRAINING_BY_KIND, name_kind
 
 TOKEN_LOSS_NAMES = ("published", "cross-entropy", "tv")
 DRAFT_VOCAB = 32_000  # eagle3's published heads have that many draft tokens
-BUDGET_DRAFT_VOCAB = (
-    8192  # default number of draft tokens, for a target with more than twice as many tokens
-)
+# The default number of draft tokens. A target with at most twice as many tokens keeps them all.
+BUDGET_DRAFT_VOCAB = 8192
 PUBLISHED_OPTIONS: dict[str, object] = {  # the papers' values of options that are not in `Recipe`
     "first_weights": "random",
     "batch_size": 4,

@@ -20,7 +20,7 @@ MIN_PREDICTED_CHAIN = (
     1.2  # below it a step cost more than it brought on every machine that was tried
 )
 MIN_POSITIONS = 200  # held-out positions; fewer cannot tell a good head from a bad one
-MIN_DATA_TOKENS = 100_000  # of answers to train on; a good number is ten times as many
+MIN_DATA_TOKENS = 100_000  # answer tokens; a million is good
 MANY_PASSES = 10  # over the same text; further ones bring the head little but the text by heart
 BY_HEART_PASSES = 3  # with fewer, a gap to a few trained conversations is chance
 BY_HEART_GAP = 0.15  # of first-step agreement, between trained and held-out conversations

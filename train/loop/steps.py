@@ -266,7 +266,7 @@ def end_if_stopped(
 
 
 def count_preparation(minutes: float, prepared_seconds: float) -> float:
-    """Count the seconds of preparation that belong to a run of so many minutes: at most half; 0 without a limit."""
+    """Return how many seconds of preparation `--minutes` counts: at most half of the run; 0 without a limit."""
     return min(prepared_seconds, MOST_PREPARATION * 60 * minutes)
 
 

@@ -173,7 +173,7 @@ def measure_cycle_seconds(stats: Stats) -> float:
 def explain_wide_trees(totals: Mapping[str, Stats]) -> str:
     """Explain why the widest tree is slower than the fastest one, and its worth on a larger model.
 
-    Returns "" if the fastest one accepts as many tokens a cycle.
+    Returns "" if the fastest verifier has the same τ or a larger one.
     """
 
     def count_nodes(name: str) -> float:

@@ -154,7 +154,7 @@ class Columns(NamedTuple):
     """A layer's cache in one forward.
 
     Attributes:
-        keys, values: [B, KV heads, capacity, D]; N columns are written, the last of which is column `end - 1`.
+        keys, values: [B, KV heads, capacity, D]; the forward writes the N columns before `end`.
         end: columns after the forward.
         first: the first column that is attended to.
     """

@@ -49,7 +49,7 @@ X86_64_BF16_OPTIONS = ["-march=x86-64-v4", "-mavx512bf16"]
 X86_64_BF16_FLAGS = X86_64_V4_FLAGS | {"avx512_bf16"}
 X86_64_AMX_FLAGS = X86_64_BF16_FLAGS | {"amx_tile", "amx_bf16"}
 
-# The last one of which a processor has all flags is the fastest.
+# From slow to fast: the last variant whose flags a processor has is the best for it.
 KERNEL_VARIANTS = [
     Variant("x86-64-v2", "x86_64", ["-march=x86-64-v2"], X86_64_V2_FLAGS),
     Variant("x86-64-v3", "x86_64", ["-march=x86-64-v3"], X86_64_V3_FLAGS),
@@ -67,7 +67,10 @@ KERNEL_VARIANTS = [
 
 
 def choose_variant(flags: set[str], machine: str) -> Variant | None:
-    """Choose the fastest variant for a processor of which /proc/cpuinfo lists `flags`; None if none runs there."""
+    """Choose the fastest variant that a processor can run; None: it can run none.
+
+    flags: of the processor, as /proc/cpuinfo names them. machine: as `platform.machine()` names the architecture.
+    """
     chosen = None
     for variant in KERNEL_VARIANTS:
         if variant.machine == machine and variant.flags <= flags:

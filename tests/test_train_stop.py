@@ -29,6 +29,14 @@ def train_until_stopped(config, after_step):
         train(config, after_step)
 
 
+@pytest.fixture(autouse=True)
+def heeds_ctrl_c():
+    """A process that a script starts in the background ignores Ctrl-C; these tests send it."""
+    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, earlier)
+
+
 def test_a_stopped_run_goes_on_from_the_step_that_was_finished(config, capfd):
     config = replace(config, checkpoint_every=4)
     whole = train_to_end(with_folder(config, "whole"))

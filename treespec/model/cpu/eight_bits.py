@@ -1,0 +1,106 @@
+"""Rounds a model's products to eight bits on a CPU (`--load-in q8`), as llama.cpp's Q8_0 does.
+
+Linear layers, the output layer and experts are rounded. Embeddings, norms and routers stay as they are.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from treespec.errors import InputError
+from treespec.kernels.eight_bits import BLOCK_NUMBERS
+from treespec.kernels.library import find_kernels
+from treespec.kernels.ops import EIGHT_BITS
+from treespec.model.cpu.packed_layers import (
+    PackedLinear,
+    has_own_code,
+    has_plain_experts,
+    has_plain_matrix,
+    pack_experts,
+)
+from treespec.model.cpu.packing import PLAIN_LAYER, list_module_names
+
+
+def quantize_model(model: nn.Module) -> None:
+    """Replace the products of a model by ones in eight bits.
+
+    Raises:
+        InputError: the kernels are off, a weight is not on the CPU, a layer has another width, or there is no layer.
+    """
+    # 1. What would go wrong.
+    kernels = find_kernels()
+    if kernels.library is None:
+        reason = kernels.obstacle
+        raise InputError(f"--load-in q8 is computed by the C kernels, which are off: {reason}")
+    devices = {str(weight.device) for weight in model.parameters()} - {"cpu"}
+    if devices:
+        raise InputError(
+            f"--load-in q8 is for a CPU, and weights are on {min(devices)}: "
+            "add --device-map cpu, or take int8"
+        )
+    for name, module in model.named_modules():
+        check_width(name, module)
+
+    # 2. The layers.
+    if not quantize_layers(model):
+        kind = type(model).__name__
+        raise InputError(f"--load-in q8: {kind} has no linear layers with plain weights")
+
+
+def check_width(name: str, module: nn.Module) -> None:
+    """Raise InputError unless the inputs of a module's products fill whole blocks. name: of the module."""
+    for inputs in list_input_widths(module):
+        if inputs % BLOCK_NUMBERS and not name.endswith(PLAIN_LAYER):
+            raise InputError(
+                f"--load-in q8: {name} has {inputs} inputs, no multiple of {BLOCK_NUMBERS}: take another form"
+            )
+
+
+@torch.no_grad()
+def quantize_layers(model: nn.Module) -> int:
+    """Replace the products of a model whose inputs fill whole blocks, one layer at a time; others stay.
+
+    Returns how many layers were replaced.
+    """
+    names_of_layers = list_module_names(model)
+    count = 0
+    while names_of_layers:
+        layer, names = names_of_layers.popitem()  # popped, so that its weight can be freed
+        widths = list_input_widths(layer)
+        if not widths or any(inputs % BLOCK_NUMBERS for inputs in widths):
+            continue
+        count += 1
+        if has_plain_experts(layer):
+            pack_experts(layer, EIGHT_BITS)
+            continue
+        quantized = quantize_linear(layer)
+        for name in names:
+            model.set_submodule(name, quantized)
+    return count
+
+
+def list_input_widths(layer: Any) -> list[int]:
+    """List the inputs of each product of a layer that eight bits can replace; [] for other layers."""
+    if not has_own_code(layer):
+        return []
+    if has_plain_experts(layer):
+        first = layer.gate_up_proj if layer.has_gate else layer.up_proj
+        dimension = -2 if layer.is_transposed else -1  # of [E, in, out] or [E, out, in]
+        return [first.shape[dimension], layer.down_proj.shape[dimension]]
+    if not has_plain_matrix(layer):
+        return []
+    if type(layer) is nn.Linear:
+        return [layer.weight.shape[1]]
+    if isinstance(layer, Conv1D):
+        return [layer.weight.shape[0]]
+    return []
+
+
+def quantize_linear(layer: Any) -> PackedLinear:
+    """Return a linear layer in eight bits."""
+    weight = layer.weight
+    if isinstance(layer, Conv1D):
+        weight = weight.T  # [in, out]
+    return PackedLinear(weight, layer.bias, EIGHT_BITS)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers as hf
 from commands import complains
+from head_files import write_gguf
 from models import GROUPED, MODELS, as_undrafted, close, random_model, random_prompts, seeded, tiny
 from torch import nn
 from training import save_model
@@ -21,6 +22,7 @@ from treespec.model.cpu.eight_bits import quantize_model
 from treespec.model.cpu.fused_layers import fuse
 from treespec.model.cpu.packed_layers import PackedLinear
 from treespec.model.cpu.packing import pack
+from treespec.model.placement import Placement
 from treespec.model.target import Target
 from treespec.model.tree_check import has_equal_bits
 
@@ -129,6 +131,23 @@ def test_drafts_change_no_token_of_a_target_in_eight_bits(home, caplog):
     assert spec.target.model.lm_head.is_rounded and head.fc.is_rounded
     as_undrafted(spec, random_prompts(2), 16)
     assert "change the last bits" not in caplog.text
+
+
+def test_a_q8_0_file_is_packed_as_it_is_stored(tmp_path):
+    """A file with other blocks is unpacked as before."""
+    gguf = pytest.importorskip("gguf")
+    folder = save_model(tmp_path / "target", **{**WIDE, "num_hidden_layers": 1, "attention_bias": False})
+    model = hf.AutoModelForCausalLM.from_pretrained(folder)
+    weight = model.model.layers[0].mlp.down_proj.weight.detach()
+    stored = gguf.quants.quantize(weight.float().numpy(), gguf.GGMLQuantizationType.Q8_0)
+    for kind in ("Q8_0", "Q4_1"):
+        write_gguf(model, folder / f"{kind}.gguf", kind)
+        read = Target.load(str(folder), Placement(f"gguf:{kind}.gguf", dtype="float32")).model
+        layer = read.model.layers[0].mlp.down_proj
+        assert (type(layer) is PackedLinear) == (kind == "Q8_0")
+        if kind == "Q8_0":
+            blocks = eight_bits.unpack_blocks(layer.read_weight())
+            assert torch.equal(blocks.flatten(1), torch.from_numpy(stored))
 
 
 def test_what_eight_bits_cannot_hold_is_refused():

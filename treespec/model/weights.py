@@ -19,7 +19,7 @@ from treespec.demo.fetch import find_model_path
 from treespec.errors import InputError
 from treespec.files.quiet import quiet
 from treespec.model.adapters import apply_adapter
-from treespec.model.cpu.eight_bits import quantize_model
+from treespec.model.cpu.eight_bits import keep_eight_bits, quantize_model
 from treespec.model.folder import (
     MODEL_SIZE_FIELDS,
     check_fields,
@@ -61,6 +61,8 @@ def load_model(path: str, how: Placement = AS_IT_IS) -> PreTrainedModel:
     model = load_stored_model(path, how)
     if how.is_rounded_here:
         quantize_model(model)
+    if how.gguf is not None:
+        keep_eight_bits(model)
     return model
 
 

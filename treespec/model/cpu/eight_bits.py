@@ -1,6 +1,7 @@
 """Rounds a model's products to eight bits on a CPU (`--load-in q8`), as llama.cpp's Q8_0 does.
 
-Linear layers, the output layer and experts are rounded. Embeddings, norms and routers stay as they are.
+Linear layers, the output layer and experts are rounded. Embeddings, norms and routers stay as they are. A GGUF file in
+Q8_0 is packed as it is stored.
 """
 
 from typing import Any
@@ -10,7 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from treespec.errors import InputError
-from treespec.kernels.eight_bits import BLOCK_NUMBERS
+from treespec.kernels.eight_bits import BLOCK_NUMBERS, dequantize_blocks, quantize_blocks
 from treespec.kernels.library import find_kernels
 from treespec.kernels.ops import EIGHT_BITS
 from treespec.model.cpu.packed_layers import (
@@ -79,6 +80,31 @@ def quantize_layers(model: nn.Module) -> int:
         for name in names:
             model.set_submodule(name, quantized)
     return count
+
+
+def keep_eight_bits(model: nn.Module) -> None:
+    """Pack the products of a model as a Q8_0 file stored them, if all of them come from such blocks.
+
+    transformers unpacks the blocks to float32, which holds their values exactly, and rounding these gives the same
+    blocks again. Other models stay as they are.
+    """
+    if find_kernels().library is None:
+        return
+    products = [module for module in model.modules() if list_input_widths(module)]
+    if products and all(holds_eight_bits(product) for product in products):
+        quantize_layers(model)
+
+
+def holds_eight_bits(layer: Any) -> bool:
+    """Whether a linear layer's weight is exactly that of blocks in eight bits; False for experts."""
+    if type(layer) is not nn.Linear or layer.weight.dtype != torch.float32:
+        return False
+    if layer.in_features % BLOCK_NUMBERS:
+        return False
+    for rows in (layer.weight[:1], layer.weight):  # most other weights differ in the first row
+        if not torch.equal(dequantize_blocks(quantize_blocks(rows)), rows):
+            return False
+    return True
 
 
 def list_input_widths(layer: Any) -> list[int]:

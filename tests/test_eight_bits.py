@@ -166,6 +166,8 @@ def test_a_model_that_eight_bits_cannot_hold_is_refused_in_words(home, monkeypat
         quantize_model(narrow)
     with pytest.raises(InputError, match="weights are on meta: add --device-map cpu"):
         quantize_model(random_model(hf.LlamaConfig(**WIDE)).to("meta"))
+    with pytest.raises(InputError, match="o_proj: .* of torch.float64|lm_head: .* of torch.float64"):
+        quantize_model(random_model(hf.LlamaConfig(**WIDE)).double())
     with pytest.raises(InputError, match="has no linear layers"):
         quantize_model(nn.Sequential(nn.LayerNorm(3)))
     monkeypatch.setenv("TREESPEC_KERNELS", "0")

@@ -15,13 +15,16 @@ enum { EIGHTS_BLOCK = 32, EIGHTS_BYTES = 34 };  // numbers of a block, and bytes
 // widened to 16 bits first. EIGHTS_SHIFT: packed numbers have this added, where the processor takes them without sign.
 // EIGHTS_UNSIGNED: as such a processor, in plain C.
 #if (L == 16 && defined(__AVX512VNNI__)) || (L == 8 && defined(__AVXVNNI__)) || defined(EIGHTS_UNSIGNED)
-enum { EIGHTS_STEP = 4, EIGHTS_SHIFT = 128 };
+#define EIGHTS_STEP 4
+#define EIGHTS_SHIFT 128
 typedef int8_t RowNumber;
 #elif defined(__ARM_FEATURE_DOTPROD)
-enum { EIGHTS_STEP = 4, EIGHTS_SHIFT = 0 };
+#define EIGHTS_STEP 4
+#define EIGHTS_SHIFT 0
 typedef int8_t RowNumber;
 #else
-enum { EIGHTS_STEP = 2, EIGHTS_SHIFT = 0 };
+#define EIGHTS_STEP 2
+#define EIGHTS_SHIFT 0
 typedef int16_t RowNumber;
 #endif
 typedef int8_t Packed __attribute__((vector_size(EIGHTS_STEP * L), aligned(1), may_alias));
@@ -116,9 +119,9 @@ static void round_block(const void *x, char *row, int64_t in, int64_t b, int hal
 // --- Products ---------------------------------------------------------------------------------------
 
 INLINE Factors factors_at(const char *w) {  // the next STEP inputs of L outputs
-#if L == 16 && defined(__AVX512BW__) && !defined(__AVX512VNNI__) && !defined(EIGHTS_UNSIGNED)
+#if EIGHTS_STEP == 2 && L == 16 && defined(__AVX512BW__)
   return (Factors)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)w));
-#elif L == 8 && defined(__AVX2__) && !defined(__AVXVNNI__) && !defined(EIGHTS_UNSIGNED)
+#elif EIGHTS_STEP == 2 && L == 8 && defined(__AVX2__)
   return (Factors)_mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)w));
 #else
   return __builtin_convertvector(*(const Packed *)w, Factors);

@@ -305,21 +305,25 @@ INLINE void tile(const char *x, const char *w, F *sums, int64_t width, int rows,
       continue;
     }
 #endif
+    // Row by row: a number of a row is read into a register, and then needed no more.
+    F even[BLOCKS], odd[BLOCKS] = {};
 #pragma GCC unroll 4
     for (int b = 0; b < blocks; b++) {
       const char *at = w + b * L * width * size;
-      F even, odd = {};
-      if (mode == FLOATS) even = *(const F *)at;
+      if (mode == FLOATS) even[b] = *(const F *)at;
       else if (mode == WIDE) {
-        even = (F)(*(const U *)at << 16);
-        odd = (F)(*(const U *)at & 0xffff0000u);
-      } else even = from_halves(*(const H *)at);
+        even[b] = (F)(*(const U *)at << 16);
+        odd[b] = (F)(*(const U *)at & 0xffff0000u);
+      } else even[b] = from_halves(*(const H *)at);
+    }
 #pragma GCC unroll 8
-      for (int r = 0; r < rows; r++) {
-        const float *row = (const float *)x + r * width + i;
-        sum[r][b] = add(even, all(row[0]), sum[r][b]);
-        if (mode == WIDE) sum[r][b] = add(odd, all(row[1]), sum[r][b]);
-      }
+    for (int r = 0; r < rows; r++) {
+      const float *row = (const float *)x + r * width + i;
+#pragma GCC unroll 4
+      for (int b = 0; b < blocks; b++) sum[r][b] = add(even[b], all(row[0]), sum[r][b]);
+      if (mode != WIDE) continue;
+#pragma GCC unroll 4
+      for (int b = 0; b < blocks; b++) sum[r][b] = add(odd[b], all(row[1]), sum[r][b]);
     }
   }
 #pragma GCC unroll 8

@@ -11,6 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from treespec.errors import InputError
+from treespec.kernels.checks import KernelInputError
 from treespec.kernels.eight_bits import BLOCK_NUMBERS, dequantize_blocks, quantize_blocks
 from treespec.kernels.library import find_kernels
 from treespec.kernels.ops import EIGHT_BITS
@@ -28,7 +29,7 @@ def quantize_model(model: nn.Module) -> None:
     """Replace the products of a model by ones in eight bits.
 
     Raises:
-        InputError: the kernels are off, a weight is not on the CPU, a layer has another width, or there is no layer.
+        InputError: the kernels are off, a weight is not on the CPU, a layer has another width or dtype, or there is none.
     """
     # 1. What would go wrong.
     kernels = find_kernels()
@@ -63,7 +64,7 @@ def check_width(name: str, module: nn.Module) -> None:
 def quantize_layers(model: nn.Module) -> int:
     """Replace the products of a model whose inputs fill whole blocks, one layer at a time; others stay.
 
-    Returns how many layers were replaced.
+    Returns how many layers were replaced. Raises InputError for numbers that eight bits do not hold.
     """
     names_of_layers = list_module_names(model)
     count = 0
@@ -73,10 +74,10 @@ def quantize_layers(model: nn.Module) -> int:
         if not widths or any(inputs % BLOCK_NUMBERS for inputs in widths):
             continue
         count += 1
-        if has_plain_experts(layer):
-            pack_experts(layer, EIGHT_BITS)
-            continue
-        quantized = quantize_linear(layer)
+        try:
+            quantized = quantize_layer(layer)
+        except KernelInputError as error:
+            raise InputError(f"--load-in q8: {names[0]}: {error}") from error
         for name in names:
             model.set_submodule(name, quantized)
     return count
@@ -102,7 +103,11 @@ def holds_eight_bits(layer: Any) -> bool:
     if layer.in_features % BLOCK_NUMBERS:
         return False
     for rows in (layer.weight[:1], layer.weight):  # most other weights differ in the first row
-        if not torch.equal(dequantize_blocks(quantize_blocks(rows)), rows):
+        try:
+            blocks = quantize_blocks(rows)
+        except KernelInputError:  # infinite numbers
+            return False
+        if not torch.equal(dequantize_blocks(blocks), rows):
             return False
     return True
 
@@ -124,8 +129,11 @@ def list_input_widths(layer: Any) -> list[int]:
     return []
 
 
-def quantize_linear(layer: Any) -> PackedLinear:
-    """Return a linear layer in eight bits."""
+def quantize_layer(layer: Any) -> nn.Module:
+    """Return a linear layer in eight bits, or the module of experts, whose products now are. Raises KernelInputError."""
+    if has_plain_experts(layer):
+        pack_experts(layer, EIGHT_BITS)
+        return layer
     weight = layer.weight
     if isinstance(layer, Conv1D):
         weight = weight.T  # [in, out]

@@ -18,7 +18,8 @@ from treespec.kernels.ops import BLOCK_OUTPUTS, CPU_DEVICE, EIGHT_BITS, PackedWe
 BLOCK_NUMBERS = 32
 BLOCK_BYTES = 34  # the scale has the first two
 LARGEST_NUMBER = 127
-LARGEST_INVERSE = torch.finfo(torch.float32).max  # of a scale; smaller scales are 0 in float16 anyway
+# of a scale; smaller scales are 0 in float16 anyway
+LARGEST_INVERSE = torch.finfo(torch.float32).max
 ROWS_AT_ONCE = 1 << 12  # quantised together: the intermediate results are in float32
 
 

@@ -168,7 +168,7 @@ static int64_t plan_layer(const Layer *a, const Forward *f, const Cache *c, Plan
     all_rows * rows[GATE].width * rows[GATE].size, all_rows * rows[DOWN].width * rows[DOWN].size, n * width * size,
     n * all_heads * size, n * groups * size, n * groups * size, n * all_heads * size,
     n * a->hidden * size, n * a->hidden * size, n * a->inner * size, n * a->inner * size,
-    4 * f->threads * floats_of_a_thread(&plan->attention),
+    bytes_of_attention(&plan->attention),
   };
   for (int i = 0; i < PARTS; i++) {
     plan->places[i] = used;

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from treespec.files.atomic import Fields as Config
 
 SPECULATORS_TYPE = "speculators_model_type"
-SPECULATORS_KINDS = ("dflash", "eagle", "eagle3", "peagle")
+SPECULATORS_KINDS = ("dflash", "dspark", "eagle", "eagle3", "peagle")
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,14 @@ KNOWN_ARCHITECTURES = (
     Architecture(
         "DSpark",
         "DeepSpec, SpecForge, speculators, vLLM, SGLang, NeMo AutoModel, llama.cpp",
+        r"(qwen3)?dspark(draftmodel|model|speculator)?",
+        "dspark",
+    ),
+    Architecture(
+        "DSpark of other layers",
+        "DeepSpec, NeMo AutoModel, vLLM, SGLang",
         r".*dspark.*",
-        reason="it has a Markov head over the tokens drafted so far, and a confidence head",
+        reason="it has decoder layers that are not Qwen3's",
     ),
     Architecture(
         "DSpine",

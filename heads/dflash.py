@@ -15,7 +15,7 @@ drafts four levels.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar, cast, final
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,6 @@ from treespec.heads.llama import BlockHead, Pairs
 from treespec.heads.unrolled import AttentionColumns, attend
 
 
-@final
 class DFlashHead(BlockHead):
     """DFlash's head, with the published parameter names.
 
@@ -128,9 +127,18 @@ class DFlashHead(BlockHead):
     def forward(
         self, tokens: Tensor, features: Tensor, counts: Tensor, steps: int, embed: Embed
     ) -> list[Tensor]:
-        """As `Head.forward`; a step is a level of the block.
+        """As `Head.forward`; a step is a level of the block."""
+        n = counts.shape[1]
+        levels = self.compute_levels(tokens, features, embed)
+        states = []
+        for step, level in enumerate(levels[: min(steps, n)]):
+            states.append(level[:, : n - step][counts[:, step:]])
+        return states
 
-        A block starts at each of R rows. A slot is the same place in all blocks, and a layer computes it as
+    def compute_levels(self, tokens: Tensor, features: Tensor, embed: Embed) -> Sequence[Tensor]:
+        """Compute the states of all levels, of a block that starts at each of R rows.
+
+        A slot is the same place in all blocks, and a layer computes it as
         one sequence of R rows: row t attends to the context up to t, and to column t of each slot. Five
         tokens, a block of three:
 
@@ -138,12 +146,20 @@ class DFlashHead(BlockHead):
             slot 0            b  c  d        at positions 1 2 3
             slot 1            m  m  m        at positions 2 3 4, drafts level 1: c d e
             slot 2            m  m  m        at positions 3 4 5, drafts level 2: d e
+
+        Args:
+            tokens: [B, T] int64.
+            features: [B, R, F] the target's features at the first R = T - 2 positions.
+            embed: the target's embedding.
+
+        Returns:
+            [B, R, H] for each level.
         """
         # 1. Positions and rows of all slots, [S B, R, …].
         context = self.hidden_norm(self.fc(features))
         size = self.block
         dtype = features.dtype
-        texts, n = counts.shape
+        texts, n = features.shape[:2]
         roots = tokens[:, 1 : n + 1]
         x = torch.cat([roots, torch.full_like(roots, self.mask_token).repeat(size - 1, 1)])
         x = self.embed_block(x, embed).to(dtype)
@@ -166,12 +182,8 @@ class DFlashHead(BlockHead):
             )
             x = layer(x, attention)
 
-        # 3. For each level, the states of the wanted rows.
-        levels = self.norm(x).chunk(size)[self.first_slot :]
-        states = []
-        for step, level in enumerate(levels[: min(steps, n)]):
-            states.append(level[:, : n - step][counts[:, step:]])
-        return states
+        # 3. The slots that draft.
+        return self.norm(x).chunk(size)[self.first_slot :]
 
     def _mask(self, number: int, pairs: Pairs, size: int) -> Tensor:
         """Build the mask [B, 1, S, T] of the block's rows in a layer, by its causality and window."""

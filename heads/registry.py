@@ -23,6 +23,7 @@ from treespec.trees.extensions import describe_object, load_installed_rows, load
 FORMATS_PACKAGE = "treespec.heads.formats"
 # model_type of treespec's own directories
 DFLASH_KIND = "dflash"
+DSPARK_KIND = "dspark"
 P_EAGLE_KIND = "p-eagle"
 SPECULATORS_KIND_FIELD = architectures.SPECULATORS_TYPE
 
@@ -169,6 +170,14 @@ HEAD_KINDS: dict[str, HeadKind] = {
         engines=("speculators", "gguf"),
         marks=rf"(model_type|{SPECULATORS_KIND_FIELD})={DFLASH_KIND}$|dflash_config=|architectures=.*dflash",
         levels=folders.count_dflash_levels,
+    ),
+    "dspark": HeadKind(
+        head="treespec.heads.dspark:DSparkHead",
+        read=f"{FORMATS_PACKAGE}.dspark:read_dspark",
+        summary="DFlash, with a bias by the token above",
+        source="DSpark, 2607.05147",
+        marks=rf"(model_type|{SPECULATORS_KIND_FIELD})={DSPARK_KIND}$|architectures=.*dspark|dflash_config=.*'dspark'",
+        levels=folders.count_dspark_levels,
     ),
     "p-eagle": HeadKind(
         head="treespec.heads.p_eagle:PEagleHead",

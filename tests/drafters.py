@@ -292,6 +292,15 @@ def build_dflash(name="llama", **changes):
     return sharpen(head)
 
 
+def build_conditional(kind, name="llama", **changes):
+    """A block head whose levels read the tokens above. changes: of its config."""
+    torch.manual_seed(0)
+    sizes = {"block_size": 5, "num_hidden_layers": 2, "own_output": False}
+    head = build_new_head(kind, target(name), **sizes | changes)
+    head.embed_tokens = None
+    return sharpen(head)
+
+
 def build_p_eagle(name="llama", **changes):
     torch.manual_seed(0)
     head = build_new_head("p-eagle", target(name), levels=4)
@@ -341,8 +350,8 @@ def attend_plainly(attention, queries, keys, places, seen, rotary):
     return attention.o_proj(out.transpose(0, 1).flatten(1))
 
 
-def draft_dflash_plainly(head, model, text):
-    """[D, V] the draft logits after a text, without a cache."""
+def block_states_plainly(head, model, text):
+    """[D, H] the block's states of all levels after a text, without a cache."""
     n = len(text) - 1
     size = head.block
     context = head.hidden_norm(head.fc(model.compute_features(text[None, :-1], head.aux_layers)[0]))
@@ -357,7 +366,12 @@ def draft_dflash_plainly(head, model, text):
         normed = layer.input_layernorm(x)
         x = x + attend_plainly(layer.self_attn, normed, torch.cat([context, normed]), places, seen, head.rotary)
         x = x + layer.mlp(layer.post_attention_layernorm(x))
-    return model.compute_output_logits(head.norm(x))[0 if head.from_anchor else 1 :]
+    return head.norm(x)[0 if head.from_anchor else 1 :]
+
+
+def draft_dflash_plainly(head, model, text):
+    """[D, V] the draft logits after a text, without a cache."""
+    return model.compute_output_logits(block_states_plainly(head, model, text))
 
 
 LONG_PREFIX_TOKENS = 25  # tokens, four times the windows and chunks of 6

@@ -1,5 +1,7 @@
 """Formats of DFlash heads: z-lab, SpecForge, NeMo AutoModel, ModelOpt, speculators, and JetSpec's causal heads."""
 
+from collections.abc import Collection
+
 from treespec.heads.formats import fields
 from treespec.heads.formats.layers import (
     VERIFIER_TENSORS,
@@ -27,17 +29,41 @@ def read_dflash(config: Config, tensors: Tensors) -> Stored:
     Raises ValueError for a part that treespec's head does not have, and for a config without aux layers:
     nothing else says which layers the head was trained on.
     """
+    return read_block(config, tensors, fields.DFLASH_TABLE, fields.SPECULATORS_DFLASH_TABLE)
+
+
+def read_block(
+    config: Config,
+    tensors: Tensors,
+    table: fields.FieldTable,
+    speculators_table: fields.FieldTable,
+    nested_fields: Collection[str] = (),
+) -> Stored:
+    """Read a DFlash head, or one with further parts that are left as they are.
+
+    Args:
+        config: the content of config.json.
+        tensors: the tensors by the file's names.
+        table: the fields of projects with a `dflash_config`.
+        speculators_table: the fields of speculators.
+        nested_fields: fields that move from `dflash_config` to the top level, besides DFlash's.
+
+    Returns:
+        The config and the tensors.
+
+    Raises:
+        ValueError: as `read_dflash`.
+    """
     # 1. Bring all fields to the top level.
-    table = fields.DFLASH_TABLE
     layers_field = "dflash_config.target_layer_ids"
     if SPECULATORS_KIND_FIELD in config:
-        table = fields.SPECULATORS_DFLASH_TABLE
+        table = speculators_table
         layers_field = DFLASH_CONFIG_LAYER_IDS
     table.check(config)
     nested: Config = config.get("dflash_config") or {}
     flat_config = read_rotary(as_qwen3(flatten_speculators(config)))
     flat_config.pop("dflash_config", None)
-    flat_config |= fields.select_names(nested, NESTED_FIELDS)
+    flat_config |= fields.select_names(nested, (*NESTED_FIELDS, *nested_fields))
     if flat_config.get("attention_bias"):
         raise ValueError("attention_bias is true: a part that treespec's head does not have")
 

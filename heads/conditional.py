@@ -1,0 +1,126 @@
+"""`ConditionalBlockHead`: DFlash's block, whose levels also read the token drafted above.
+
+DFlash drafts each level from the text alone. Here a small part rescores a level's draft logits at every node of
+the tree, after the token of that node. Five tokens a to e, a block of three, a tree with x and y below e:
+
+    the block's forward      hidden states h1 h2 and draft logits l1 l2     of the levels, once a cycle
+    level 1                  l1 after e                                     -> x, y
+    level 2                  l2 after x, l2 after y                         two distributions
+
+A part may carry a memory from node to node: below x it is the memory of x, below y that of y.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from treespec.heads.dflash import DFlashHead
+from treespec.heads.head import Embed, TargetOutputPath
+
+
+class ConditionalBlockHead(DFlashHead):
+    """A DFlash head with a part that rescores each level's draft logits after the token above.
+
+    Attributes:
+        latent_size: L, what the part passes from reading the token to rescoring the logits.
+        memory_size: M, of the memory that a node hands to the nodes below it; 0: none.
+    """
+
+    latent_size: int
+    memory_size: int = 0
+
+    @abstractmethod
+    def read_parents(
+        self, hidden: Tensor, tokens: Tensor, memory: Tensor, level: int, embed: Embed
+    ) -> tuple[Tensor, Tensor]:
+        """Read the tokens of nodes whose children a level drafts.
+
+        Args:
+            hidden: [..., H] the level's state of the block.
+            tokens: [...] int64, the nodes' tokens, of the target.
+            memory: [..., M] of the nodes above them; zeros at the root.
+            level: the number of the level, from 0.
+            embed: the target's embedding.
+
+        Returns:
+            [..., L] for `rescore`, and the nodes' own memory [..., M].
+        """
+
+    @abstractmethod
+    def rescore(self, logits: Tensor, latent: Tensor, target: TargetOutputPath | None) -> Tensor:
+        """Turn a level's draft logits [..., N] into those after a token, [..., N]. latent: [..., L] of `read_parents`."""
+
+    @property
+    def drafted_rows(self) -> list[nn.Module]:
+        """Modules whose weight [N, …] has a row for each draft token, as `lm_head` has."""
+        return []
+
+    @property
+    def token_rows(self) -> list[nn.Module]:
+        """Modules whose weight [V, …] has a row for each token of the target."""
+        return []
+
+    def forward(
+        self, tokens: Tensor, features: Tensor, counts: Tensor, steps: int, embed: Embed
+    ) -> list[Tensor]:
+        """As `Head.forward`: states [M, H + L], a level's state beside what the part read. The token above is the text's."""
+        texts, n = counts.shape
+        memory = features.new_zeros(texts, n, self.memory_size)
+        states = []
+        for step, level in enumerate(self.compute_levels(tokens, features, embed)[: min(steps, n)]):
+            rows = n - step
+            hidden = level[:, :rows]
+            parents = tokens[:, step + 1 : n + 1]
+            latent, memory = self.read_parents(hidden, parents, memory[:, :rows], step, embed)
+            both = torch.cat([hidden, latent.to(hidden.dtype)], dim=-1)
+            states.append(both[counts[:, step:]])
+        return states
+
+    def project(
+        self, states: Tensor, step: int = 0, target: TargetOutputPath | None = None
+    ) -> Tensor:
+        """As `Head.project`, of the states [..., H + L] that `forward` returns."""
+        hidden, latent = states.split([self.hidden_size, self.latent_size], dim=-1)
+        return self.rescore(self.project_levels(hidden, target), latent, target)
+
+    def project_levels(self, hidden: Tensor, target: TargetOutputPath | None = None) -> Tensor:
+        """Turn states [..., H] of the block into the draft logits [..., N] that `rescore` takes."""
+        return super().project(hidden, target=target)
+
+    def restrict(self, tokens: Tensor, target: TargetOutputPath | None = None) -> None:
+        """As `Head.restrict`, and the part's rows too."""
+        rows = tokens
+        if self.vocabulary is not None:
+            rows = torch.isin(self.vocabulary, tokens).nonzero().squeeze(1)
+        super().restrict(tokens, target)
+        change_rows(self.drafted_rows, lambda weight: weight[rows.to(weight.device)])
+
+    def fit_vocabulary(self, size: int) -> None:
+        """As `Head.fit_vocabulary`. Tokens that the head does not know get rows of zeros."""
+        super().fit_vocabulary(size)
+        if self.vocab_size != size:
+            return
+
+        def resize(weight: Tensor) -> Tensor:
+            rows = weight[:size]
+            return F.pad(rows, (0, 0, 0, size - len(rows)))
+
+        change_rows(self.token_rows, resize)
+        if self.lm_head is None and self.output is None:
+            change_rows(self.drafted_rows, resize)
+
+
+def change_rows(modules: list[nn.Module], change: Callable[[Tensor], Tensor]) -> None:
+    """Replace the weights [N, …] of modules by weights of other rows."""
+    for module in modules:
+        weight = module.weight
+        assert isinstance(weight, nn.Parameter)
+        changed = change(weight.detach()).clone()
+        module.weight = nn.Parameter(changed, weight.requires_grad)
+        if isinstance(module, nn.Linear):
+            module.out_features = len(changed)
+        elif isinstance(module, nn.Embedding):
+            module.num_embeddings = len(changed)

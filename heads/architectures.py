@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from treespec.files.atomic import Fields as Config
 
 SPECULATORS_TYPE = "speculators_model_type"
-SPECULATORS_KINDS = ("dflash", "dspark", "eagle", "eagle3", "peagle")
+SPECULATORS_KINDS = ("dflash", "dflash2", "dspark", "eagle", "eagle3", "peagle")
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ IS_LANGUAGE_MODEL = "it is a language model of its own, no head"
 KNOWN_ARCHITECTURES = (
     Architecture(
         "DFlash 2",
-        "z-lab, NeMo AutoModel, speculators, llama.cpp",
+        "z-lab, SpecForge, NeMo AutoModel, speculators, vLLM, SGLang",
         r"(qwen3)?dflash2(draftmodel|speculator)?|dflash-2",
-        reason="it has convolutions around each layer, and a selector of candidates",
+        "dflash2",
     ),
     Architecture(
         "DSpark",
@@ -56,17 +56,15 @@ KNOWN_ARCHITECTURES = (
         reason="it has decoder layers that are not Qwen3's",
     ),
     Architecture(
-        "DSpine",
-        "SpecForge",
-        r"dspine.*",
-        reason="each row of a block writes into the next one",
+        "DSpine", "SpecForge; Tencent, by its converter", r"dspine(draftmodel)?", "dspine"
     ),
     Architecture(
-        "Domino",
-        "SpecForge, NeMo AutoModel, ModelOpt, TorchSpec",
-        r"domino.*",
-        reason="it has a recurrent head (GRU) over the tokens drafted so far",
+        "DSpine of other projects",
+        "Tencent, vLLM",
+        r".*dspine.*",
+        reason="it has a layout that treespec was not compared with: SpecForge's converter writes the one that loads",
     ),
+    Architecture("Domino", "SpecForge, NeMo AutoModel", r"domino(draftmodel)?", "domino"),
     Architecture("DFlare", "speculators", r"dflare.*", reason="treespec was not compared with it"),
     Architecture(
         "DeLS-Spec",

@@ -25,12 +25,17 @@ class ConditionalBlockHead(DFlashHead):
     """A DFlash head with a part that rescores each level's draft logits after the token above.
 
     Attributes:
+        state_size: E, the width of the block's states; H if nothing else is said.
         latent_size: L, what the part passes from reading the token to rescoring the logits.
         memory_size: M, of the memory that a node hands to the nodes below it; 0: none.
     """
 
     latent_size: int
     memory_size: int = 0
+
+    @property
+    def state_size(self) -> int:
+        return self.hidden_size
 
     @abstractmethod
     def read_parents(
@@ -39,7 +44,7 @@ class ConditionalBlockHead(DFlashHead):
         """Read the tokens of nodes whose children a level drafts.
 
         Args:
-            hidden: [..., H] the level's state of the block.
+            hidden: [..., E] the level's state of the block.
             tokens: [...] int64, the nodes' tokens, of the target.
             memory: [..., M] of the nodes above them; zeros at the root.
             level: the number of the level, from 0.
@@ -51,7 +56,10 @@ class ConditionalBlockHead(DFlashHead):
 
     @abstractmethod
     def rescore(self, logits: Tensor, latent: Tensor, target: TargetOutputPath | None) -> Tensor:
-        """Turn a level's draft logits [..., N] into those after a token, [..., N]. latent: [..., L] of `read_parents`."""
+        """Turn a level's draft logits [..., N] into those after a token, [..., N].
+
+        logits: of `project_levels`. latent: [..., L] of `read_parents`.
+        """
 
     @property
     def drafted_rows(self) -> list[nn.Module]:
@@ -63,10 +71,18 @@ class ConditionalBlockHead(DFlashHead):
         """Modules whose weight [V, …] has a row for each token of the target."""
         return []
 
+    @property
+    def output_weights(self) -> tuple[nn.Parameter, ...]:
+        """As `LlamaHead.output_weights`, of a part whose `rescore` reads `drafted_rows` alone."""
+        weights = super().output_weights
+        for module in self.drafted_rows:
+            weights += tuple(module.parameters())
+        return weights
+
     def forward(
         self, tokens: Tensor, features: Tensor, counts: Tensor, steps: int, embed: Embed
     ) -> list[Tensor]:
-        """As `Head.forward`: states [M, H + L], a level's state beside what the part read. The token above is the text's."""
+        """As `Head.forward`: states [M, E + L], a level's state beside what the part read of the text's token above."""
         texts, n = counts.shape
         memory = features.new_zeros(texts, n, self.memory_size)
         states = []
@@ -82,12 +98,16 @@ class ConditionalBlockHead(DFlashHead):
     def project(
         self, states: Tensor, step: int = 0, target: TargetOutputPath | None = None
     ) -> Tensor:
-        """As `Head.project`, of the states [..., H + L] that `forward` returns."""
-        hidden, latent = states.split([self.hidden_size, self.latent_size], dim=-1)
+        """As `Head.project`, of the states [..., E + L] that `forward` returns."""
+        hidden, latent = states.split([self.state_size, self.latent_size], dim=-1)
         return self.rescore(self.project_levels(hidden, target), latent, target)
 
     def project_levels(self, hidden: Tensor, target: TargetOutputPath | None = None) -> Tensor:
-        """Turn states [..., H] of the block into the draft logits [..., N] that `rescore` takes."""
+        """Turn states [..., E] of the block into the draft logits [..., N] that `rescore` takes."""
+        return self.project_states(hidden, target)
+
+    def project_states(self, hidden: Tensor, target: TargetOutputPath | None = None) -> Tensor:
+        """Turn hidden states [..., H] into logits [..., N] by the output layer, the head's or the target's."""
         return super().project(hidden, target=target)
 
     def restrict(self, tokens: Tensor, target: TargetOutputPath | None = None) -> None:
@@ -111,6 +131,21 @@ class ConditionalBlockHead(DFlashHead):
         change_rows(self.token_rows, resize)
         if self.lm_head is None and self.output is None:
             change_rows(self.drafted_rows, resize)
+
+
+def select_candidates(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Select the `count` largest of logits [..., N], or all if there are fewer: their values and tokens."""
+    values, tokens = logits.topk(min(count, logits.shape[-1]), dim=-1)
+    return values, tokens
+
+
+def spread_candidates(scores: Tensor, tokens: Tensor, size: int) -> Tensor:
+    """Spread the scores [..., K] of candidates to logits [..., N], N = `size`, with -inf for all other tokens.
+
+    tokens: [..., K], of scores' shape or one that broadcasts to it.
+    """
+    logits = scores.new_full((*scores.shape[:-1], size), -torch.inf)
+    return logits.scatter(-1, tokens.expand(scores.shape), scores)
 
 
 def change_rows(modules: list[nn.Module], change: Callable[[Tensor], Tensor]) -> None:

@@ -15,7 +15,7 @@ drafts four levels.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +23,41 @@ from torch import Tensor, nn
 
 from treespec.heads.eagle3 import check_distinct_layers, list_default_aux_layers
 from treespec.heads.head import Config, Embed, TargetFacts
-from treespec.heads.layers import Angles, Attention, KeyValues, Layer, RMSNorm, list_layer_windows
+from treespec.heads.layers import (
+    Angles,
+    Attend,
+    Attention,
+    KeyValues,
+    Layer,
+    RMSNorm,
+    list_layer_windows,
+)
 from treespec.heads.llama import BlockHead, Pairs
 from treespec.heads.unrolled import AttentionColumns, attend
+
+
+class BlockRows(NamedTuple):
+    """The blocks whose rows a layer computes.
+
+    Attributes:
+        roots: [B] or [B, R] the last token before each block; None: no blocks.
+        slots: S of rows [S B, R, H], slot after slot; 0: rows are [B, S, H].
+    """
+
+    roots: Tensor | None
+    slots: int = 0
+
+    def split(self, x: Tensor) -> Tensor:
+        """Turn rows into [S, B, H], or [S, B, R, H]."""
+        if self.slots:
+            return x.unflatten(0, (self.slots, -1))
+        return x.transpose(0, 1)
+
+    def join(self, x: Tensor) -> Tensor:
+        """Turn what `split` returns back into rows."""
+        if self.slots:
+            return x.flatten(0, 1)
+        return x.transpose(0, 1)
 
 
 class DFlashHead(BlockHead):
@@ -113,6 +145,7 @@ class DFlashHead(BlockHead):
             block = F.pad(roots[:, None], (0, self.block - 1), value=self.mask_token)
             x = self.embed_block(block, embed).to(context.dtype)
         angles = self.rotary(pairs.positions[:, -rows:], context.dtype)
+        blocks = BlockRows(roots)
 
         # 2. The layers. Without a block they only store the keys and values of the context.
         for number, (module, cache) in enumerate(zip(self.layers, caches, strict=True)):
@@ -121,8 +154,17 @@ class DFlashHead(BlockHead):
             attention = partial(
                 layer.self_attn, angles=angles, mask=mask, cache=cache, context=context
             )
-            x = layer(x, attention)
-        return context, self.norm(x)
+            x = self.apply_layer(number, x, attention, blocks)
+        return context, self.finish(x, blocks)
+
+    def apply_layer(self, number: int, x: Tensor, attend: Attend, blocks: BlockRows) -> Tensor:
+        """Compute a layer's rows. attend: its attention, with all but the rows bound."""
+        rows: Tensor = self.layers[number](x, attend)
+        return rows
+
+    def finish(self, x: Tensor, blocks: BlockRows) -> Tensor:
+        """Turn the last layer's rows into the block's states [..., H]."""
+        return self.norm(x)
 
     def forward(
         self, tokens: Tensor, features: Tensor, counts: Tensor, steps: int, embed: Embed
@@ -169,7 +211,8 @@ class DFlashHead(BlockHead):
         context_angles = self.rotary(context_positions, dtype)
 
         # 2. The layers.
-        for module, causal, window in zip(self.layers, self.causal, self.windows, strict=True):
+        blocks = BlockRows(roots, slots=size)
+        for number, module in enumerate(self.layers):
             layer = cast(Layer, module)
             context_parts = layer.self_attn.project(context, context_angles)
             attention = partial(
@@ -177,13 +220,13 @@ class DFlashHead(BlockHead):
                 layer.self_attn,
                 AttentionColumns(context_parts.keys, context_parts.values),
                 angles=angles,
-                causal=causal,
-                window=window,
+                causal=self.causal[number],
+                window=self.windows[number],
             )
-            x = layer(x, attention)
+            x = self.apply_layer(number, x, attention, blocks)
 
         # 3. The slots that draft.
-        return self.norm(x).chunk(size)[self.first_slot :]
+        return self.finish(x, blocks).chunk(size)[self.first_slot :]
 
     def _mask(self, number: int, pairs: Pairs, size: int) -> Tensor:
         """Build the mask [B, 1, S, T] of the block's rows in a layer, by its causality and window."""

@@ -38,6 +38,7 @@ class MarkovHead(nn.Module):
         self.kind = kind
         self.markov_w1 = nn.Embedding(vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, drafted, bias=False)
+        nn.init.zeros_(self.markov_w2.weight)  # a new head drafts as DFlash
         if kind == "gated":
             self.gate_proj = nn.Linear(width + rank, rank)
         if kind == "rnn":

@@ -188,3 +188,10 @@ def count_dspark_levels(config: Config, names: Collection[str]) -> int:
     if from_anchor is None:
         from_anchor = True
     return count_dflash_levels(config | {"sample_from_anchor": from_anchor}, names)
+
+
+def count_domino_levels(config: Config, names: Collection[str]) -> int:
+    """Count the levels that a Domino head drafts, as `count_dflash_levels`."""
+    nested = config.get("dflash_config") or {}
+    shifted = nested.get("shift_label", config.get("shift_label"))
+    return count_dflash_levels({"sample_from_anchor": shifted} | config, names)

@@ -298,7 +298,10 @@ def build_conditional(kind, name="llama", **changes):
     sizes = {"block_size": 5, "num_hidden_layers": 2, "own_output": False}
     head = build_new_head(kind, target(name), **sizes | changes)
     head.embed_tokens = None
-    return sharpen(head)
+    for parameter in sharpen(head).parameters():
+        if parameter.ndim == 1:
+            parameter.data.add_(0.2 * torch.randn_like(parameter))
+    return head
 
 
 def build_p_eagle(name="llama", **changes):
@@ -350,8 +353,11 @@ def attend_plainly(attention, queries, keys, places, seen, rotary):
     return attention.o_proj(out.transpose(0, 1).flatten(1))
 
 
-def block_states_plainly(head, model, text):
-    """[D, H] the block's states of all levels after a text, without a cache."""
+def block_states_plainly(head, model, text, around=lambda name, x, compute: compute(x), behind=lambda number, x: x):
+    """[D, H] the block's states of all levels after a text, without a cache.
+
+    around: computes a sublayer of that name from its normed input. behind: changes the rows behind a layer.
+    """
     n = len(text) - 1
     size = head.block
     context = head.hidden_norm(head.fc(model.compute_features(text[None, :-1], head.aux_layers)[0]))
@@ -363,9 +369,13 @@ def block_states_plainly(head, model, text):
             seen = places <= places[n:, None]
         if head.windows[number]:
             seen = seen & (places > places[n:, None] - head.windows[number])
-        normed = layer.input_layernorm(x)
-        x = x + attend_plainly(layer.self_attn, normed, torch.cat([context, normed]), places, seen, head.rotary)
-        x = x + layer.mlp(layer.post_attention_layernorm(x))
+
+        def attend(rows, layer=layer, seen=seen):
+            return attend_plainly(layer.self_attn, rows, torch.cat([context, rows]), places, seen, head.rotary)
+
+        x = x + around(f"layers.{number}.attention", layer.input_layernorm(x), attend)
+        x = x + around(f"layers.{number}.mlp", layer.post_attention_layernorm(x), layer.mlp)
+        x = behind(number, x)
     return head.norm(x)[0 if head.from_anchor else 1 :]
 
 

@@ -30,7 +30,6 @@ since 14 July 2026. Files of before train the second, and their number of `specu
 
 from treespec.heads.formats import fields
 from treespec.heads.formats.dflash import read_block
-from treespec.heads.formats.vocabulary import find_vocabulary_size, order_rows, read_mapping
 from treespec.heads.head import Config, Stored, Tensors
 from treespec.heads.registry import DSPARK_KIND, SPECULATORS_KIND_FIELD
 
@@ -43,8 +42,6 @@ MARKOV_FIELDS = (
 CONFIDENCE_WEIGHT = "confidence_head_alpha"  # of its loss
 LAYERS_FIELD = "target_layer_ids"
 FIRST_NAMES = "logit_head."
-TOKEN_ROWS = "markov_head.markov_w1.weight"
-DRAFTED_ROWS = "markov_head.markov_w2.weight"
 
 NESTED_TABLE = fields.DFLASH_CONFIG_TABLE.extend(
     used=MARKOV_FIELDS,
@@ -65,28 +62,20 @@ SPECULATORS_DSPARK_TABLE = fields.SPECULATORS_DFLASH_TABLE.extend(
 
 def read_dspark(config: Config, tensors: Tensors) -> Stored:
     """Read a DSpark head. Raises ValueError as `read_dflash`, and for a convention of rows that nothing tells."""
-    # 1. DFlash's part.
     plain = {name.removeprefix(FIRST_NAMES): value for name, value in tensors.items()}
-    size = find_vocabulary_size(flatten_sizes(config), plain)
-    mapping = read_mapping(plain, size)
     flat_config, stored = read_block(
-        nest_layers(config), plain, DSPARK_TABLE, SPECULATORS_DSPARK_TABLE, MARKOV_FIELDS
+        nest_layers(config),
+        plain,
+        DSPARK_TABLE,
+        SPECULATORS_DSPARK_TABLE,
+        nested_fields=MARKOV_FIELDS,
+        token_rows=("markov_head.markov_w1.weight",),
+        drafted_rows=("markov_head.markov_w2.weight",),
     )
-
-    # 2. The rows of the Markov head, in the order of the tokens.
-    for name, wanted in ((TOKEN_ROWS, type(mapping)()), (DRAFTED_ROWS, mapping)):
-        if name in stored:
-            stored[name] = order_rows(stored[name], wanted, flat_config["vocab_size"], name)
     return flat_config | {
         "model_type": DSPARK_KIND,
         "sample_from_anchor": drafts_from_anchor(config),
     }, stored
-
-
-def flatten_sizes(config: Config) -> Config:
-    """The fields of a config that tell the size of the vocabulary, wherever the project keeps them."""
-    layer = config.get("transformer_layer_config") or {}
-    return layer | fields.drop_names(config, ("transformer_layer_config",))
 
 
 def nest_layers(config: Config) -> Config:

@@ -34,6 +34,9 @@ PROPOSER_BY_KIND: dict[str, ProposerFactory] = {
     "hydra++": HydraProposer,
     "dflash": BlockProposer,
     "dspark": ConditionalProposer,
+    "dflash2": ConditionalProposer,
+    "domino": ConditionalProposer,
+    "dspine": ConditionalProposer,
     "p-eagle": BlockProposer,
     **load_installed_rows("proposers", read_proposer),
 }

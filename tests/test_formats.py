@@ -135,9 +135,13 @@ def test_hydra_heads_that_do_not_tell_their_attention_heads_ask_for_them(tmp_pat
         load_head(folder)
 
 
+ONLY_READ = ("dflash2", "dspine")  # kinds that treespec does not train yet
+
+
 def test_every_table_of_heads_has_the_same_kinds_and_names_what_exists():
-    for kind in HEAD_KINDS.values():
-        assert all(callable(resolve_name(name)) for name in (kind.head, kind.read, kind.write) if name)
-    assert all(callable(training.load_objective()) for training in TRAINING_BY_KIND.values())
+    for name, kind in HEAD_KINDS.items():
+        training = TRAINING_BY_KIND.get(name)
+        named = (kind.head, kind.read, kind.write, training and training.objective)
+        assert all(callable(resolve_name(name)) for name in named if name)
     assert list(PROPOSER_BY_KIND) == list(HEAD_KINDS)
-    assert [kind for kind in HEAD_KINDS if kind in TRAINING_BY_KIND] == list(TRAINING_BY_KIND)
+    assert list(TRAINING_BY_KIND) == [name for name in HEAD_KINDS if name not in ONLY_READ]

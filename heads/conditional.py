@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from treespec.heads.dflash import DFlashHead
-from treespec.heads.head import Embed, TargetOutputPath
+from treespec.heads.head import Config, Embed, TargetOutputPath
 
 
 class ConditionalBlockHead(DFlashHead):
@@ -51,11 +51,13 @@ class ConditionalBlockHead(DFlashHead):
             embed: the target's embedding.
 
         Returns:
-            [..., L] for `rescore`, and the nodes' own memory [..., M].
+            [..., L] for `adjust_logits`, and the nodes' own memory [..., M].
         """
 
     @abstractmethod
-    def rescore(self, logits: Tensor, latent: Tensor, target: TargetOutputPath | None) -> Tensor:
+    def adjust_logits(
+        self, logits: Tensor, latent: Tensor, target: TargetOutputPath | None
+    ) -> Tensor:
         """Turn a level's draft logits [..., N] into those after a token, [..., N].
 
         logits: of `project_levels`. latent: [..., L] of `read_parents`.
@@ -73,7 +75,7 @@ class ConditionalBlockHead(DFlashHead):
 
     @property
     def output_weights(self) -> tuple[nn.Parameter, ...]:
-        """As `LlamaHead.output_weights`, of a part whose `rescore` reads `drafted_rows` alone."""
+        """As `LlamaHead.output_weights`, of a part whose `adjust_logits` reads `drafted_rows` alone."""
         weights = super().output_weights
         for module in self.drafted_rows:
             weights += tuple(module.parameters())
@@ -100,10 +102,10 @@ class ConditionalBlockHead(DFlashHead):
     ) -> Tensor:
         """As `Head.project`, of the states [..., E + L] that `forward` returns."""
         hidden, latent = states.split([self.state_size, self.latent_size], dim=-1)
-        return self.rescore(self.project_levels(hidden, target), latent, target)
+        return self.adjust_logits(self.project_levels(hidden, target), latent, target)
 
     def project_levels(self, hidden: Tensor, target: TargetOutputPath | None = None) -> Tensor:
-        """Turn states [..., E] of the block into the draft logits [..., N] that `rescore` takes."""
+        """Turn states [..., E] of the block into the draft logits [..., N] that `adjust_logits` takes."""
         return self.project_states(hidden, target)
 
     def project_states(self, hidden: Tensor, target: TargetOutputPath | None = None) -> Tensor:
@@ -116,7 +118,7 @@ class ConditionalBlockHead(DFlashHead):
         if self.vocabulary is not None:
             rows = torch.isin(self.vocabulary, tokens).nonzero().squeeze(1)
         super().restrict(tokens, target)
-        change_rows(self.drafted_rows, lambda weight: weight[rows.to(weight.device)])
+        replace_rows(self.drafted_rows, lambda weight: weight[rows.to(weight.device)])
 
     def fit_vocabulary(self, size: int) -> None:
         """As `Head.fit_vocabulary`. Tokens that the head does not know get rows of zeros."""
@@ -128,9 +130,17 @@ class ConditionalBlockHead(DFlashHead):
             rows = weight[:size]
             return F.pad(rows, (0, 0, 0, size - len(rows)))
 
-        change_rows(self.token_rows, resize)
+        replace_rows(self.token_rows, resize)
         if self.lm_head is None and self.output is None:
-            change_rows(self.drafted_rows, resize)
+            replace_rows(self.drafted_rows, resize)
+
+
+def read_count(config: Config, name: str, least: int = 1) -> int:
+    """Read a whole number of a config. Raises ValueError if it is missing, none, or below `least`."""
+    value = config.get(name)
+    if not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} is {value!r}, must be a number of at least {least}")
+    return value
 
 
 def select_candidates(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -148,7 +158,7 @@ def spread_candidates(scores: Tensor, tokens: Tensor, size: int) -> Tensor:
     return logits.scatter(-1, tokens.expand(scores.shape), scores)
 
 
-def change_rows(modules: list[nn.Module], change: Callable[[Tensor], Tensor]) -> None:
+def replace_rows(modules: list[nn.Module], change: Callable[[Tensor], Tensor]) -> None:
     """Replace the weights [N, …] of modules by weights of other rows."""
     for module in modules:
         weight = module.weight

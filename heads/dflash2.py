@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from treespec.heads.conditional import (
     ConditionalBlockHead,
+    read_count,
     select_candidates,
     spread_candidates,
 )
@@ -49,11 +50,8 @@ class BlockConvolution(nn.Module):
 
     def __init__(self, width: int, taps: int, group: int) -> None:
         super().__init__()
-        if taps < 1 or group < 1 or width % group:
-            raise ValueError(
-                f"conv_kernel_size is {taps} and conv_group_size {group}: the first must be at least 1, the second "
-                f"divide hidden_size {width}"
-            )
+        if width % group:
+            raise ValueError(f"conv_group_size is {group}, must divide hidden_size, {width}")
         self.taps = taps
         self.groups = width // group
         base = torch.zeros(2, taps, width)
@@ -65,14 +63,14 @@ class BlockConvolution(nn.Module):
         """Convolve a sublayer's input."""
         slots = blocks.split(x)
         deltas = self.kernel_projection(slots).unflatten(-1, (2, self.taps, self.groups))
-        convolved = self.convolve(slots, deltas[..., 0, :, :], self.base_kernel[0])
+        convolved = self.apply_taps(slots, deltas[..., 0, :, :], self.base_kernel[0])
         return Convolved(blocks.join(convolved), deltas[..., 1, :, :])
 
     def leave(self, x: Tensor, deltas: Tensor, blocks: BlockRows) -> Tensor:
         """Convolve a sublayer's output. deltas: of `enter`."""
-        return blocks.join(self.convolve(blocks.split(x), deltas, self.base_kernel[1]))
+        return blocks.join(self.apply_taps(blocks.split(x), deltas, self.base_kernel[1]))
 
-    def convolve(self, slots: Tensor, deltas: Tensor, base: Tensor) -> Tensor:
+    def apply_taps(self, slots: Tensor, deltas: Tensor, base: Tensor) -> Tensor:
         """Convolve over the slots [S, ..., H]. deltas: [S, ..., K, G]. base: [K, H]."""
         grouped = slots.unflatten(-1, (self.groups, -1))
         kernel = base.unflatten(-1, (self.groups, -1))
@@ -123,16 +121,13 @@ class DFlash2Head(ConditionalBlockHead):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         width = self.hidden_size
-        convolution = (width, int(config["conv_kernel_size"]), int(config["conv_group_size"]))
+        taps = read_count(config, "conv_kernel_size")
+        group = read_count(config, "conv_group_size")
         self.layers = nn.ModuleList(
-            DFlash2Layer(cast(Layer, layer), *convolution) for layer in self.layers
+            DFlash2Layer(cast(Layer, layer), width, taps, group) for layer in self.layers
         )
-        self.latent_size = int(config["selector_rank"])
-        self.candidates = int(config["selector_top_k"])
-        if self.latent_size < 1 or self.candidates < 1:
-            raise ValueError(
-                f"selector_rank is {self.latent_size} and selector_top_k {self.candidates}, must be at least 1"
-            )
+        self.latent_size = read_count(config, "selector_rank")
+        self.candidates = read_count(config, "selector_top_k")
         drafted = self.vocab_size
         if self.lm_head is not None:
             drafted = self.lm_head.out_features
@@ -168,7 +163,9 @@ class DFlash2Head(ConditionalBlockHead):
         selector = self.candidate_selector
         return selector.predecessor_codebook(tokens) * selector.hidden_projection(hidden), memory
 
-    def rescore(self, logits: Tensor, latent: Tensor, target: TargetOutputPath | None) -> Tensor:
+    def adjust_logits(
+        self, logits: Tensor, latent: Tensor, target: TargetOutputPath | None
+    ) -> Tensor:
         values, tokens = select_candidates(logits, self.candidates)
         successors = self.candidate_selector.successor_codebook(tokens)  # [..., C, r]
         scores = values + (successors * latent[..., None, :]).sum(-1)

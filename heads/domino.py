@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from treespec.heads.conditional import ConditionalBlockHead
+from treespec.heads.conditional import ConditionalBlockHead, read_count
 from treespec.heads.head import Config, Embed, TargetFacts, TargetOutputPath
 
 
@@ -30,9 +30,11 @@ class DominoHead(ConditionalBlockHead):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         width = self.hidden_size
-        self.memory_size = int(config["gru_hidden_dim"])
-        self.latent_size = int(config["emb_dim"])
-        self.plain_levels = int(config.get("pure_draft_prefix_len") or 0)
+        self.memory_size = read_count(config, "gru_hidden_dim")
+        self.latent_size = read_count(config, "emb_dim")
+        self.plain_levels = 0
+        if config.get("pure_draft_prefix_len"):
+            self.plain_levels = read_count(config, "pure_draft_prefix_len")
         drafted = self.vocab_size
         if self.lm_head is not None:
             drafted = self.lm_head.out_features
@@ -65,5 +67,7 @@ class DominoHead(ConditionalBlockHead):
             return hidden.new_zeros(*tokens.shape, self.latent_size), memory
         return F.silu(self.embed_proj[0](torch.cat([hidden, memory], dim=-1))), memory
 
-    def rescore(self, logits: Tensor, latent: Tensor, target: TargetOutputPath | None) -> Tensor:
+    def adjust_logits(
+        self, logits: Tensor, latent: Tensor, target: TargetOutputPath | None
+    ) -> Tensor:
         return logits + self.embed_proj[2](latent)

@@ -15,7 +15,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from treespec.heads.conditional import ConditionalBlockHead
+from treespec.heads.conditional import ConditionalBlockHead, read_count
 from treespec.heads.head import Config, Embed, TargetFacts, TargetOutputPath
 
 MARKOV_TYPES = ("vanilla", "gated", "rnn")
@@ -88,10 +88,8 @@ class DSparkHead(ConditionalBlockHead):
     def __init__(self, config: Config) -> None:
         # 1. Read the config.
         super().__init__(config)
-        rank = config.get("markov_rank")
+        rank = read_count(config, "markov_rank", least=0)
         markov_type = config.get("markov_head_type") or MARKOV_TYPES[0]
-        if not isinstance(rank, int) or rank < 0:
-            raise ValueError(f"markov_rank is {rank!r}, must be a number of at least 0")
         if markov_type not in MARKOV_TYPES:
             kinds = ", ".join(map(repr, MARKOV_TYPES))
             raise ValueError(f"markov_head_type is {markov_type!r}, must be one of {kinds}")
@@ -147,7 +145,9 @@ class DSparkHead(ConditionalBlockHead):
         latent, memory = self.markov_head(hidden, tokens, memory)
         return latent, memory
 
-    def rescore(self, logits: Tensor, latent: Tensor, target: TargetOutputPath | None) -> Tensor:
+    def adjust_logits(
+        self, logits: Tensor, latent: Tensor, target: TargetOutputPath | None
+    ) -> Tensor:
         if self.markov_head is None:
             return logits.expand(*latent.shape[:-1], -1)
         return logits + self.markov_head.markov_w2(latent)

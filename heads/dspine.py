@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from treespec.heads.conditional import (
     ConditionalBlockHead,
+    read_count,
     select_candidates,
     spread_candidates,
 )
@@ -85,13 +86,9 @@ class DSpineHead(ConditionalBlockHead):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        rank = int(config["transfer_rank"])
-        message = int(config["message_size"])
-        self.candidates = int(config["top_k"])
-        if min(rank, message, self.candidates) < 1:
-            raise ValueError(
-                f"transfer_rank is {rank}, message_size {message} and top_k {self.candidates}, must be at least 1"
-            )
+        rank = read_count(config, "transfer_rank")
+        message = read_count(config, "message_size")
+        self.candidates = read_count(config, "top_k")
         self.causal = [True] * self.cached_layers
         self.latent_size = self.hidden_size
         self.injection = Injection(self.hidden_size, self.cached_layers, rank, message)
@@ -148,7 +145,9 @@ class DSpineHead(ConditionalBlockHead):
         written = self.injection.write(row, self.read_codes(tokens), self.cached_layers - 1)
         return self.norm(written), memory
 
-    def rescore(self, logits: Tensor, latent: Tensor, target: TargetOutputPath | None) -> Tensor:
+    def adjust_logits(
+        self, logits: Tensor, latent: Tensor, target: TargetOutputPath | None
+    ) -> Tensor:
         _, tokens = select_candidates(logits, self.candidates)
         scores = self.project_states(latent, target)
         tokens = tokens.expand(*scores.shape[:-1], -1)

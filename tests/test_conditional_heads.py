@@ -466,7 +466,7 @@ ASKING = {  # kind, config.json, the reason
     "groups that do not fit": (
         "dflash2",
         DFLASH2_FILE | {"dflash_config": IN_DFLASH | DFLASH2 | {"conv_group_size": 7}},
-        "conv_group_size 7: .*divide hidden_size 32",
+        "conv_group_size is 7, must divide hidden_size, 32",
     ),
     "no taps": ("dflash2", DFLASH2_FILE | {"dflash_config": IN_DFLASH}, "conv_kernel_size"),
     "an anchor that drafts": ("dflash2", OF_SPECULATORS | {"sample_from_anchor": True}, "sample_from_anchor is True"),

@@ -64,7 +64,7 @@ def read_dspark(config: Config, tensors: Tensors) -> Stored:
     """Read a DSpark head. Raises ValueError as `read_dflash`, and for a convention of rows that nothing tells."""
     plain = {name.removeprefix(FIRST_NAMES): value for name, value in tensors.items()}
     flat_config, stored = read_block(
-        nest_layers(config),
+        move_layers(config),
         plain,
         DSPARK_TABLE,
         SPECULATORS_DSPARK_TABLE,
@@ -74,11 +74,11 @@ def read_dspark(config: Config, tensors: Tensors) -> Stored:
     )
     return flat_config | {
         "model_type": DSPARK_KIND,
-        "sample_from_anchor": drafts_from_anchor(config),
+        "sample_from_anchor": read_convention(config),
     }, stored
 
 
-def nest_layers(config: Config) -> Config:
+def move_layers(config: Config) -> Config:
     """Move DeepSpec's `target_layer_ids` into `dflash_config`, where SpecForge has them.
 
     Raises ValueError if both places name layers, and other ones.
@@ -96,7 +96,7 @@ def nest_layers(config: Config) -> Config:
     return moved | {"dflash_config": nested | {LAYERS_FIELD: ids}}
 
 
-def drafts_from_anchor(config: Config) -> bool:
+def read_convention(config: Config) -> bool:
     """Whether the last token's row drafts too.
 
     Raises ValueError for a file of speculators that does not say it, and whose number of drafts does not tell.

@@ -100,7 +100,7 @@ class ConditionalProposer(BlockRunner):
         self.hidden = self.head.select_drafted_states(last, self.block)
         self.level_logits = self.head.project_levels(self.hidden, self.target)
         memory = self.hidden.new_zeros(len(roots), 1, self.head.memory_size)
-        return self.rescore_level(roots[:, None], memory)
+        return self.adjust_level(roots[:, None], memory)
 
     @torch.no_grad()
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
@@ -108,10 +108,10 @@ class ConditionalProposer(BlockRunner):
         if self.vocabulary is not None:
             tokens = self.vocabulary[tokens]
         self.level += 1
-        logits = self.rescore_level(tokens, gather_rows(self.memory, above))
+        logits = self.adjust_level(tokens, gather_rows(self.memory, above))
         return list(unpad_rows(logits, sizes).split(sizes))
 
-    def rescore_level(self, tokens: Tensor, memory: Tensor) -> Tensor:
+    def adjust_level(self, tokens: Tensor, memory: Tensor) -> Tensor:
         """Returns [B, F, N] draft logits of this level below nodes.
 
         tokens: [B, F] the nodes' tokens, of the target. memory: [B, F, M] of their parents.
@@ -121,4 +121,4 @@ class ConditionalProposer(BlockRunner):
         latent, self.memory = self.head.read_parents(
             hidden, tokens, memory, level, self.target.embed_tokens
         )
-        return self.head.rescore(self.level_logits[:, level, None], latent, self.target)
+        return self.head.adjust_logits(self.level_logits[:, level, None], latent, self.target)

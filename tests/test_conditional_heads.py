@@ -3,16 +3,25 @@
 import pytest
 import torch
 from commands import complains
-from drafters import BLOCK_TEXT, DRAFT_PATHS, block_states_plainly, build_conditional, draft_paths
+from drafters import (
+    BLOCK_TEXT,
+    DRAFT_PATHS,
+    block_states_plainly,
+    build_conditional,
+    draft_paths,
+    list_token_paths,
+)
 from head_files import QWEN3_CONFIG, SPECULATORS_DFLASH, Z_LAB, write_head
-from models import close, target
+from models import close, draft_tree, seeded, target
 
+from treespec.api.spec import Spec
 from treespec.draft.drafter import Frontier
 from treespec.draft.heads.block import ConditionalProposer
 from treespec.draft.heads.loading import load_trained_head
 from treespec.draft.vocabulary import restrict
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.heads.registry import HEAD_KINDS, detect_kind
+from treespec.sampling.probs import SamplingParams
 
 MARKOV = "markov_head."
 
@@ -176,6 +185,23 @@ def test_each_nodes_children_come_from_its_own_path(name):
         close(logits, draft_plainly(name, head, model, BLOCK_TEXT, path)[-1], 2e-4, 1e-4)
     cousins = [DRAFT_PATHS.index((5, 8)), DRAFT_PATHS.index((7, 9))]
     assert not torch.equal(drafted[cousins[0]], drafted[cousins[1]])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["dspark, rnn", "domino", "dflash2", "dspine"])
+def test_the_verifier_divides_by_the_conditional_that_was_drawn_from(name):
+    """At temperature 1 the q of each node is that of its own path, at every node of a sampled tree."""
+    kind, changes, _ = HEADS[name]
+    head = build_conditional(kind, **changes)
+    model = target("llama")
+    drafter = Spec(model, head, "2x2", "rrs-wo").decoder.drafter
+    drafter.observe([model.compute_features(BLOCK_TEXT[None, :-1], head.aux_layers)[0]], [BLOCK_TEXT])
+    tree = draft_tree(drafter, BLOCK_TEXT[-1:], SamplingParams(temperature=1.0), seeded(1))
+    paths = list_token_paths(tree)
+    assert len(tree.drafts.nodes) == 3
+    for node, q in zip(tree.drafts.nodes.tolist(), tree.drafts.q, strict=True):
+        wanted = draft_plainly(name, head, model, BLOCK_TEXT, paths[node][1:])[-1]
+        close(q.double(), wanted.double().softmax(-1), 1e-4)
 
 
 @torch.no_grad()

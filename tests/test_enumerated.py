@@ -47,7 +47,6 @@ SETUPS = [
     *((drafter, *pair, "top-k", 64) for drafter, pair in product([*HEADS, *MODELS], WIDE[:2])),
     *((drafter, "traversal", "2x2", "penalties", 64) for drafter in (*HEADS, *MODELS)),
     *((drafter, verifier, "2x2", "top-k", 64) for drafter, verifier in product(CONDITIONAL, ("topk", "rrs-wo"))),
-    ("dspark", "single", "chain:2", "warm", 64),
     ("dspark", "traversal", "2x2", "penalties", 64),
     ("dspark", "topk", "dynamic:depth=2,topk=3,nodes=6", "top-k", 64),
     *(("suffix", "topk", None, way, 64) for way in ("greedy", "warm", "top-p", "min-p", *SHAPED)),

@@ -198,14 +198,11 @@ def test_a_gguf_file_with_an_unknown_field_is_refused_by_name(tmp_path, monkeypa
 
 
 NAMED = {  # architectures as projects write them, in config.json: how the refusal calls them
-    **dict.fromkeys(("DSparkDraftModel", "Qwen3DSparkModel", "DSparkSpeculator", "K3DSparkModel"), "DSpark"),
-    "DSpineDraftModel": "DSpine",
-    "DominoDraftModel": "Domino",
+    **dict.fromkeys(("K3DSparkModel", "Gemma4DSparkModel"), "DSpark of other layers"),
+    "Qwen3DSpineModel": "DSpine of other projects",
     "UBTreeDraftModel": "UBTree",
     "Eagle4LlamaForCausalLM": "EAGLE-4",
     "LlamaForCausalLMEagle4": "EAGLE-4",
-    "DFlash2DraftModel": "DFlash 2",
-    "Qwen3DFlash2DraftModel": "DFlash 2",
     "PARDForCausalLM": "PARD, PARD-2",
     "FalconDraftModel": "Falcon",
     "MLPSpeculatorPreTrainedModel": "MLP and LSTM",
@@ -230,7 +227,7 @@ def test_an_architecture_that_is_not_read_is_called_by_its_name(architecture, tm
         check_head(DrafterSpec.parse(f"head:{folder}"), "target")
 
 
-@pytest.mark.parametrize("kind", ["dspark", "dflash2", "domino", "jetspec", "mtp", "pard2", "dels_spec", "independent"])
+@pytest.mark.parametrize("kind", ["jetspec", "mtp", "pard2", "dels_spec", "independent"])
 def test_an_unsupported_kind_of_speculators_is_refused_by_name(kind, tmp_path):
     config = SPECULATORS_DFLASH | {"speculators_model_type": kind, "architectures": ["Speculator"]}
     with complains(f"'{kind}' is .*, known, not read yet: "):

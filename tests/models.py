@@ -88,7 +88,7 @@ def random_model(config, seed=0, spread=0.1) -> hf.PreTrainedModel:
     numbers; 0 leaves the vectors as a new model has them.
     """
     torch.manual_seed(seed)
-    model = hf.AutoModelForCausalLM.from_config(config)
+    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     vectors = []
     for parameter in model.parameters():
         if parameter.ndim > 1:

@@ -3,9 +3,10 @@ BIN := .venv/bin
 # Other projects' packages, which want other versions than treespec's, on top of those of .venv.
 UPSTREAM := .venv/upstream
 INSTALL = $(BIN)/python -m pip --python $(UPSTREAM)/bin/python install --quiet --disable-pip-version-check -c constraints.txt
+TESTS = $(BIN)/pytest -n 2 -m "not slow"
 PURELIB = 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
-.PHONY: quickstart test kernels-check upstream types pages wheel setup clean
+.PHONY: quickstart test test-threads test-dtype kernels-check upstream types pages wheel setup clean
 
 quickstart: setup
 	$(BIN)/treespec quickstart
@@ -14,7 +15,15 @@ test: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(MAKE) --no-print-directory types
-	$(BIN)/pytest -n 2 -m "not slow" --durations 20
+	$(TESTS) --durations 20
+
+# What a program may have set before it calls treespec: the threads, which change no bit, and torch's default dtype.
+test-threads: setup
+	TEST_THREADS=3 $(TESTS)
+
+test-dtype: setup
+	TEST_DTYPE=float64 $(TESTS)
+	TEST_DTYPE=bfloat16 $(TESTS) $(DTYPE_TESTS)
 
 # The C kernels, under sanitizers, by each compiler and instruction set that is installed.
 kernels-check:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from models import CONFIGS, random_head, random_model, seeded
+from models import CONFIGS, randn, random_head, random_model, seeded
 
 from treespec.draft.drafter import Frontier
 from treespec.draft.heads.host_levels import extend_mask, mask_committed_columns
@@ -34,7 +34,7 @@ def draft_levels(proposer, frontiers, lengths):
     proposer = proposer.new()
     logits = []
     for length in lengths:
-        features = torch.randn(length, 32, generator=generator).to(proposer.target.dtype)
+        features = randn(length, 32, generator=generator).to(proposer.target.dtype)
         proposer.observe([features], [torch.randint(64, (length + 1,), generator=generator)])
         logits += proposer.begin(torch.tensor([5]))
         for frontier in frontiers:
@@ -95,7 +95,7 @@ def observe_random_pairs(proposer, lengths, generator):
     features = []
     tokens = []
     for length in lengths:
-        row = torch.randn(length, 32, generator=generator)
+        row = randn(length, 32, generator=generator)
         features.append(row.to(proposer.target.dtype))
         tokens.append(torch.randint(64, (length + 1,), generator=generator))
     proposer.observe(features, tokens)

@@ -3,13 +3,14 @@
 import pytest
 import torch
 import transformers as hf
-from models import GROUPED, random_prefix, seeded, target
+from models import GROUPED, rand, randn, random_prefix, seeded, target, zeros
 from transformers.modeling_utils import local_torch_dtype
 
 from treespec.draft.heads.loading import build_new_head
 from treespec.eval.certify.ranks import predict_repeats
 from treespec.heads.formats.gguf import compute_frequency_factors
 from treespec.heads.registry import HEAD_KINDS
+from treespec.sampling.processors import Penalties, TransformersProcessor
 from treespec.train.losses.objectives import TrainingBatch, add_feature_noise
 from treespec.verify.rates import bound_optimum
 from treespec.verify.rrs import RRS
@@ -25,14 +26,14 @@ STRETCHED = {
 
 
 def add_noise():
-    features = torch.zeros(2, 9, 4, dtype=torch.float32)
+    features = zeros(2, 9, 4)
     tokens = random_prefix(length=18).view(2, 9)
     batch = TrainingBatch(tokens, tokens > 9, features, torch.tensor([9, 7]), seeded(1), 1)
     return add_feature_noise(batch, 0.1)
 
 
 def estimate_bound():
-    p, q = torch.rand(2, 3, 40, generator=seeded(2), dtype=torch.float32).softmax(-1)
+    p, q = rand(2, 3, 40, generator=seeded(2)).softmax(-1)
     return bound_optimum(RRS(), p, q, 3, seeded(3))
 
 
@@ -43,6 +44,7 @@ COMPUTATIONS = {
         hf.LlamaConfig(**GROUPED, head_dim=8, rope_parameters=STRETCHED)
     ),
     "a bound of acceptance": estimate_bound,
+    "penalties": lambda: Penalties(1.1, 0.3, 0.2).process_logits([5], [(5, 6)], randn(1, 9, generator=seeded(4))),
 }
 
 
@@ -63,3 +65,10 @@ def test_a_new_head_is_in_float32(kind, default):
     with local_torch_dtype(default):
         head = build_new_head(kind, target("llama"))
     assert {weight.dtype for weight in head.state_dict().values() if weight.is_floating_point()} == {torch.float32}
+
+
+def test_a_processor_may_return_scores_of_another_dtype():
+    """As one that counts tokens does, under another default dtype."""
+    logits = randn(2, 9, generator=seeded(5))
+    halved = TransformersProcessor(lambda tokens, scores: scores.double() / 2)
+    assert torch.equal(halved.process_logits([5], [(), (6,)], logits), logits / 2)

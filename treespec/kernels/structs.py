@@ -11,6 +11,7 @@ from typing import Any
 ABI_VERSION = 3
 LAYER_PRODUCTS = 7  # queries, keys, values, output, gate, up, down
 LAYER_NORMS = 4  # before attention, before the MLP, of queries, of keys
+HEAD_NORMS = 3  # of embeddings, of features, of states
 
 
 def list_fields(kind: Any, names: str) -> list[tuple[str, Any]]:
@@ -80,6 +81,8 @@ class HeadStepStruct(ctypes.Structure):
         list_fields(LayerStruct, "layer")
         + list_fields(LinearStruct, "fc output")
         + list_fields(c_void_p, "embedding")
+        + list_fields(c_void_p * HEAD_NORMS, "norms")
+        + list_fields(c_int64, "adds_normed_feature returns_normed_states")
     )
 
 

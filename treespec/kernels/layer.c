@@ -108,14 +108,17 @@ INLINE F silu(F x) {  // x / (1 + exp(-x)); in bfloat16 it has the bits of torch
   return y;
 }
 
-// Outputs of share t of `shares`: silu(gate) * up of n rows, as the last product reads them.
-static void activate(const Layer *a, const void *gate, const void *up, const Rows *as, char *rows, int64_t n,
-                     int shares, int t) {
+// Outputs of share t of `shares`: silu(gate) * up of n rows, as the last product reads them. Where it reads eight bits,
+// the shares may part a block: the numbers take the place of `gate`, and `round_rows` rounds them when all are there.
+static void activate(const Layer *a, void *gate, const void *up, const Rows *as, char *rows, int64_t n, int shares,
+                     int t) {
   int64_t from = first_of(a->inner, shares, t), to = first_of(a->inner, shares, t + 1);
+  int64_t size = as->size, width = as->width;
+  if (as->mode == ROUNDED) rows = gate, size = a->half ? 2 : 4, width = a->inner;
   for (int64_t r = 0; r < n; r++) {
     for (int64_t i = from; i < to; i += L) {
-      int64_t at = r * a->inner + i, size = as->size;
-      char *to_row = rows + (r * as->width + i) * size;
+      int64_t at = r * a->inner + i;
+      char *to_row = rows + (r * width + i) * size;
       if (i + L <= to) {
         F x = rounded(silu(load(gate, at, a->half)), a->half);
         store(to_row, 0, rounded(x * load(up, at, a->half), a->half), size == 2);
@@ -124,8 +127,16 @@ static void activate(const Layer *a, const void *gate, const void *up, const Row
         put(to_row, c, rounded(x * get(up, at + c, a->half), a->half)[0], size == 2);
       }
     }
-    if (!t) memset(rows + (r * as->width + as->in) * as->size, 0, (as->width - as->in) * as->size);
+    if (!t) memset(rows + (r * width + as->in) * size, 0, (width - as->in) * size);
   }
+}
+
+// Rounds n rows x to eight bits, a block at a time. All threads call it.
+static void round_rows(const Rows *as, const char *x, char *rows, int64_t n, Team *team) {
+  int64_t blocks = as->in / EIGHTS_BLOCK, row = as->in * (as->half ? 2 : 4);
+  meet(team);
+  for (int64_t i = first_item(n * blocks); i < end_item(n * blocks); i++)
+    round_block(x + i / blocks * row, rows + i / blocks * as->bytes, as->in, i % blocks, as->half);
 }
 
 // Where the steps of a layer write: rows as products read them, what the steps give, room for scores.
@@ -164,8 +175,8 @@ static int64_t plan_layer(const Layer *a, const Forward *f, const Cache *c, Plan
   const Rows *rows = plan->rows;
   int64_t all_rows = padded(&rows[QUERY], n), width = MAX(a->in, a->hidden), used = 0;
   int64_t sizes[PARTS] = {
-    all_rows * rows[QUERY].width * rows[QUERY].size, all_rows * rows[OUTPUT].width * rows[OUTPUT].size,
-    all_rows * rows[GATE].width * rows[GATE].size, all_rows * rows[DOWN].width * rows[DOWN].size, n * width * size,
+    all_rows * rows[QUERY].bytes, all_rows * rows[OUTPUT].bytes, all_rows * rows[GATE].bytes,
+    all_rows * rows[DOWN].bytes, n * width * size,
     n * all_heads * size, n * groups * size, n * groups * size, n * all_heads * size,
     n * a->hidden * size, n * a->hidden * size, n * a->inner * size, n * a->inner * size,
     bytes_of_attention(&plan->attention),
@@ -211,6 +222,7 @@ static void layer(const Layer *a, const Forward *f, const Cache *c, char *room, 
     share(&p[UP], &as[UP], at[ROWS_MID], at[U_], n, t);
     activate(a, at[G], at[U_], &as[DOWN], at[ROWS_DOWN], n, shares, t);
   }
+  if (as[DOWN].mode == ROUNDED) round_rows(&as[DOWN], at[G], at[ROWS_DOWN], n, team);
   meet(team);
   for (int t = first; t < shares; t += step) {
     share(&p[DOWN], &as[DOWN], at[ROWS_DOWN], at[ADDED], n, t);

@@ -113,6 +113,10 @@ KERNEL_PARAMETERS: dict[str, list[Any]] = {
     "pack": [c_void_p, c_void_p, c_int64, c_int64, c_int],
     # packed weight, weight; inputs, outputs; form
     "unpack": [c_void_p, c_void_p, c_int64, c_int64, c_int],
+    # blocks, packed weight; inputs, outputs
+    "pack_eights": [c_void_p, c_void_p, c_int64, c_int64],
+    # packed weight, blocks; inputs, outputs
+    "unpack_eights": [c_void_p, c_void_p, c_int64, c_int64],
     # the product; x, y; rows
     "linear": [ctypes.POINTER(LinearStruct), c_void_p, c_void_p, c_int64],
     "attention": [ctypes.POINTER(AttentionStruct)],

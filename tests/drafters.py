@@ -24,6 +24,7 @@ from models import (
     random_prefix,
     random_tree,
     seeded,
+    sharpen,
     target,
     tiny,
 )
@@ -284,22 +285,14 @@ def extrapolate(head, text, features, path=()):
 BLOCK_TEXT = torch.tensor([7, 3, 9, 12, 5, 40, 8, 21, 33])
 
 
-def build_dflash(name="llama", **changes):
-    torch.manual_seed(0)
-    head = build_new_head("dflash", target(name), block_size=5, num_hidden_layers=2, own_output=False)
-    head = type(head)(head.config | changes)
-    head.embed_tokens = None
-    return sharpen(head)
-
-
-def build_conditional(kind, name="llama", **changes):
-    """A block head whose levels read the tokens above. changes: of its config."""
+def build_dflash(name="llama", kind="dflash", **changes):
+    """A block head of two layers. changes: of its config."""
     torch.manual_seed(0)
     sizes = {"block_size": 5, "num_hidden_layers": 2, "own_output": False}
     head = build_new_head(kind, target(name), **sizes | changes)
     head.embed_tokens = None
     for parameter in sharpen(head).parameters():
-        if parameter.ndim == 1:
+        if parameter.ndim == 1 and kind != "dflash":
             parameter.data.add_(0.2 * torch.randn_like(parameter))
     return head
 
@@ -311,14 +304,6 @@ def build_p_eagle(name="llama", **changes):
     head = type(head)(head.config | changes)
     head.embed_tokens = embedding
     return sharpen(head)
-
-
-def sharpen(head):
-    """Weights far from 0, so that a wrong mask or position shows."""
-    for parameter in head.parameters():
-        if parameter.requires_grad and parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.25)
-    return head.eval()
 
 
 def draft_block(head):
@@ -370,8 +355,8 @@ def block_states_plainly(head, model, text, around=lambda name, x, compute: comp
         if head.windows[number]:
             seen = seen & (places > places[n:, None] - head.windows[number])
 
-        def attend(rows, layer=layer, seen=seen):
-            return attend_plainly(layer.self_attn, rows, torch.cat([context, rows]), places, seen, head.rotary)
+        def attend(rows, attention=layer.self_attn, seen=seen):
+            return attend_plainly(attention, rows, torch.cat([context, rows]), places, seen, head.rotary)
 
         x = x + around(f"layers.{number}.attention", layer.input_layernorm(x), attend)
         x = x + around(f"layers.{number}.mlp", layer.post_attention_layernorm(x), layer.mlp)

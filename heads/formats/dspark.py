@@ -83,7 +83,7 @@ def move_layers(config: Config) -> Config:
 
     Raises ValueError if both places name layers, and other ones.
     """
-    nested = config.get("dflash_config") or {}
+    nested = config.get("dflash_config", {})
     ids = config.get(DEEPSPEC_LAYERS_FIELD)
     if not ids or not isinstance(nested, dict):
         return config
@@ -102,16 +102,20 @@ def read_convention(config: Config) -> bool:
 
     Raises ValueError for a file of speculators that does not say it, and whose number of drafts does not tell.
     """
-    nested = config.get("dflash_config") or {}
-    for place in (config, nested):
+    places = [config]
+    if config.get("dflash_config"):
+        places.append(config["dflash_config"])
+    for place in places:
         if place.get("sample_from_anchor") is not None:
             return bool(place["sample_from_anchor"])
     if SPECULATORS_KIND_FIELD not in config:
         return True
-    size = config.get("block_size") or 0
-    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    drafted = methods[0].get("speculative_tokens")
-    if drafted == size:
+    size = config.get("block_size")
+    drafted = None
+    served = config.get("speculators_config")
+    if served and served.get("proposal_methods"):
+        drafted = served["proposal_methods"][0].get("speculative_tokens")
+    if drafted is not None and drafted == size:
         return True
     raise ValueError(
         f"sample_from_anchor is missing, block_size is {size} and speculative_tokens is {drafted}: files of before "

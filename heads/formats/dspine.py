@@ -62,6 +62,8 @@ def read_dspine(config: Config, tensors: Tensors) -> Stored:
     flat_config, stored = read_block(
         config, renamed, DSPINE_TABLE, DSPINE_TABLE, token_rows=(f"{CODES_TENSOR}.weight",)
     )
-    part = flat_config.pop(DSPINE_OBJECT, None) or {}
-    sizes = DSPINE_DEFAULTS | fields.select_names(part, DSPINE_FIELDS)
+    sizes = dict(DSPINE_DEFAULTS)
+    part = flat_config.pop(DSPINE_OBJECT, None)
+    if part:
+        sizes |= fields.select_names(part, DSPINE_FIELDS)
     return sizes | flat_config | {"model_type": DSPINE_KIND}, stored

@@ -18,6 +18,7 @@ from models import (
     close,
     follow,
     plain_logits,
+    randn,
     random_eagle3,
     random_head,
     random_model,
@@ -100,7 +101,7 @@ def table(seed=1, size=TABLE_VOCAB, end=None) -> Target:
 def near(seed) -> Target:
     """A table near that of the target."""
     model = TableModel(TableConfig(TABLE_VOCAB, seed=1))
-    noise = torch.randn(TABLE_VOCAB, TABLE_VOCAB, TABLE_VOCAB, generator=seeded(seed))
+    noise = randn(TABLE_VOCAB, TABLE_VOCAB, TABLE_VOCAB, generator=seeded(seed))
     model.model.table.data += noise
     return Target(model)
 

@@ -16,6 +16,7 @@ from head_files import (
     write_directory,
     write_head,
 )
+from models import zeros
 from safetensors.torch import load_file, save_file
 from training import change_json
 
@@ -46,7 +47,7 @@ def test_a_missing_and_an_unknown_tensor_are_named(name, tmp_path):
     with complains(f"lacks .*{shown}"):
         load_head(write_head(tmp_path, config, told({n: v for n, v in tensors.items() if n != absent}), name))
     with complains(r"unknown tensors \S*stray\.weight"):
-        load_head(write_head(tmp_path, config, told(tensors) | {stray(name): torch.zeros(2)}, name))
+        load_head(write_head(tmp_path, config, told(tensors) | {stray(name): zeros(2)}, name))
 
 
 def stray(name):

@@ -5,7 +5,7 @@ from copy import deepcopy
 import faults
 import pytest
 import torch
-from models import CONFIGS, close, follow, random_model, seeded
+from models import CONFIGS, close, follow, rand, random_model, seeded
 from training import config_without_files
 
 from treespec.api.spec import Spec
@@ -149,7 +149,7 @@ def test_what_training_lowers_is_the_loss_of_what_drafts(name):
     # 1. By the objective.
     target, head = pair_of(name)
     tokens = text_of(14)
-    mask = torch.rand(14, generator=seeded(3)) < 0.6
+    mask = rand(14, generator=seeded(3)) < 0.6
     features = target.compute_features(tokens[None], head.aux_layers, last=True)
     names = head.vocabulary
     given = (tokens[None], mask[None], features, torch.tensor([14]), torch.Generator(), STEPS, names)

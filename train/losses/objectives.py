@@ -140,7 +140,7 @@ def add_feature_noise(batch: TrainingBatch, noise: float) -> Tensor:
     uniform = torch.rand(
         features.shape, generator=batch.generator, device=features.device, dtype=torch.float32
     )
-    widths = (noise * 512 / batch.lengths).to(features.device)
+    widths = (noise * 512 / batch.lengths.float()).to(features.device)
     return features + (uniform * 2 - 1) * widths[:, None, None]
 
 

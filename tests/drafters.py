@@ -25,7 +25,6 @@ from models import (
     random_prefix,
     random_tree,
     seeded,
-    sharpen,
     target,
     tiny,
 )
@@ -287,24 +286,26 @@ BLOCK_TEXT = torch.tensor([7, 3, 9, 12, 5, 40, 8, 21, 33])
 
 
 def build_dflash(name="llama", kind="dflash", **changes):
-    """A block head of two layers. changes: of its config."""
     torch.manual_seed(0)
     sizes = {"block_size": 5, "num_hidden_layers": 2, "own_output": False}
     head = build_new_head(kind, target(name), **sizes | changes)
     head.embed_tokens = None
-    for parameter in sharpen(head).parameters():
-        if parameter.ndim == 1 and kind != "dflash":
-            parameter.data.add_(0.2 * torch.randn_like(parameter))
-    return head
+    return sharpen(head)
 
 
 def build_p_eagle(name="llama", **changes):
     torch.manual_seed(0)
-    head = build_new_head("p-eagle", target(name), levels=4)
-    embedding = head.embed_tokens
-    head = type(head)(head.config | changes)
-    head.embed_tokens = embedding
-    return sharpen(head)
+    return sharpen(build_new_head("p-eagle", target(name), **{"levels": 4} | changes))
+
+
+def sharpen(head):
+    """Weights far from 0, norms far from 1, so that a wrong mask or position shows."""
+    for parameter in filter(lambda parameter: parameter.requires_grad, head.parameters()):
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.25)
+        else:
+            parameter.data.add_(0.2 * torch.randn_like(parameter))
+    return head.eval()
 
 
 def draft_block(head):

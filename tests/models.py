@@ -395,11 +395,3 @@ def check_head_fits(head, target):
     logits = head.compute_logits(hidden, target)
     assert logits.shape == (1, 9, target.vocab_size)
     assert logits.isfinite().all()
-
-
-def sharpen(head):
-    """Weights far from 0, so that a wrong mask or position shows."""
-    for parameter in head.parameters():
-        if parameter.requires_grad and parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.25)
-    return head.eval()

@@ -25,6 +25,7 @@ class Architecture:
         marks: a pattern of its names in config.json, matched in full and without case.
         kind: treespec's kind of head that reads it; "": treespec does not read it yet.
         reason: why treespec does not read it, and what to use instead.
+        version: what was read to write the reader, and the day; "": before November 2026.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Architecture:
     marks: str
     kind: str = ""
     reason: str = ""
+    version: str = ""
 
 
 IS_LANGUAGE_MODEL = "it is a language model of its own, no head"
@@ -89,9 +91,16 @@ KNOWN_ARCHITECTURES = (
     Architecture("UBTree", "", r"ubtree.*", reason="treespec was not compared with it"),
     Architecture(
         "EAGLE-4",
+        "NeMo AutoModel, TokenSpeed",
+        r"llamaforcausallmeagle4",
+        "eagle4",
+        version="NeMo AutoModel's documentation, nightly, 2026-11-29",
+    ),
+    Architecture(
+        "EAGLE-4 of other layouts",
         "",
         r".*eagle-?4(?!\d).*",
-        reason="treespec was not compared with it",
+        reason="treespec reads the layout that NeMo AutoModel documents, LlamaForCausalLMEagle4",
     ),
     Architecture(
         "Falcon",

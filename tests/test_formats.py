@@ -135,8 +135,13 @@ def test_hydra_heads_that_do_not_tell_their_attention_heads_ask_for_them(tmp_pat
         load_head(folder)
 
 
+ONLY_READ = ("eagle4",)  # kinds that treespec does not train yet
+
+
 def test_every_table_of_heads_has_the_same_kinds_and_names_what_exists():
     for name, kind in HEAD_KINDS.items():
-        named = (kind.head, kind.read, kind.write, TRAINING_BY_KIND[name].objective)
+        training = TRAINING_BY_KIND.get(name)
+        named = (kind.head, kind.read, kind.write, training and training.objective)
         assert all(callable(resolve_name(name)) for name in named if name)
-    assert list(TRAINING_BY_KIND) == list(PROPOSER_BY_KIND) == list(HEAD_KINDS)
+    assert list(PROPOSER_BY_KIND) == list(HEAD_KINDS)
+    assert list(TRAINING_BY_KIND) == [name for name in HEAD_KINDS if name not in ONLY_READ]

@@ -132,8 +132,10 @@ def test_a_fault_in_drafting_is_found(fault, name):
 
 
 def trained_alone(name):
-    """Whether a kind is trained on other tokens, or with another output layer, than it drafts by."""
+    """Whether a kind is trained on other tokens, or with another output layer, than it drafts by, or not at all."""
     kind, fields, some = VARIANTS[name]
+    if kind not in TRAINING_BY_KIND:
+        return True
     return fields.get("own_output") is False or (some and kind in ("medusa", "hydra", "hydra++"))
 
 

@@ -203,7 +203,7 @@ NAMED = {  # architectures as projects write them, in config.json: how the refus
     "DominoDraftModel": "Domino",
     "UBTreeDraftModel": "UBTree",
     "Eagle4LlamaForCausalLM": "EAGLE-4",
-    "LlamaForCausalLMEagle4": "EAGLE-4",
+    "Eagle4DeepseekV2ForCausalLM": "EAGLE-4",
     "DFlash2DraftModel": "DFlash 2",
     "Qwen3DFlash2DraftModel": "DFlash 2",
     "PARDForCausalLM": "PARD, PARD-2",

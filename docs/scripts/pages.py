@@ -188,8 +188,9 @@ def list_architectures() -> str:
     rows = []
     for architecture in KNOWN_ARCHITECTURES:
         read_as = f"`{architecture.kind}`" if architecture.kind else "known, not read yet"
-        rows.append([architecture.name, architecture.projects or "–", read_as])
-    return table(["architecture", "written or served by", "read as"], rows)
+        projects = architecture.projects or "–"
+        rows.append([architecture.name, projects, read_as, architecture.version])
+    return table(["architecture", "written or served by", "read as", "what was read"], rows)
 
 
 TABLES = {

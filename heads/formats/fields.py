@@ -222,6 +222,11 @@ EAGLE3_BASE_TABLE = LLAMA_TABLE.extend(
     nested={"eagle_config": EAGLE_CONFIG_TABLE},
 )
 EAGLE3_TABLE = EAGLE3_BASE_TABLE.extend(only={"parallel_drafting": (False,)})
+CANDIDATE_COUNT = "num_candidates"
+EAGLE4_TABLE = EAGLE3_TABLE.extend(
+    used=(CANDIDATE_COUNT,),
+    nested={"candidate_head": FieldTable(used=frozenset(("rank", CANDIDATE_COUNT)))},
+)
 PROPOSAL_TABLE = FieldTable(
     used=frozenset(("speculative_tokens",)),
     unused=split_names(

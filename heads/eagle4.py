@@ -1,8 +1,8 @@
 """The head of EAGLE-4: EAGLE-3.1's with a window, and a low-rank head which says for which tokens logits are computed.
 
-A product with all rows of the output layer takes most of a draft step. Here a head of rank r estimates the logits of all
-tokens, and only the K tokens with the largest estimates, the candidates, get logits: from their rows of the output
-layer, so these are exact. Six tokens, K = 3:
+A product with all rows of the output layer takes most of a draft step. Here a head of rank r estimates the logits of
+all tokens, and only the K tokens with the largest estimates, the candidates, get logits: from their rows of the
+output layer, so these are exact. Six tokens, K = 3:
 
     token           a     b     c     d     e     f
     estimate        0.2   2.1  -1.0   1.7   0.1   1.5
@@ -34,7 +34,10 @@ class RowLinear(nn.Linear):
     """A linear layer that can multiply by some rows of its weight. A CPU does not pack it, so rows stay readable."""
 
     def multiply_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        """Multiply by some rows: [..., H] and [..., K] int64 -> [..., K]. Many rows are taken out of the whole product."""
+        """Multiply by some rows of the weight: [..., H] and [..., K] int64 -> [..., K].
+
+        More rows than the weight has are taken out of the whole product.
+        """
         if rows.numel() > self.out_features:
             return self(x).gather(-1, rows)
         return torch.einsum("...kh,...h->...k", self.weight[rows], x)
@@ -97,7 +100,10 @@ class Eagle4Head(Eagle3Head):
 
 def read_count(config: Config, name: str) -> int:
     """Read a number of `candidate_head`. Raises ValueError unless it is a whole number of at least 1."""
-    count = (config.get("candidate_head") or {}).get(name)
+    candidate_head = config.get("candidate_head")
+    count = None
+    if isinstance(candidate_head, dict):
+        count = candidate_head.get(name)
     if type(count) is not int or count < 1:
         raise ValueError(f"candidate_head.{name} is {count!r}, must be a whole number, at least 1")
     return count

@@ -81,7 +81,7 @@ def build_eagle4(model=EIGHT_LAYERS, seed=0, rank=6, candidates=5, window=4):
     torch.manual_seed(seed)
     sizes = {"rank": rank, "num_candidates": candidates}
     head = build_new_head("eagle4", model, candidate_head=sizes, sliding_window=window).eval()
-    for name, parameter in head.named_parameters():
+    for parameter in head.parameters():
         if parameter.requires_grad:
             parameter.data += 0.3 * torch.randn_like(parameter)
     return head

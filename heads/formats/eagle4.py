@@ -52,7 +52,7 @@ def read_eagle4(config: Config, tensors: Tensors) -> Stored:
 def has_flag(config: Config, name: str) -> bool:
     """Whether a config says yes or no to a part, by the name of TensorRT-LLM too."""
     names = [name, *(theirs for theirs, ours in NORM_FLAGS.items() if ours == name)]
-    objects = (config, config.get("eagle_config") or {})
+    objects = (config, fields.get_object(config, "eagle_config"))
     return any(part.get(flag) is not None for part in objects for flag in names)
 
 
@@ -61,12 +61,20 @@ def read_candidates(config: Config, rank: int) -> Config:
 
     rank: by the tensors. Raises ValueError if the number is missing, and for contradictions.
     """
-    nested = config.get("candidate_head") or {}
-    counts = {nested.get(fields.CANDIDATE_COUNT), config.get(fields.CANDIDATE_COUNT)} - {None}
-    if len(counts) != 1:
+    nested = fields.get_object(config, "candidate_head")
+    counts = {
+        part[fields.CANDIDATE_COUNT]
+        for part in (nested, config)
+        if part.get(fields.CANDIDATE_COUNT) is not None
+    }
+    if not counts:
         raise ValueError(
-            f"candidate_head.{fields.CANDIDATE_COUNT} is {sorted(counts) or 'missing'}, must be the number of tokens that "
-            "get logits in a draft step: take it from the head's repository"
+            f"candidate_head.{fields.CANDIDATE_COUNT} is missing, the number of tokens that get logits in a "
+            "draft step: take it from the head's repository"
+        )
+    if len(counts) > 1:
+        raise ValueError(
+            f"{fields.CANDIDATE_COUNT} is {sorted(counts)}, at the top and in candidate_head: which counts is not known"
         )
     if nested.get("rank") not in (None, rank):
         raise ValueError(

@@ -102,6 +102,14 @@ def as_object(value: object, path: str) -> Config:
     return value
 
 
+def get_object(config: Config, name: str) -> Config:
+    """The object in a field; an empty one if the field is missing, null or false."""
+    value = config.get(name)
+    if not value:
+        return {}
+    return as_object(value, name)
+
+
 def is_set(value: object) -> bool:
     """Whether a field is set: neither null nor false, 0 or empty."""
     return bool(value)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from treespec.draft.drafter import Frontier
-from treespec.draft.heads.mtp import dequantize_fp8, join_experts, load_mtp
+from treespec.draft.heads.mtp import join_experts, load_mtp
 from treespec.draft.spec import DrafterSpec
 from treespec.heads.mtp_layouts import find_mtp_layer
 from treespec.model.target import Target
@@ -199,12 +199,3 @@ def test_experts_of_a_tensor_each_are_joined():
     assert joined.keys() == {"norm.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
     assert torch.equal(joined["mlp.experts.gate_up_proj"], torch.cat([parts["gate_proj"], parts["up_proj"]], 1))
     assert torch.equal(joined["mlp.experts.down_proj"], parts["down_proj"])
-
-
-def test_weights_in_fp8_are_multiplied_by_the_factors_of_their_blocks():
-    weight = torch.randn(5, 6).to(torch.float8_e4m3fn)
-    scales = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    read = dequantize_fp8({"a.weight": weight, "a.weight_scale_inv": scales}, 4)
-    expected = weight.float() * torch.tensor([[1, 1, 1, 1, 2, 2]] * 4 + [[3, 3, 3, 3, 4, 4]])
-    assert read.keys() == {"a.weight"}
-    assert torch.equal(read["a.weight"], expected)

@@ -289,7 +289,7 @@ REFUSED = {  # what cannot be read rightly: config.json, tensors, the reason
     "quantised weights": (
         EAGLE3_CONFIG | {"quantization_config": {"quant_method": "fp8"}},
         EAGLE3_TENSORS,
-        "quantization_config is .*treespec reads heads in floats",
+        "quantization_config is .*treespec reads heads in floats and in fp8, and this",
     ),
     "no aux hidden states": (
         EAGLE3_CONFIG | {"eagle_config": {"use_aux_hidden_state": False}},

@@ -20,7 +20,7 @@ UNKNOWN_FIELD = (
     "if its project says that it changes nothing, delete it from config.json"
 )
 FIELD_REASONS = {  # why treespec refuses fields of parts that its heads do not have
-    "quantization_config": "treespec reads heads in floats, not quantised ones",
+    "quantization_config": "treespec reads heads in floats and in fp8, and this file has no fp8 weight",
     "shift_label": "treespec's DFlash head has no shifted labels",
     "pure_draft_prefix_len": "treespec's DFlash head has no prefix of drafts",
     "attention_sink_bias": "treespec's attention has no sinks",

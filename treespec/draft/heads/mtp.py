@@ -29,14 +29,14 @@ from treespec.draft.preflight import list_tensor_files
 from treespec.draft.spec import DrafterSpec
 from treespec.errors import InputError, get_first_line
 from treespec.heads.checkpoint import check_shapes
+from treespec.heads.formats.fp8 import dequantize_weights
 from treespec.heads.mtp_layouts import KNOWN_MTP_MODELS, find_mtp_layer
 from treespec.model.masks import to_additive_mask
 from treespec.model.target import Target
 
 EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
 EXPERT_PATTERN = re.compile(r"(.+\.experts\.)\d+\.down_proj\.weight")
-SCALE_SUFFIX = "_scale_inv"  # ends the name of an fp8 weight's factors, one for each of its blocks
-FP8_BLOCK = 128  # rows and columns of a block, in all published checkpoints
+FP8_BLOCK = (128, 128)  # rows and columns of a block, in all published checkpoints
 
 
 @final
@@ -140,7 +140,11 @@ def load_mtp(spec: DrafterSpec, target: Target) -> MtpProposer:
     name = str(getattr(target.model, "name_or_path", "") or "")
     files = list_tensor_files(name, getattr(config, "_commit_hash", None))
     layout, names = find_mtp_layer(files, target.layers)
-    tensors = join_experts(dequantize_fp8(read_mtp_tensors(files, names)))
+    stored = read_mtp_tensors(files, names)
+    try:
+        tensors = join_experts(dequantize_weights(stored, FP8_BLOCK))
+    except ValueError as error:
+        raise InputError(f"--drafter mtp: {name}: {error}") from error
 
     # 2. A layer of the class of the target's last one, on the meta device at first.
     like = target.tree_decoder.stack[-1]
@@ -181,22 +185,6 @@ def read_mtp_tensors(files: Mapping[str, Path], names: Mapping[str, str]) -> dic
                 f"--drafter mtp: cannot read {files[name]}: {get_first_line(error)}"
             ) from error
     return tensors
-
-
-def dequantize_fp8(tensors: Mapping[str, Tensor], block: int = FP8_BLOCK) -> dict[str, Tensor]:
-    """Multiplies fp8 weights by their factors, in float32; all other tensors stay as they are.
-
-    block: rows and columns that share a factor.
-    """
-    plain = {name: value for name, value in tensors.items() if not name.endswith(SCALE_SUFFIX)}
-    for name in plain.keys() & {
-        name.removesuffix(SCALE_SUFFIX) for name in tensors.keys() - plain.keys()
-    }:
-        factors = tensors[name + SCALE_SUFFIX].float()
-        (rows, columns) = plain[name].shape
-        factors = factors.repeat_interleave(block, 0).repeat_interleave(block, 1)
-        plain[name] = plain[name].float() * factors[:rows, :columns]
-    return plain
 
 
 def join_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

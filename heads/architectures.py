@@ -112,7 +112,7 @@ KNOWN_ARCHITECTURES = (
         "PARD, PARD-2",
         "AMD, vLLM, speculators",
         r"pard.*",
-        reason=f"{IS_LANGUAGE_MODEL}: it drafts several tokens from mask tokens in one forward",
+        reason=f"{IS_LANGUAGE_MODEL}: name its directory with --drafter pard:DIR",
     ),
     Architecture(
         "Independent draft models of speculators",
@@ -130,7 +130,7 @@ KNOWN_ARCHITECTURES = (
         "MTP",
         "speculators, vLLM, SGLang",
         r"mtp|fast_?mtp|.*mtp(draftmodel|model|speculator)?",
-        reason="it is a layer of the target's own checkpoint: --drafter mtp reads it there",
+        reason="it is a layer of the target: --drafter mtp reads it in the target's files, mtp:DIR in others",
     ),
     Architecture(
         "Gumiho", "vLLM", r"gumiho.*", reason="it has serial layers before parallel heads"
@@ -148,7 +148,14 @@ KNOWN_ARCHITECTURES = (
         reason="it has a norm before its layer and one behind it",
     ),
     Architecture(
-        "EAGLE-1 and 3 with latent attention (MLA)",
+        "EAGLE-3 with latent attention (MLA)",
+        "vLLM, SGLang",
+        r"eagle3deepseekv[23]forcausallm",
+        "eagle3",
+        version="vLLM at 03590193, 2026-11-29",
+    ),
+    Architecture(
+        "EAGLE-1 and 3 with latent attention (MLA), other layouts",
         "ModelOpt, NeMo AutoModel, vLLM, SGLang",
         r"(eagle3?.*|.*eagle3?)(deepseek|kimi|mistrallarge3).*|(deepseek|kimi).*eagle3?.*",
         reason="it has attention over compressed keys and values",

@@ -45,6 +45,7 @@ from treespec.draft.lookup.suffix import Suffix
 from treespec.draft.lookup.suffix_cache import SuffixCaches
 from treespec.draft.models.model import ModelProposer, OtherVocabulary
 from treespec.draft.models.other_vocabulary import SharedVocabulary
+from treespec.draft.models.pard import PardProposer
 from treespec.draft.registry import RestOptions, SuffixOptions
 from treespec.draft.source import DraftSource, load_source
 from treespec.draft.spec import DrafterSpec
@@ -156,6 +157,7 @@ DRAFTERS: dict[str, Callable[[Target], Any]] = {
     "eagle4": lambda target: build_eagle4(target, seed=2, rank=2, candidates=2),
     **{kind: lambda target, kind=kind: trained(kind, target) for kind in HEAD_KINDS if not kind.startswith("eagle")},
     "model": lambda target: ModelProposer(near(2), target),
+    "pard": lambda target: PardProposer(layered("llama", None), target, 2, 2),
     "other vocabulary": other_words,
     "recurrent": lambda target: ModelProposer(Target(random_model(target.config, seed=3)), target),
     "self": lambda target: source_of("self", target),

@@ -214,7 +214,7 @@ NAMED = {  # architectures as projects write them, in config.json: how the refus
     "LlamaEagleDraftModel": "EAGLE-1 of NeMo",
     "EagleLlama4ForCausalLM": "EAGLE-1 and 3 with layers of Llama 4",
     "LlamaForCausalLMEagle3Deep": "EAGLE-3 of several layers",
-    "Eagle3DeepseekV2ForCausalLM": "EAGLE-1 and 3 with",
+    "DeepseekV3Eagle3DraftModel": "EAGLE-1 and 3 with",
     "GumihoModel": "Gumiho",
     "DFlashLagunaForCausalLM": "DFlash of other layers",
 }

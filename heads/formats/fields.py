@@ -229,7 +229,12 @@ EAGLE3_BASE_TABLE = LLAMA_TABLE.extend(
     only={"is_causal": (True,), "bias": (False,)},
     nested={"eagle_config": EAGLE_CONFIG_TABLE},
 )
-EAGLE3_TABLE = EAGLE3_BASE_TABLE.extend(only={"parallel_drafting": (False,)})
+LATENT_FIELDS = split_names("q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim")
+EAGLE3_TABLE = EAGLE3_BASE_TABLE.extend(
+    used=LATENT_FIELDS,
+    unused=("first_k_dense_replace", "moe_layer_freq", "n_routed_experts", "n_shared_experts"),
+    only={"parallel_drafting": (False,), "rope_interleave": (True,)},
+)
 CANDIDATE_COUNT = "num_candidates"
 EAGLE4_TABLE = EAGLE3_TABLE.extend(
     used=(CANDIDATE_COUNT,),

@@ -26,6 +26,7 @@ class Architecture:
         kind: treespec's kind of head that reads it; "": treespec does not read it yet.
         reason: why treespec does not read it, and what to use instead.
         version: what was read to write the reader, and the day; "": before November 2026.
+        drafter: of what is no head, the drafter that takes its directory; "": it is a head.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Architecture:
     kind: str = ""
     reason: str = ""
     version: str = ""
+    drafter: str = ""
 
 
 IS_LANGUAGE_MODEL = "it is a language model of its own, no head"
@@ -113,12 +115,15 @@ KNOWN_ARCHITECTURES = (
         "AMD, vLLM, speculators",
         r"pard.*",
         reason=f"{IS_LANGUAGE_MODEL}: name its directory with --drafter pard:DIR",
+        version="AMD-AIG-AIMA/PARD at 5dfe809, 2026-11-29; not PARD-2's projection of the target's states",
+        drafter="pard",
     ),
     Architecture(
         "Independent draft models of speculators",
         "speculators",
         r"independent",
         reason=f"{IS_LANGUAGE_MODEL}: name its directory with --drafter model:DIR",
+        drafter="model",
     ),
     Architecture(
         "MLP and LSTM speculators",
@@ -131,6 +136,8 @@ KNOWN_ARCHITECTURES = (
         "speculators, vLLM, SGLang",
         r"mtp|fast_?mtp|.*mtp(draftmodel|model|speculator)?",
         reason="it is a layer of the target: --drafter mtp reads it in the target's files, mtp:DIR in others",
+        version="speculators at c05b95b3, FastMTP at 5875b70, 2026-11-29",
+        drafter="mtp",
     ),
     Architecture(
         "Gumiho", "vLLM", r"gumiho.*", reason="it has serial layers before parallel heads"

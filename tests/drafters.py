@@ -19,6 +19,7 @@ from models import (
     follow,
     plain_logits,
     random_eagle3,
+    random_eagle4,
     random_head,
     random_model,
     random_prefix,
@@ -75,16 +76,6 @@ def build_eagle(bias=True):
 def build_eagle3(residual=False, drafted=DRAFT_VOCAB):
     head = random_eagle3(EIGHT_LAYERS, drafted=drafted)
     head.midlayer.norm_before_residual = residual
-    return head
-
-
-def build_eagle4(model=EIGHT_LAYERS, seed=0, rank=6, candidates=5, window=4):
-    torch.manual_seed(seed)
-    sizes = {"rank": rank, "num_candidates": candidates}
-    head = build_new_head("eagle4", model, candidate_head=sizes, sliding_window=window).eval()
-    for parameter in head.parameters():
-        if parameter.requires_grad:
-            parameter.data += 0.3 * torch.randn_like(parameter)
     return head
 
 
@@ -154,7 +145,7 @@ DRAFTERS: dict[str, Callable[[Target], Any]] = {
     "eagle": lambda target: random_head(target, seed=2),
     "eagle, half the tokens": half,
     "eagle3": lambda target: random_eagle3(target, seed=2, drafted=torch.tensor([0, 1, 3])),
-    "eagle4": lambda target: build_eagle4(target, seed=2, rank=2, candidates=2),
+    "eagle4": lambda target: random_eagle4(target, seed=2, rank=2, candidates=2),
     **{kind: lambda target, kind=kind: trained(kind, target) for kind in HEAD_KINDS if not kind.startswith("eagle")},
     "model": lambda target: ModelProposer(near(2), target),
     "pard": lambda target: PardProposer(layered("llama", None), target, 2, 2),

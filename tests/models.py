@@ -157,6 +157,16 @@ def random_eagle3(target, seed=0, drafted=None) -> Eagle3Head:
     return head
 
 
+def random_eagle4(target, seed=0, rank=6, candidates=5, window=4):
+    torch.manual_seed(seed)
+    sizes = {"rank": rank, "num_candidates": candidates}
+    head = build_new_head("eagle4", target, candidate_head=sizes, sliding_window=window).eval()
+    for parameter in head.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    return head
+
+
 class TableConfig(hf.PreTrainedConfig):
     model_type = "treespec-table"
     attribute_map: ClassVar = {"num_hidden_layers": "layers"}

@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 import torch
 from commands import complains
-from drafters import DRAFT_PATHS, EIGHT_LAYERS, build_eagle4, draft_paths
+from drafters import DRAFT_PATHS, EIGHT_LAYERS, draft_paths
 from head_files import LAYER_IDS_KEY, rename_midlayer, write_head
-from models import close, same_weights
+from models import close, random_eagle4, same_weights
 from torch.nn.functional import silu
 from training import change_json
 
@@ -42,7 +42,7 @@ def write_config(head):
 
 
 def write_nemo(folder, **changes):
-    head = build_eagle4(candidates=CANDIDATES, window=WINDOW)
+    head = random_eagle4(EIGHT_LAYERS, candidates=CANDIDATES, window=WINDOW)
     tensors = rename_midlayer(head.state_dict())
     return write_head(folder, write_config(head) | changes, tensors), tensors
 
@@ -111,7 +111,7 @@ def test_a_loaded_head_drafts_what_its_documentation_says(tmp_path):
 
 
 def test_many_states_at_once_have_the_logits_of_each_alone():
-    head = build_eagle4()
+    head = random_eagle4(EIGHT_LAYERS)
     states = torch.randn(40, 32)
     close(head.project(states), torch.stack([head.project(state) for state in states]), 1e-5)
 
@@ -163,7 +163,7 @@ def test_a_low_rank_head_of_other_sizes_is_refused(tmp_path):
     change_json(folder, candidate_head={"rank": 7, "num_candidates": 5})
     with complains("candidate_head.rank is 7, and efficient_lm_head_down_proj.weight has 6 rows"):
         load_head(folder)
-    config = write_config(build_eagle4())
+    config = write_config(random_eagle4(EIGHT_LAYERS))
     for changed, complaint in (
         (
             {"efficient_lm_head.weight": torch.ones(63, 6)},
@@ -181,7 +181,7 @@ def test_a_low_rank_head_of_other_sizes_is_refused(tmp_path):
 def test_a_step_with_candidates_is_no_c_call():
     """Not without its window either."""
     for window in (WINDOW, None):
-        head = build_eagle4(window=window or WINDOW).to(torch.bfloat16)
+        head = random_eagle4(EIGHT_LAYERS, window=window or WINDOW).to(torch.bfloat16)
         head.midlayer.self_attn.window = window
         pack(head)
         assert find_head_step(head, EIGHT_LAYERS) is None

@@ -17,6 +17,9 @@
 //
 // A strip is read once for all rows, and HIGH rows by WIDTH vectors are summed in registers. Each sum still takes its
 // products in their order, whatever rows, tiles and strips there are.
+//
+// Few units of long texts do not divide evenly among threads. Then all threads share each unit, with a meeting between
+// the passes: a score is of one key, so the first pass is shared by strips, and the second by numbers of the values.
 
 typedef struct {
   const void *q, *k, *v, *mask;  // [B, heads, N, D], [B, KV, T, D], [B, KV, T, DV], [B or 1, N, T - free]
@@ -43,7 +46,7 @@ INLINE F capped(F x, float cap) {  // by exp(-2 |x / cap|), which is 1 at most
 #else
 #define WIDTH 2
 #endif
-enum { HIGH = 6, LOW = 4, STRIP = 64, TILES = STRIP / L, FEWEST = 24, MOST = 144 };
+enum { HIGH = 6, LOW = 4, STRIP = 64, TILES = STRIP / L, FEWEST = 24, MOST = 144, DIRECT = 18 };
 
 // Numbers of two vectors; those of the second count from L on. Places that are known when this is compiled make the
 // fastest shuffles, so they are written out: f(0, s), f(1, s), ...
@@ -162,7 +165,8 @@ INLINE void sum_products(const Product *p, int half, int rows, int vectors) {
 }
 
 #define VECTORS(v) case v: \
-  if (rows > LOW) sum_products(p, 0, HIGH, v); \
+  if (rows > LOW && p->half) sum_products(p, 1, HIGH, v); \
+  else if (rows > LOW) sum_products(p, 0, HIGH, v); \
   else if (p->half) sum_products(p, 1, LOW, v); \
   else sum_products(p, 0, LOW, v); \
   break;
@@ -188,7 +192,7 @@ typedef struct {
   float *queries;                // [d, lot]
   float *keys;                   // [d, WIDTH, L]: tiles side by side
   float *mask;                   // [nodes, STRIP]: of a strip
-  float *scores;                 // [tiles, rows, L]
+  float *scores;                 // [tiles, rows, L]; of all units where threads share them
   float *weights;                // [STRIP, lot]: of a strip, key by key
   float *values;                 // [vectors / WIDTH, STRIP, WIDTH, L]
   float *out;                    // [lot, vectors, L]
@@ -200,6 +204,8 @@ typedef struct {
 static int64_t nodes_of(const Attention *a, int64_t b) {  // nodes of text b that have rows
   return a->starts ? a->starts[b + 1] - a->starts[b] : a->n;
 }
+
+static int64_t strips_of(const Attention *a) { return (a->columns + STRIP - 1) / STRIP; }
 
 static int64_t node_of(const Unit *u, int64_t r) { return (u->first + r) / u->groups; }
 
@@ -234,7 +240,7 @@ INLINE F mask_of(const Unit *u, int64_t node, int64_t column) {
 // Notes which tiles of each strip the blocks of rows see. Reads the mask row by row, as it lies in memory.
 static void look_for_keys(const Unit *u) {
   const Attention *a = u->a;
-  int64_t strips = (a->columns + STRIP - 1) / STRIP, first = u->first / u->groups;
+  int64_t strips = strips_of(a), first = u->first / u->groups;
   memset(u->seen, 0, strips * (u->blocks + 2));
   for (int64_t from = 0, to = 0; from < u->rows; from = to) {  // the rows of a node
     while (to < u->rows && u->nodes[to] == u->nodes[from]) to++;
@@ -361,45 +367,57 @@ INLINE F value_of(const Attention *a, int64_t at, int64_t i) {
   return values;
 }
 
-// Values of `many` keys from number `at` on, as they are summed: WIDTH vectors of a key lie beside those of the next.
-static void read_values(const Unit *u, int64_t at, int64_t many) {
-  for (int64_t c = 0; c < many; c++)
-    for (int64_t i = 0; i < u->vectors; i++) {
-      float *to = u->values + ((i / WIDTH * STRIP + c) * WIDTH + i % WIDTH) * L;
-      *(F *)to = value_of(u->a, at + c * u->a->vt, i * L);
-    }
+// Where vector i of the first key of a strip lies: WIDTH vectors of a key lie beside those of the next.
+static float *vector_of(const Unit *u, int64_t i) { return u->values + (i / WIDTH * STRIP * WIDTH + i % WIDTH) * L; }
+
+// Vectors [first, end) of `many` keys from number `at` on, as they are summed.
+INLINE void copy_values(const Unit *u, int64_t at, int64_t many, int64_t first, int64_t end, int half) {
+  const Attention *a = u->a;
+  for (int64_t i = first; i < end; i++) {
+    float *to = vector_of(u, i);
+    int whole = (i + 1) * L <= a->dv;
+    for (int64_t c = 0, key = at; c < many; c++, key += a->vt)
+      *(F *)(to + c * WIDTH * L) = whole ? load(a->v, key + i * L, half) : value_of(a, key, i * L);
+  }
 }
 
-// Adds the values of a strip, each times its weight. Few rows read each value where it lies.
-static void add_values(const Unit *u, int64_t strip) {
+static void read_values(const Unit *u, int64_t at, int64_t many, int64_t first, int64_t end) {
+  if (u->a->half) copy_values(u, at, many, first, end, 1);
+  else copy_values(u, at, many, first, end, 0);
+}
+
+// Adds the values of a strip, each times its weight: vectors [first, end). Few rows read each value where it lies.
+static void add_values(const Unit *u, int64_t strip, int64_t first, int64_t end) {
   const Attention *a = u->a;
   const unsigned char *seen = seen_of(u, strip);
   int64_t at = u->b * a->vb + u->head * a->vh + strip * STRIP * a->vt, left = a->columns - strip * STRIP;
-  int direct = rows_at_once(u->rows) <= LOW && a->dv % L == 0;
-  if (!direct) read_values(u, at, MIN(seen[u->blocks] * L, left));
-  for (int64_t from = 0; from < u->vectors; from += WIDTH) {
-    Product p = {.columns = u->values + from * STRIP * L, .lot = u->lot, .step = WIDTH * L, .wide = u->vectors * L};
+  int direct = u->rows <= DIRECT && a->dv % L == 0;
+  if (!direct) read_values(u, at, MIN(seen[u->blocks] * L, left), first, end);
+  for (int64_t from = first, many; from < end; from += many) {
+    many = MIN(WIDTH - from % WIDTH, end - from);
+    Product p = {.columns = vector_of(u, from), .lot = u->lot, .step = WIDTH * L, .wide = u->vectors * L};
     if (direct) p.columns = (const char *)a->v + (at + from * L) * (a->half ? 2 : 4), p.step = a->vt, p.half = a->half;
-    int64_t asked = STRIP * from / u->vectors, end = STRIP * MIN(from + WIDTH, u->vectors) / u->vectors;
-    ask_for(a->v, at + (STRIP + asked) * a->vt, end - asked, a->vt, a->dv, a->half);  // of the next strip
+    int64_t asked = STRIP * (from - first) / (end - first), last = STRIP * (from - first + many) / (end - first);
+    // Asks for a part of the next strip.
+    ask_for(a->v, at + (STRIP + asked) * a->vt + first * L, last - asked, a->vt, (end - first) * L, a->half);
     for (int64_t r = 0; r < u->rows; r += rows_at_once(u->rows - r)) {
       int rows = rows_at_once(u->rows - r);
       p.numbers = u->weights + r, p.sums = u->out + (r * u->vectors + from) * L;
       p.depth = MIN(tiles_of(seen, r, rows) * L, left);
-      add_product(&p, rows, MIN(WIDTH, u->vectors - from));
+      add_product(&p, rows, many);
     }
   }
 }
 
-static void write_rows(const Unit *u) {  // divides and rounds once
+static void write_rows(const Unit *u, int64_t first, int64_t end) {  // divides and rounds once
   const Attention *a = u->a;
   for (int64_t r = 0; r < u->rows; r++) {
-    int64_t node = node_of(u, r) + (a->starts ? a->starts[u->b] : u->b * a->n), i = 0;
+    int64_t node = node_of(u, r) + (a->starts ? a->starts[u->b] : u->b * a->n), i = first * L, to = MIN(end * L, a->dv);
     int64_t at = (node * a->heads + head_of(u, r)) * a->dv;
     const float *out = u->out + r * u->vectors * L;
     float total = u->total[r / L][r % L];
-    for (; i + L <= a->dv; i += L) store(a->out, at + i, *(const F *)(out + i) / total, a->half);
-    for (; i < a->dv; i++) put(a->out, at + i, out[i] / total, a->half);
+    for (; i + L <= to; i += L) store(a->out, at + i, *(const F *)(out + i) / total, a->half);
+    for (; i < to; i++) put(a->out, at + i, out[i] / total, a->half);
   }
 }
 
@@ -412,22 +430,30 @@ static void begin_nodes(Unit *u, int64_t b, int64_t first, int64_t each) {
   if (u->rows > 0) look_for_keys(u);
 }
 
-static void attend_unit(const Unit *u) {
-  int64_t strips = (u->a->columns + STRIP - 1) / STRIP;
+static void begin_largest(const Unit *u) {
   for (int64_t r = 0; r < u->rows; r++) u->largest[r] = all(-INFINITY);
-  memset(u->total, 0, u->blocks * sizeof(F));
+}
+
+// The scores of strips [first, end).
+static void score_strips(const Unit *u, int64_t first, int64_t end) {
   memset(u->queries, 0, u->a->d * u->lot * sizeof(float));
+  read_queries(u);
+  for (int64_t strip = first; strip < end; strip++) score_strip(u, strip);
+}
+
+// The sums of vectors [first, end) of the values over all strips, once all scores and their largest are known.
+static void sum_values(const Unit *u, int64_t first, int64_t end) {
+  const Attention *a = u->a;
+  memset(u->total, 0, u->blocks * sizeof(F));
   memset(u->weights, 0, STRIP * u->lot * sizeof(float));
   memset(u->out, 0, u->lot * u->vectors * sizeof(F));
-  read_queries(u);
-  for (int64_t strip = 0; strip < strips; strip++) score_strip(u, strip);
-  ask_for(u->a->v, u->b * u->a->vb + u->head * u->a->vh, STRIP, u->a->vt, u->a->dv, u->a->half);
+  ask_for(a->v, u->b * a->vb + u->head * a->vh + first * L, STRIP, a->vt, (end - first) * L, a->half);
   find_largest(u);
-  for (int64_t strip = 0; strip < strips; strip++) {
+  for (int64_t strip = 0; strip < strips_of(a); strip++) {
     weigh_strip(u, strip);
-    add_values(u, strip);
+    add_values(u, strip, first, end);
   }
-  write_rows(u);
+  write_rows(u, first, end);
 }
 
 // Rows of a unit, nearly the same for all of a head: many, since keys and values are read anew for each unit; but four
@@ -440,15 +466,37 @@ static int64_t rows_of_a_unit(const Attention *a) {
   return (each + HIGH - 1) / HIGH * HIGH;
 }
 
-// A unit of the most rows, whose parts lie in `room` one behind the other.
-static Unit unit_in(const Attention *a, float *room, int64_t *floats) {
-  int64_t rows = rows_of_a_unit(a), blocks = (rows + L - 1) / L, strips = (a->columns + STRIP - 1) / STRIP;
+// How the units are shared. Units of few rows over many keys are shared by all threads if they do not divide evenly.
+typedef struct {
+  int64_t each, parts, units;  // rows of a unit, units of a head, all units
+  int64_t ranges, shares;      // of strips and of vectors: items of each pass over a unit; 0: a unit has one thread
+} Sharing;
+
+// Few rows wait for memory, however they are shared; and few scores are computed while threads meet.
+enum { SHARED_ROWS = 8, SHARED_SCORES = 16384, RANGES = 8 };
+
+static Sharing sharing_of(const Attention *a) {
+  int64_t each = rows_of_a_unit(a), rows = a->heads / a->kv * a->n, parts = (rows + each - 1) / each;
+  int64_t threads = a->threads, vectors = (a->dv + L - 1) / L, shares = 1;
+  Sharing s = {each, parts, a->texts * a->kv * parts, 0, 0};
+  if (rows < SHARED_ROWS || rows * a->columns < SHARED_SCORES) return s;
+  if (s.units >= 4 * threads || s.units % threads == 0) return s;
+  while (s.units * shares % threads && s.units * shares < 4 * threads && 2 * shares <= vectors) shares *= 2;
+  s.ranges = RANGES, s.shares = shares;
+  return s;
+}
+
+static int64_t scores_of_a_unit(const Attention *a, int64_t rows) { return strips_of(a) * STRIP * rows; }
+
+// A unit of the most rows, whose parts lie in `room` one behind the other; but the scores of shared units lie elsewhere.
+static Unit unit_in(const Attention *a, const Sharing *s, float *room, int64_t *floats) {
+  int64_t rows = s->each, blocks = (rows + L - 1) / L, strips = strips_of(a);
   int64_t groups = a->heads / a->kv, vectors = (a->dv + L - 1) / L;
   int64_t lot = (rows + LOW + L - 1) / L * L;
   Unit u = {.a = a, .b = -1, .groups = groups, .lot = lot, .vectors = vectors};
   enum { NODES, QUERIES, KEYS, MASK, SCORES, WEIGHTS, VALUES, OUT, LARGEST, TOTAL, SEEN, PARTS };
   int64_t sizes[PARTS] = {
-    rows, a->d * lot, a->d * WIDTH * L, (rows / groups + 2) * STRIP, strips * TILES * rows * L, STRIP * lot,
+    rows, a->d * lot, a->d * WIDTH * L, (rows / groups + 2) * STRIP, s->shares ? 0 : scores_of_a_unit(a, rows), STRIP * lot,
     (vectors + WIDTH - 1) / WIDTH * WIDTH * STRIP * L, lot * vectors * L, rows * L, blocks * L, (strips * (blocks + 2) + 3) / 4,
   };
   float *at[PARTS];
@@ -463,28 +511,83 @@ static Unit unit_in(const Attention *a, float *room, int64_t *floats) {
   return u;
 }
 
-static int64_t floats_of_a_thread(const Attention *a) {  // the room of its units, in whole lines of the cache
+// The room of each thread's units, in whole lines of the cache.
+static int64_t floats_of_a_thread(const Attention *a, const Sharing *s) {
   int64_t floats;
-  unit_in(a, NULL, &floats);
+  unit_in(a, s, NULL, &floats);
   return floats;
 }
 
-// The part of this thread of a region; all threads call it. room: of all threads. The last nodes of a text come first,
-// since they see most; and all heads of the same nodes after each other, since they share a mask.
+// The room of shared units: scores, and the largest of each range.
+static int64_t floats_of_a_shared_unit(const Attention *a, const Sharing *s) {
+  return scores_of_a_unit(a, s->each) + s->ranges * s->each * L;
+}
+
+static int64_t bytes_of_attention(const Attention *a) {  // the room of all threads
+  Sharing s = sharing_of(a);
+  int64_t shared = s.shares ? s.units * floats_of_a_shared_unit(a, &s) : 0;
+  return 4 * (a->threads * floats_of_a_thread(a, &s) + shared);
+}
+
+// The last nodes of a text come first, since they see most; and all heads of the same nodes after each other, since they
+// share a mask.
+static void begin_unit(Unit *u, const Sharing *s, int64_t unit) {
+  int64_t kv = u->a->kv, b = unit / kv / s->parts, first = (s->parts - 1 - unit / kv % s->parts) * s->each;
+  u->head = unit % kv;
+  if (u->b != b || u->first != first) begin_nodes(u, b, first, s->each);
+}
+
+static void attend_shared(Unit *u, const Sharing *s, float *shared, Team *team) {
+  const Attention *a = u->a;
+  int64_t strips = strips_of(a), floats = floats_of_a_shared_unit(a, s);
+  F *largest = u->largest;
+
+  // 1. The scores, and the largest of each range of strips.
+  for (int64_t i = take_next(team); i < s->units * s->ranges; i = take_next(team)) {
+    int64_t unit = i / s->ranges, range = i % s->ranges;
+    begin_unit(u, s, unit);
+    u->scores = shared + unit * floats;
+    u->largest = (F *)(u->scores + scores_of_a_unit(a, s->each)) + range * s->each;
+    begin_largest(u);
+    score_strips(u, strips * range / s->ranges, strips * (range + 1) / s->ranges);
+  }
+  meet(team);
+
+  // 2. The largest of all ranges, and the values.
+  u->largest = largest;
+  for (int64_t i = take_next(team); i < s->units * s->shares; i = take_next(team)) {
+    int64_t unit = i / s->shares, share = i % s->shares;
+    begin_unit(u, s, unit);
+    u->scores = shared + unit * floats;
+    const F *largest_of_range = (F *)(u->scores + scores_of_a_unit(a, s->each));
+    begin_largest(u);
+    for (int64_t range = 0; range < s->ranges; range++)
+      for (int64_t r = 0; r < u->rows; r++)
+        u->largest[r] = larger(largest_of_range[range * s->each + r], u->largest[r]);
+    if (u->rows > 0) sum_values(u, u->vectors * share / s->shares, u->vectors * (share + 1) / s->shares);
+  }
+}
+
+// The part of this thread of a region; all threads call it. room: of all threads.
 static void attend(const Attention *a, float *room, Team *team) {
-  int64_t each = rows_of_a_unit(a), rows = a->heads / a->kv * a->n, parts = (rows + each - 1) / each, floats;
-  Unit u = unit_in(a, room + omp_get_thread_num() * floats_of_a_thread(a), &floats);
-  int64_t items = a->texts * a->kv * parts;
-  for (int64_t i = take_next(team); i < items; i = take_next(team)) {
-    int64_t b = i / a->kv / parts, first = (parts - 1 - i / a->kv % parts) * each;
-    u.head = i % a->kv;
-    if (u.b != b || u.first != first) begin_nodes(&u, b, first, each);
-    if (u.rows > 0) attend_unit(&u);
+  Sharing s = sharing_of(a);
+  int64_t floats = floats_of_a_thread(a, &s);
+  Unit u = unit_in(a, &s, room + omp_get_thread_num() * floats, &floats);
+  if (s.shares) {
+    attend_shared(&u, &s, room + a->threads * floats, team);
+    return;
+  }
+  for (int64_t i = take_next(team); i < s.units; i = take_next(team)) {
+    begin_unit(&u, &s, i);
+    if (u.rows <= 0) continue;
+    begin_largest(&u);
+    score_strips(&u, 0, strips_of(a));
+    sum_values(&u, 0, u.vectors);
   }
 }
 
 int attention(const Attention *a) {
-  float *room = take_room(4 * a->threads * floats_of_a_thread(a));
+  float *room = take_room(bytes_of_attention(a));
   if (!room) return NO_MEMORY;
   Team team = {};
   int threads = choose_threads(a->threads);

@@ -12,7 +12,7 @@ from torch.nn.functional import silu
 from training import change_json
 
 from treespec.draft.heads.eagle import EagleProposer
-from treespec.draft.heads.host_levels import find_head_step
+from treespec.draft.heads.host_step import find_head_step
 from treespec.draft.vocabulary import restrict
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.heads.registry import HEAD_KINDS

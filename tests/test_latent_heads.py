@@ -12,9 +12,13 @@ from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 from treespec.draft.heads.eagle import EagleProposer
+from treespec.draft.heads.host_step import find_head_step
 from treespec.draft.heads.loading import build_new_head, roll_out_drafts
 from treespec.heads.checkpoint import load_head
 from treespec.heads.formats.eagle3_fields import check_parts
+from treespec.model.cpu.decoder_block import UnfusableError
+from treespec.model.cpu.fused_layers import fuse_head
+from treespec.model.cpu.packing import pack
 
 SIZES = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10}
 YARN = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0}
@@ -94,6 +98,14 @@ def test_drafts_and_rollouts_are_the_head_run_over_each_path(tmp_path):
             path = TEXT[row + 2 : row + 2 + step].tolist()
             state = extrapolate(head, TEXT[1 : row + 2], head.fuse(features[: row + 1]), path)
             close(logits, head.compute_logits(state)[0], 1e-4)
+
+
+def test_a_step_with_latent_attention_is_no_c_call(tmp_path):
+    head = load_head(write_kimi(tmp_path / "head"), torch.bfloat16)
+    pack(head)
+    assert find_head_step(head, EIGHT_LAYERS) is None
+    with pytest.raises(UnfusableError):
+        fuse_head(head.midlayer)
 
 
 REFUSED = {

@@ -140,6 +140,12 @@ KNOWN_ARCHITECTURES = (
         drafter="mtp",
     ),
     Architecture(
+        "Gemma 4's assistant",
+        "Google, transformers, vLLM, SGLang",
+        r"gemma4(unified)?assistant.*",
+        reason="it has no keys and values of its own: it drafts on those of the target's last layers",
+    ),
+    Architecture(
         "Gumiho", "vLLM", r"gumiho.*", reason="it has serial layers before parallel heads"
     ),
     Architecture(

@@ -216,6 +216,7 @@ NAMED = {  # architectures as projects write them, in config.json: how the refus
     "LlamaForCausalLMEagle3Deep": "EAGLE-3 of several layers",
     "DeepseekV3Eagle3DraftModel": "EAGLE-1 and 3 with",
     "GumihoModel": "Gumiho",
+    "Gemma4AssistantForCausalLM": "Gemma 4's assistant",
     "DFlashLagunaForCausalLM": "DFlash of other layers",
 }
 

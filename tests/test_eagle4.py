@@ -7,12 +7,13 @@ import torch
 from commands import complains
 from drafters import DRAFT_PATHS, EIGHT_LAYERS, draft_paths
 from head_files import LAYER_IDS_KEY, rename_midlayer, write_head
-from models import close, random_eagle4, same_weights
+from models import close, randn, same_weights
 from torch.nn.functional import silu
 from training import change_json
 
 from treespec.draft.heads.eagle import EagleProposer
 from treespec.draft.heads.host_step import find_head_step
+from treespec.draft.heads.loading import build_new_head
 from treespec.draft.vocabulary import restrict
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.heads.registry import HEAD_KINDS
@@ -21,6 +22,17 @@ from treespec.model.cpu.packing import pack
 WINDOW = 4
 CANDIDATES = 5
 TEXT = torch.tensor([7, 3, 9, 12, 5, 40, 8, 21, 33])
+
+
+def random_eagle4(window=WINDOW):
+    """A head with random weights, norms too."""
+    torch.manual_seed(0)
+    sizes = {"rank": 6, "num_candidates": CANDIDATES}
+    head = build_new_head("eagle4", EIGHT_LAYERS, candidate_head=sizes, sliding_window=window).eval()
+    for parameter in head.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    return head
 
 
 def write_config(head):
@@ -42,7 +54,7 @@ def write_config(head):
 
 
 def write_nemo(folder, **changes):
-    head = random_eagle4(EIGHT_LAYERS, candidates=CANDIDATES, window=WINDOW)
+    head = random_eagle4()
     tensors = rename_midlayer(head.state_dict())
     return write_head(folder, write_config(head) | changes, tensors), tensors
 
@@ -111,8 +123,8 @@ def test_a_loaded_head_drafts_what_its_documentation_says(tmp_path):
 
 
 def test_many_states_at_once_have_the_logits_of_each_alone():
-    head = random_eagle4(EIGHT_LAYERS)
-    states = torch.randn(40, 32)
+    head = random_eagle4()
+    states = randn(40, 32)
     close(head.project(states), torch.stack([head.project(state) for state in states]), 1e-5)
 
 
@@ -123,7 +135,7 @@ def test_a_saved_head_is_read_back_with_its_draft_vocabulary(tmp_path):
     assert same_weights(again.state_dict(), head.state_dict())
     assert again.config | {"checksum": 0} == head.config | {"checksum": 0}
     kept = torch.arange(1, 64, 2)
-    states = torch.randn(3, 32)
+    states = randn(3, 32)
     estimates = head.efficient_lm_head(head.efficient_lm_head_down_proj(states))
     restrict(head, EIGHT_LAYERS, kept)
     best = estimates[:, kept].topk(CANDIDATES).indices.sort().values
@@ -163,7 +175,7 @@ def test_a_low_rank_head_of_other_sizes_is_refused(tmp_path):
     change_json(folder, candidate_head={"rank": 7, "num_candidates": 5})
     with complains("candidate_head.rank is 7, and efficient_lm_head_down_proj.weight has 6 rows"):
         load_head(folder)
-    config = write_config(random_eagle4(EIGHT_LAYERS))
+    config = write_config(random_eagle4())
     for changed, complaint in (
         (
             {"efficient_lm_head.weight": torch.ones(63, 6)},
@@ -181,11 +193,11 @@ def test_a_low_rank_head_of_other_sizes_is_refused(tmp_path):
 def test_a_step_with_candidates_is_no_c_call():
     """Not without its window either."""
     for window in (WINDOW, None):
-        head = random_eagle4(EIGHT_LAYERS, window=window or WINDOW).to(torch.bfloat16)
+        head = random_eagle4(window or WINDOW).to(torch.bfloat16)
         head.midlayer.self_attn.window = window
         pack(head)
         assert find_head_step(head, EIGHT_LAYERS) is None
-        assert head.project(torch.randn(2, 32, dtype=torch.bfloat16)).isfinite().sum() == 2 * CANDIDATES
+        assert head.project(randn(2, 32).bfloat16()).isfinite().sum() == 2 * CANDIDATES
 
 
 def test_the_kind_has_no_training_yet():

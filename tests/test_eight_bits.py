@@ -1,4 +1,4 @@
-"""Products in eight bits (`--load-in q8`): Q8_0's numbers, equal bits, values that are shown truly, refusals in words."""
+"""Products in eight bits (`--load-in q8`): Q8_0 numbers, equal bits, values that are shown truly, refusals in words."""
 
 import copy
 
@@ -128,7 +128,8 @@ def test_drafts_change_no_token_of_a_target_in_eight_bits(home, caplog):
     """The target's output layer and the head are in eight bits too."""
     spec = load(home / "target", home / "head", "4x2", load_in="q8", dtype="bfloat16")
     (head,) = spec.source.models
-    assert spec.target.model.lm_head.is_rounded and head.fc.is_rounded
+    assert spec.target.model.lm_head.is_rounded
+    assert head.fc.is_rounded
     as_undrafted(spec, random_prompts(2), 16)
     assert "change the last bits" not in caplog.text
 
@@ -151,7 +152,7 @@ def test_a_q8_0_file_is_packed_as_it_is_stored(tmp_path):
 
 
 def test_what_eight_bits_cannot_hold_is_refused():
-    with pytest.raises(KernelInputError, match="96 inputs|no multiple"):
+    with pytest.raises(KernelInputError, match="48 inputs are no multiple"):
         eight_bits.quantize_blocks(torch.ones(2, 48))
     for wrong in (float("nan"), float("inf"), 1e8):
         weight = torch.ones(2, 32)
@@ -166,7 +167,7 @@ def test_a_model_that_eight_bits_cannot_hold_is_refused_in_words(home, monkeypat
         quantize_model(narrow)
     with pytest.raises(InputError, match="weights are on meta: add --device-map cpu"):
         quantize_model(random_model(hf.LlamaConfig(**WIDE)).to("meta"))
-    with pytest.raises(InputError, match="o_proj: .* of torch.float64|lm_head: .* of torch.float64"):
+    with pytest.raises(InputError, match=r"lm_head: .* of torch\.float64"):
         quantize_model(random_model(hf.LlamaConfig(**WIDE)).double())
     with pytest.raises(InputError, match="has no linear layers"):
         quantize_model(nn.Sequential(nn.LayerNorm(3)))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from head_files import SLIDING_WINDOW, build_eagle31
-from models import CONFIGS, random_head, random_model, seeded
+from models import CONFIGS, randn, random_head, random_model, seeded
 
 from treespec.draft.drafter import Frontier
 from treespec.draft.heads.host_levels import extend_mask, mask_committed_columns
@@ -117,7 +117,7 @@ def observe_random_pairs(proposer, lengths, generator):
     features = []
     tokens = []
     for length in lengths:
-        row = torch.randn(length, proposer.head.feature_size, generator=generator)
+        row = randn(length, proposer.head.feature_size, generator=generator)
         features.append(row.to(proposer.target.dtype))
         tokens.append(torch.randint(64, (length + 1,), generator=generator))
     proposer.observe(features, tokens)

@@ -5,7 +5,7 @@ import torch
 from commands import complains
 from drafters import DRAFT_PATHS, EIGHT_LAYERS, draft_paths, extrapolate
 from head_files import EAGLE3_CONFIG, LAYER_IDS_KEY, rename_midlayer, write_head
-from models import close
+from models import close, randn
 from torch import nn
 from training import change_json
 from transformers import DeepseekV3Config
@@ -75,7 +75,7 @@ def test_the_attention_is_that_of_deepseek(tmp_path):
     """A causal text of nine positions, with yarn's factors: to 1e-5."""
     head = load_head(write_kimi(tmp_path / "head"))
     attention, rotary = build_reference(head)
-    x = torch.randn(2, 9, 2 * head.hidden_size)
+    x = randn(2, 9, 2 * head.hidden_size)
     positions = torch.arange(9)
     ours = head.midlayer.self_attn(x, head.rotary(positions, x.dtype))
     mask = torch.full((9, 9), torch.finfo(torch.float32).min).triu(1)[None, None]

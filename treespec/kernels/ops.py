@@ -39,8 +39,8 @@ class PackedWeight(NamedTuple):
     """A weight [out, in] in the order of the kernels.
 
     Attributes:
-        numbers: [rows * columns], out padded to `BLOCK_OUTPUTS` and in to `BLOCK_INPUTS`; in eight bits with the scales,
-            34 bytes for 32 numbers.
+        numbers: [rows * columns], out padded to `BLOCK_OUTPUTS` and in to `BLOCK_INPUTS`; in eight bits with
+            the scales, 34 bytes for 32 numbers.
         outputs, inputs: out and in.
         form: the index of its dtype in `WEIGHT_FORMS`.
     """

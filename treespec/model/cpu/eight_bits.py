@@ -29,7 +29,7 @@ def quantize_model(model: nn.Module) -> None:
     """Replace the products of a model by ones in eight bits.
 
     Raises:
-        InputError: the kernels are off, a weight is not on the CPU, a layer has another width or dtype, or there is none.
+        InputError: the kernels are off, a weight is not on the CPU, or a layer has another width or dtype.
     """
     # 1. What would go wrong.
     kernels = find_kernels()
@@ -130,7 +130,10 @@ def list_input_widths(layer: Any) -> list[int]:
 
 
 def quantize_layer(layer: Any) -> nn.Module:
-    """Return a linear layer in eight bits, or the module of experts, whose products now are. Raises KernelInputError."""
+    """Return a linear layer in eight bits, or the module of experts, whose products are now.
+
+    Raises KernelInputError.
+    """
     if has_plain_experts(layer):
         pack_experts(layer, EIGHT_BITS)
         return layer

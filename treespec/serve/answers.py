@@ -83,6 +83,7 @@ class Answers:
         samples: int,
         seed: int | None,
         options: Mapping[str, Any],
+        after_thought: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
     ) -> None:
         """Submit all answers to the engine.
 
@@ -91,6 +92,7 @@ class Answers:
             samples: number of answers to each prompt.
             seed: seed of the first answer; each further answer takes the next seed. None: random seeds.
             options: further keywords of `Engine.submit_n`.
+            after_thought: lets the grammar in the options begin after a thought. Default: None.
 
         Raises: ApiError, after cancelling answers that were submitted already.
         """
@@ -130,6 +132,8 @@ class Answers:
             ):  # refuse a grammar that would hold up other requests
                 try_grammar = partial(state.trial.run, kind, options[kind])
                 await self.run(try_grammar, limiter=state.compiling)
+            if after_thought is not None:
+                options = after_thought(options)
             await self.run(submit)
         except BaseException:
             self.cancel()

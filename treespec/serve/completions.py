@@ -11,17 +11,26 @@ from fastapi.responses import JSONResponse
 from treespec.api.spec import Spec
 from treespec.serve.answers import Answers, keep
 from treespec.serve.errors import ApiError
-from treespec.serve.messages import encode_request, parse_tool_choice
+from treespec.serve.messages import encode_request, list_schemas, parse_tool_choice
 from treespec.serve.protocol import Fields, build_chat_choice, build_text_choice
 from treespec.serve.schema import ChatRequest, CompletionRequest, Sampled, TokenizeRequest
 from treespec.serve.state import State, get_state
 from treespec.serve.streaming import Reply, ReplyFormat, stream_events
-from treespec.serve.tools import ToolCallParser, detect_tool_form
+from treespec.serve.thought_grammar import place_after_thought
+from treespec.serve.thoughts import (
+    ThoughtFormat,
+    ThoughtState,
+    detect_thought_form,
+    find_thought_state,
+)
+from treespec.serve.tool_forms import detect_tool_form
+from treespec.serve.tools import AnswerForm, AnswerParser
 from treespec.text.pictures import has_pictures
 from treespec.text.strings import check_fits_context, require_well_formed
 from treespec.text.templates import get_template_source
 
 router = APIRouter()
+PROMPT_END_TOKENS = 32  # decoded to see whether the prompt opens a thought
 DEFAULT_COMPLETION_TOKENS = 16  # tokens of a text completion without max_tokens, as in OpenAI's API
 
 
@@ -33,12 +42,15 @@ async def chat(request: Request, body: ChatRequest) -> Response:
     spec = state.spec
     tokenizer = spec.target.tokenizer
     choice = parse_tool_choice(body)
-    form = choice.form
-    if choice.tools and form is None:
-        form = detect_tool_form(get_template_source(tokenizer, spec.template, choice.tools))
+    source = get_template_source(tokenizer, spec.template, choice.tools)
+    tool_form = choice.form
+    if choice.tools and tool_form is None:
+        tool_form = detect_tool_form(source)
     max_calls = None
     if body.parallel_tool_calls is False:
         max_calls = 1
+    thoughts = detect_thought_form(source)
+    form = AnswerForm(tool_form, thoughts, list_schemas(choice.tools), max_calls)
     options = body.to_options()
     if choice.schema is not None:
         options["json_schema"] = choice.schema
@@ -53,7 +65,8 @@ async def chat(request: Request, body: ChatRequest) -> Response:
         chunk_name="chat.completion.chunk",
         id_prefix="chatcmpl",
         openings=[""],
-        build_parser=partial(ToolCallParser, form, tokenizer, max_calls),
+        build_parser=partial(build_parser, form, tokenizer),
+        thoughts=thoughts,
     )
     return await respond(request, body, encode, reply_format, options)
 
@@ -86,9 +99,24 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
         chunk_name="text_completion",
         id_prefix="cmpl",
         openings=openings,
-        build_parser=partial(ToolCallParser, None, None),
+        build_parser=partial(build_parser, AnswerForm(), None),
     )
     return await respond(request, body, encode, reply_format, body.to_options())
+
+
+def build_parser(form: AnswerForm, tokenizer: Any, prompt: Sequence[int]) -> AnswerParser:
+    """Build the parser of an answer. prompt: the token ids of its prompt, which may open a thought."""
+    state = read_thought_state(form.thoughts, tokenizer, prompt)
+    return AnswerParser(form, tokenizer, thinking=state == "open")
+
+
+def read_thought_state(
+    form: ThoughtFormat | None, tokenizer: Any, prompt: Sequence[int]
+) -> ThoughtState:
+    """Whether a prompt, given as token ids, has opened the thought of the answer, or closed it."""
+    if form is None or tokenizer is None:
+        return "none"
+    return find_thought_state(form, str(tokenizer.decode(prompt[-PROMPT_END_TOKENS:])))
 
 
 def decode_prompt(tokenizer: Any, prompt: str | list[int]) -> str:
@@ -138,7 +166,16 @@ async def respond(
     samples = 1
     if body.n is not None:
         samples = body.n
-    await answers.submit(prompts, samples, body.seed, options)
+    tokenizer = state.spec.target.tokenizer
+    after_thought = None
+    if reply_format.thoughts is not None and tokenizer is not None:
+        after_thought = partial(
+            place_after_thought,
+            form=reply_format.thoughts,
+            state=read_thought_state(reply_format.thoughts, tokenizer, prompts[0]),
+            added_tokens=tokenizer.get_added_vocab(),
+        )
+    await answers.submit(prompts, samples, body.seed, options, after_thought)
 
     # 3. Respond.
     include_usage = False

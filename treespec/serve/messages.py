@@ -7,18 +7,19 @@ from functools import partial
 from typing import Any, final
 
 from treespec.api.spec import Spec
-from treespec.errors import InputError
+from treespec.errors import InputError, TooLong
 from treespec.sampling.compiled_grammar import GRAMMAR_KINDS
 from treespec.serve.errors import ApiError
 from treespec.serve.protocol import Fields
 from treespec.serve.schema import ChatRequest, Message, Tool, ToolCall
-from treespec.serve.tools import (
-    ParsedToolCall,
+from treespec.serve.tool_forms import (
+    JSON_CALLS,
     ToolFormat,
+    adapt_call_ids,
+    detect_tool_form,
     has_place,
-    parse_calls,
-    parse_json_values,
 )
+from treespec.serve.tool_syntax import ParsedToolCall, Schemas, parse_json_values
 from treespec.text import templates
 from treespec.text.pictures import has_pictures
 from treespec.text.prompts import encode_prompt
@@ -67,10 +68,42 @@ def encode_request(
     if not has_place(source):
         chat = _write_tools_as_text(chat, tools)
         tools = ()
-    context = spec.target.context_length
-    return templates.encode_messages(
-        tokenizer, chat, spec.template, context, tools=tools, chat_template_kwargs=variables
+    form = detect_tool_form(source)
+    if form is not None and form.id_pattern:
+        chat = adapt_call_ids(chat, form.id_pattern)
+    encode = partial(
+        templates.encode_messages,
+        tokenizer,
+        template=spec.template,
+        context=spec.target.context_length,
+        tools=tools,
+        chat_template_kwargs=variables,
     )
+    try:
+        return encode(chat)
+    except TooLong:
+        raise
+    except InputError:
+        # DeepSeek's templates write arguments as they come, and refuse objects: give them text.
+        text_chat = _write_arguments_as_text(chat)
+        if text_chat == chat:
+            raise
+        return encode(text_chat)
+
+
+def _write_arguments_as_text(messages: Sequence[Fields]) -> list[Fields]:
+    """Write the arguments of tool calls as JSON text."""
+    written = []
+    for message in messages:
+        fields = dict(message)
+        calls = []
+        for call in fields.get("tool_calls", []):
+            arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+            calls.append(call | {"function": call["function"] | {"arguments": arguments}})
+        if calls:
+            fields["tool_calls"] = calls
+        written.append(fields)
+    return written
 
 
 def _normalize_message(message: Message, index: int) -> Fields:
@@ -167,19 +200,24 @@ def parse_tool_choice(body: ChatRequest) -> ParsedToolChoice:
     return require_call(tools, body.tool_choice)
 
 
+def list_schemas(tools: Sequence[Tool]) -> dict[str, Fields]:
+    """Map each function's name to the JSON schema of its arguments."""
+    schemas: dict[str, Fields] = {}
+    for tool in tools:
+        function = tool["function"]
+        schemas[function["name"]] = function.get("parameters") or {"type": "object"}
+    return schemas
+
+
 def require_call(tools: Sequence[Tool], tool_choice: str | Tool) -> ParsedToolChoice:
     """Build the choice of a request whose answer must be a tool call.
 
     tool_choice: the tool to call, or "required" for any tool. Raises ApiError for a choice that names no tool.
     """
     # 1. Any tool.
-    schemas: dict[str, Fields] = {}
-    for tool in tools:
-        function = tool["function"]
-        schemas[function["name"]] = function.get("parameters") or {"type": "object"}
+    schemas = list_schemas(tools)
     if tool_choice == "required" and tools:
-        form = ToolFormat("", "", parse_calls, at_start=True)
-        return ParsedToolChoice(tools, form, _build_any_call_schema(schemas))
+        return ParsedToolChoice(tools, JSON_CALLS, _build_any_call_schema(schemas))
 
     # 2. The named tool.
     name = ""
@@ -191,11 +229,11 @@ def require_call(tools: Sequence[Tool], tool_choice: str | Tool) -> ParsedToolCh
             f"tool_choice is {tool_choice!r:.80}: take auto, none, required or a tool ({names})"
         )
         raise ApiError(400, message, "tool_choice")
-    form = ToolFormat("", "", partial(_parse_arguments, name), at_start=True)
+    form = ToolFormat("", "", ("",), partial(_parse_arguments, name), at_start=True)
     return ParsedToolChoice(tools, form, schemas[name])
 
 
-def _parse_arguments(name: str, text: str) -> list[ParsedToolCall]:
+def _parse_arguments(name: str, text: str, schemas: Schemas) -> list[ParsedToolCall]:
     """The call of the tool `name`, with the whole text as its arguments; [] for an empty text."""
     if not parse_json_values(text):
         return []

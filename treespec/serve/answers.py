@@ -15,7 +15,7 @@ from fastapi import Request
 
 from treespec.engine.output import Completion
 from treespec.engine.request import Piece
-from treespec.errors import Busy, InputError, describe_os_error
+from treespec.errors import Busy, InputError, TooLong, describe_os_error
 from treespec.sampling.compiled_grammar import GRAMMAR_KINDS
 from treespec.serve.errors import ApiError, build_bad_request, to_api_error
 from treespec.serve.state import State
@@ -74,6 +74,8 @@ class Answers:
             raise self.state.build_timeout_error() from None
         except Busy as error:
             raise self.state.build_busy_error(str(error)) from error
+        except TooLong as error:
+            raise self.state.build_length_error(str(error), param) from error
         except InputError as error:
             raise build_bad_request(error, param) from error
 

@@ -1,6 +1,6 @@
 """The endpoints /v1/chat/completions, /v1/completions and /tokenize."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,8 @@ from fastapi.responses import JSONResponse
 
 from treespec.api.spec import Spec
 from treespec.serve.answers import Answers, keep
+from treespec.errors import InputError
+from treespec.serve.echoes import build_echo_reply, score_prompts
 from treespec.serve.errors import ApiError
 from treespec.serve.messages import encode_request, list_schemas, parse_tool_choice
 from treespec.serve.protocol import Fields, build_chat_choice, build_text_choice
@@ -37,9 +39,15 @@ DEFAULT_COMPLETION_TOKENS = 16  # tokens of a text completion without max_tokens
 @router.post("/v1/chat/completions")
 async def chat(request: Request, body: ChatRequest) -> Response:
     """Answer a conversation."""
-    # 1. Read the tools, and choose the format of their calls.
-    state = get_state(request)
-    spec = state.spec
+    reply = await begin_chat(request, body)
+    return await send_reply(reply, body)
+
+
+async def begin_chat(request: Request, body: ChatRequest) -> Reply:
+    """Begin to answer a conversation. Raises ApiError."""
+    # 1. Read the tools, and choose how thoughts and calls are read.
+    answers = Answers(get_state(request), request)
+    spec = answers.state.spec
     tokenizer = spec.target.tokenizer
     choice = parse_tool_choice(body)
     source = get_template_source(tokenizer, spec.template, choice.tools)
@@ -55,9 +63,9 @@ async def chat(request: Request, body: ChatRequest) -> Response:
     if choice.schema is not None:
         options["json_schema"] = choice.schema
 
-    # 2. Encode the prompt, and answer.
+    # 2. Encode the prompt, and begin.
     def encode() -> list[list[int]]:
-        return [encode_request(spec, body.messages, choice.tools, body.chat_template_kwargs)]
+        return [encode_request(spec, body.messages, choice.tools, body.template_variables)]
 
     reply_format = ReplyFormat(
         build_choice=build_chat_choice,
@@ -68,16 +76,22 @@ async def chat(request: Request, body: ChatRequest) -> Response:
         build_parser=partial(build_parser, form, tokenizer),
         thoughts=thoughts,
     )
-    return await respond(request, body, encode, reply_format, options)
+    prompts = await encode_prompts(answers, body, encode, "messages")
+    if body.store:
+        log_answers(answers, body)
+    return await begin_reply(answers, body, prompts, reply_format, options)
 
 
 @router.post("/v1/completions")
 async def complete(request: Request, body: CompletionRequest) -> Response:
     """Continue texts or token ids."""
-    # 1. List the prompts.
-    spec = get_state(request).spec
-    if body.echo and body.logprobs is not None:
-        raise ApiError(400, "echo goes without logprobs: prompts are not scored", "echo")
+    # 1. List the prompts, and encode them.
+    answers = Answers(get_state(request), request)
+    spec = answers.state.spec
+    if body.max_tokens == 0 and not body.echo:
+        raise ApiError(400, "max_tokens may be 0 only with echo", "max_tokens")
+    if body.prompt == []:
+        raise ApiError(400, "the prompt is an empty list: give text or token ids", "prompt")
     prompts: list[Any]
     if isinstance(body.prompt, str) or isinstance(
         body.prompt[0], int
@@ -86,13 +100,25 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
     else:
         prompts = list(body.prompt)
 
-    # 2. Encode them, and answer; with `echo` an answer begins with its prompt.
     def encode() -> list[list[int]]:
-        return [spec.encode(prompt) for prompt in prompts]
+        return [encode_completion(spec, prompt) for prompt in prompts]
 
+    ids = await encode_prompts(answers, body, encode, "prompt")
+
+    # 2. With `echo` an answer begins with its prompt.
     openings: list[str | None] = [None] * len(prompts)
+    prompt_tokens = None
     if body.echo:
         openings = [decode_prompt(spec.target.tokenizer, prompt) for prompt in prompts]
+        if body.logprobs is not None:
+            prompt_tokens = await score_prompts(answers, ids, body.logprobs)
+    if body.max_tokens == 0:
+        fields = build_echo_reply(answers.state.name, ids, openings, prompt_tokens, body.n or 1)
+        if body.stream:
+            return stream_events(stream_one(fields))
+        return JSONResponse(fields)
+
+    # 3. Answer.
     reply_format = ReplyFormat(
         build_choice=build_text_choice,
         object_name="text_completion",
@@ -100,8 +126,25 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
         id_prefix="cmpl",
         openings=openings,
         build_parser=partial(build_parser, AnswerForm(), None),
+        prompt_tokens=prompt_tokens,
     )
-    return await respond(request, body, encode, reply_format, body.to_options())
+    reply = await begin_reply(answers, body, ids, reply_format, body.to_options())
+    return await send_reply(reply, body)
+
+
+def encode_completion(spec: Spec, prompt: str | list[int]) -> list[int]:
+    """Encode a prompt of /v1/completions; "" is the start token. Raises InputError if the target has none."""
+    if prompt != "":
+        return spec.encode(prompt)
+    start = getattr(spec.target.tokenizer, "bos_token_id", None)
+    if start is None:
+        raise InputError("the prompt is empty, and the target has no start token: give text")
+    return [start]
+
+
+async def stream_one(fields: Fields) -> AsyncIterator[Fields]:
+    """Yield the only chunk of a stream."""
+    yield fields
 
 
 def build_parser(form: AnswerForm, tokenizer: Any, prompt: Sequence[int]) -> AnswerParser:
@@ -128,41 +171,44 @@ def decode_prompt(tokenizer: Any, prompt: str | list[int]) -> str:
     return str(tokenizer.decode(prompt))
 
 
-async def respond(
-    request: Request,
+async def encode_prompts(
+    answers: Answers, body: Sampled, encode: Callable[[], list[list[int]]], param: str
+) -> list[list[int]]:
+    """Encode the prompts of a request, and check their lengths. Raises ApiError.
+
+    encode: returns the token ids of the prompts; runs on a thread. param: the field that holds them.
+    """
+    state = answers.state
+    state.check_model(body.model)
+    prompts = await answers.run(encode, limiter=state.tokenising, param=param)
+    for ids in prompts:
+        state.check_prompt(ids, param)
+    return prompts
+
+
+async def begin_reply(
+    answers: Answers,
     body: Sampled,
-    encode: Callable[[], list[list[int]]],
+    prompts: Sequence[Sequence[int]],
     reply_format: ReplyFormat,
     options: Fields,
-) -> Response:
-    """Answer a request to either completion endpoint, as one object or as a stream.
+) -> Reply:
+    """Submit the answers to a request of either completion endpoint.
 
     Args:
-        request: the HTTP request.
+        answers: of the HTTP request.
         body: the validated body of the request.
-        encode: returns the token ids of the prompts; runs on a thread.
+        prompts: token ids of each prompt.
         reply_format: how the endpoint writes its response.
         options: keywords of `Spec.generate` that the body sets.
 
     Raises: ApiError.
     """
-    # 1. Encode and check the prompts.
-    state = get_state(request)
-    answers = Answers(state, request)
-    state.check_model(body.model)
-    param = "prompt"
-    if isinstance(body, ChatRequest):
-        param = "messages"
-    prompts = await answers.run(encode, limiter=state.tokenising, param=param)
-    for ids in prompts:
-        state.check_prompt(ids, param)
-
-    # 2. Submit the answers.
-    if isinstance(body, ChatRequest) and body.store:
-        log_answers(answers, body)
+    # 1. Submit the answers.
+    state = answers.state
     options = {"temperature": state.config.temperature} | options
     options["max_new_tokens"] = choose_max_tokens(state, body, prompts)
-    options["memory"] = request.state.memory
+    options["memory"] = answers.request.state.memory
     samples = 1
     if body.n is not None:
         samples = body.n
@@ -175,17 +221,21 @@ async def respond(
             state=read_thought_state(reply_format.thoughts, tokenizer, prompts[0]),
             added_tokens=tokenizer.get_added_vocab(),
         )
-    await answers.submit(prompts, samples, body.seed, options, after_thought)
+    await answers.submit(prompts, samples, body.first_seed, options, after_thought)
 
-    # 3. Respond.
+    # 2. What the response tells.
     include_usage = False
     if body.stream_options is not None:
         include_usage = bool(body.stream_options.include_usage)
     hidden_tokens = state.ends
-    if options.get("ignore_eos"):
+    if options.get("ignore_eos") or reply_format.prompt_tokens is not None:
         hidden_tokens = frozenset()
     return_token_ids = bool(body.return_token_ids)
-    reply = Reply(answers, reply_format, include_usage, return_token_ids, hidden_tokens)
+    return Reply(answers, reply_format, include_usage, return_token_ids, hidden_tokens)
+
+
+async def send_reply(reply: Reply, body: Sampled) -> Response:
+    """Send the response to a request, as one object or as a stream. Raises ApiError."""
     if body.stream:
         return stream_events(reply.stream_chunks())
     return JSONResponse(await reply.collect_reply())
@@ -194,25 +244,22 @@ async def respond(
 def choose_max_tokens(state: State, body: Sampled, prompts: Sequence[Sequence[int]]) -> int:
     """Choose the maximum number of tokens of an answer.
 
-    A chat without a limit may fill the engine's cache, up to the server's limit.
-
-    Raises: ApiError if the request asks for more than the server's limit.
+    A chat without a limit may fill the engine's cache, up to the server's limit. What exceeds either is cut, as vLLM
+    does.
     """
-    max_tokens = None
-    if body.max_tokens is not None:
-        max_tokens = state.check_tokens(body.max_tokens, "max_tokens")
+    max_tokens = body.max_tokens
     if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
-        max_tokens = state.check_tokens(body.max_completion_tokens, "max_completion_tokens")
-    if max_tokens is not None:
-        return max_tokens
-    max_tokens = state.config.max_tokens
+        max_tokens = body.max_completion_tokens
+    if max_tokens is None and not isinstance(body, ChatRequest):
+        max_tokens = DEFAULT_COMPLETION_TOKENS
+    limit = state.config.max_tokens
     columns = state.engine.columns
     if columns is not None:
         longest = max(len(ids) for ids in prompts)
-        max_tokens = min(max_tokens, max(1, columns - longest))
-    if not isinstance(body, ChatRequest):
-        max_tokens = min(max_tokens, DEFAULT_COMPLETION_TOKENS)
-    return max_tokens
+        limit = min(limit, max(1, columns - longest))
+    if max_tokens is None:
+        return limit
+    return min(max_tokens, limit)
 
 
 def log_answers(answers: Answers, body: ChatRequest) -> None:

@@ -112,6 +112,10 @@ def _normalize_message(message: Message, index: int) -> Fields:
     index: the message's index in the request, for errors. Raises ApiError.
     """
     fields: Fields = {name: value for name, value in message.items() if value is not None}
+    if fields["role"] == "function":  # OpenAI's name before `tool`
+        fields["role"] = "tool"
+    if "function_call" in fields:
+        fields["tool_calls"] = [{"function": fields.pop("function_call")}]
     if "content" not in fields and fields["role"] != "assistant":
         raise ApiError(400, "a message without content", f"messages[{index}].content")
     calls = []
@@ -190,14 +194,28 @@ def parse_tool_choice(body: ChatRequest) -> ParsedToolChoice:
     Raises: ApiError for a choice that names no tool, and for a required call together with another response format.
     """
     tools = body.tools or []
-    if body.tool_choice == "none":
+    tool_choice: Any = body.tool_choice
+    if isinstance(tool_choice, dict) and tool_choice["type"] == "allowed_tools":
+        allowed = tool_choice["allowed_tools"]
+        tools = select_tools(tools, [tool["function"]["name"] for tool in allowed["tools"]])
+        tool_choice = allowed["mode"]
+    if tool_choice == "none":
         return ParsedToolChoice([])
-    if body.tool_choice is None or body.tool_choice == "auto":
+    if tool_choice is None or tool_choice == "auto":
         return ParsedToolChoice(tools)
     if not set(GRAMMAR_KINDS).isdisjoint(body.to_options()):
         message = "a tool that must be called fixes the format of the answer: leave out another"
         raise ApiError(400, message, "tool_choice")
-    return require_call(tools, body.tool_choice)
+    return require_call(tools, tool_choice)
+
+
+def select_tools(tools: Sequence[Tool], names: Sequence[str]) -> list[Tool]:
+    """Select tools by their names. Raises ApiError for a name that no tool has."""
+    functions = {tool["function"]["name"]: tool for tool in tools}
+    for name in names:
+        if name not in functions:
+            raise ApiError(400, f"tool_choice allows {name!r:.80}, which no tool is", "tool_choice")
+    return [functions[name] for name in dict.fromkeys(names)]
 
 
 def list_schemas(tools: Sequence[Tool]) -> dict[str, Fields]:

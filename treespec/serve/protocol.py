@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, final
 
-from treespec.engine.request import Piece
+from treespec.engine.request import Piece, TokenLogprob
 from treespec.text.strings import INCOMPLETE_CHARACTER, decode_after
 
 Fields = dict[str, Any]
@@ -115,7 +115,11 @@ def build_text_logprobs(tokens: Sequence[Fields], offset: int) -> Fields:
     for token in tokens:
         logprobs["tokens"].append(token["token"])
         logprobs["token_logprobs"].append(token["logprob"])
-        tops = {top["token"]: top["logprob"] for top in token["top_logprobs"]}
+        tops = None
+        if token["top_logprobs"] is not None:  # the first token of a prompt has none
+            tops = {}
+            for top in token["top_logprobs"]:  # of tokens with the same text the likeliest is told
+                tops.setdefault(top["token"], top["logprob"])
         logprobs["top_logprobs"].append(tops)
         logprobs["text_offset"].append(offset)
         offset += len(token["token"])
@@ -158,8 +162,15 @@ def format_logprobs(
     """
     if piece.logprobs is None:
         return None
+    return format_tokens(tokenizer, piece.logprobs, before, hidden)
+
+
+def format_tokens(
+    tokenizer: Any, logprobs: Sequence[TokenLogprob], before: int, hidden: frozenset[int]
+) -> list[Fields]:
+    """Format tokens with their log-probabilities. tokenizer, before, hidden: as for `format_logprobs`."""
     tokens: list[Fields] = []
-    for entry in piece.logprobs:
+    for entry in logprobs:
         if entry.token in hidden:
             continue
         fields = describe_token(tokenizer, before, entry.token, entry.logprob)
@@ -169,7 +180,7 @@ def format_logprobs(
     return tokens
 
 
-def describe_token(tokenizer: Any, before: int, token: int, logprob: float) -> Fields:
+def describe_token(tokenizer: Any, before: int | None, token: int, logprob: float) -> Fields:
     """Describe a token by its text after the token `before`, its log-probability, and its bytes.
 
     `bytes` is None for a token that holds only a part of a character.

@@ -32,6 +32,7 @@ class ReplyFormat:
         openings: for each prompt, the text of the first delta of its choices; None sends no such delta.
         build_parser: builds the parser of one choice from the token ids of its prompt.
         thoughts: the format of thoughts, after which a grammar begins. Default: None, there are none.
+        prompt_tokens: described tokens of each prompt, which its opening tells. Default: None, none.
     """
 
     build_choice: Callable[[AnswerDelta, bool], Fields]
@@ -41,6 +42,7 @@ class ReplyFormat:
     openings: Sequence[str | None]
     build_parser: Callable[[Sequence[int]], AnswerParser]
     thoughts: ThoughtFormat | None = None
+    prompt_tokens: Sequence[list[Fields]] | None = None
 
 
 @final
@@ -186,7 +188,12 @@ class Reply:
             choices.append(self._open_choice(index, prompt_index))
             opening = self.format.openings[prompt_index]
             if opening is not None:
-                yield AnswerDelta(index, opening, begins=True)
+                tokens = None
+                if self.format.prompt_tokens is not None:
+                    tokens = self.format.prompt_tokens[prompt_index]
+                for token in tokens or []:
+                    choices[index].offset += len(token["token"])
+                yield AnswerDelta(index, opening, tokens=tokens, begins=True)
 
         # 2. Yield the pieces, and the end of each choice.
         async for arrival in self.answers:
@@ -263,5 +270,8 @@ def stream_events(chunks: AsyncIterator[Fields | None]) -> StreamingResponse:
 
 
 def format_event(fields: Fields) -> bytes:
-    """Format a JSON object as a server-sent event."""
-    return b"data: " + json.dumps(fields, separators=(",", ":")).encode() + b"\n\n"
+    """Format a JSON object as a server-sent event; those of the Responses API have their type as its name."""
+    name = b""
+    if "sequence_number" in fields:
+        name = b"event: " + fields["type"].encode() + b"\n"
+    return name + b"data: " + json.dumps(fields, separators=(",", ":")).encode() + b"\n\n"

@@ -17,6 +17,7 @@ TEMPLATE = (
     + "{% if enable_thinking %}<think>\n{% else %}<think></think>{% endif %}"
 )
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("weather", "time")]
+NAMED = {"type": "function", "name": "weather"}
 FLAT_TOOLS = [{"type": "function", "name": "weather", "parameters": {"type": "object", "maxProperties": 0}}]
 
 
@@ -164,7 +165,7 @@ def test_the_responses_api_answers_as_chats_do(server, http):
         with ai.responses.stream(**ask, text={"format": schema}) as stream:
             assert stream.get_final_response().output_text == '"x"'
 
-        called = ai.responses.create(**ask | {"temperature": 1}, tools=FLAT_TOOLS, tool_choice="required")
+        called = ai.responses.create(**ask | {"temperature": 1}, tools=FLAT_TOOLS, tool_choice=NAMED)
         (call,) = called.output
         assert (call.type, call.name, call.arguments, called.status) == ("function_call", "weather", "{}", "completed")
         history = [{"role": "user", "content": "rain?"}, call.model_dump()]

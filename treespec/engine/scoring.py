@@ -25,7 +25,7 @@ def score_prompt(
         top: How many most likely tokens to return with each.
         models: The models of the decoder that answers meanwhile.
     """
-    tokens = torch.tensor([list(prompt)], device="cpu")  # [1, P]
+    tokens = torch.tensor([list(prompt)], dtype=torch.int64, device="cpu")  # [1, P]
     count = len(prompt) - 1
     cache = target.build_cache(len(prompt))
     logprobs = list[TokenLogprob]()

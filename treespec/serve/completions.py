@@ -9,8 +9,8 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from treespec.api.spec import Spec
-from treespec.serve.answers import Answers, keep
 from treespec.errors import InputError
+from treespec.serve.answers import Answers, keep
 from treespec.serve.echoes import build_echo_reply, score_prompts
 from treespec.serve.errors import ApiError
 from treespec.serve.messages import encode_request, list_schemas, parse_tool_choice
@@ -113,7 +113,9 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
         if body.logprobs is not None:
             prompt_tokens = await score_prompts(answers, ids, body.logprobs)
     if body.max_tokens == 0:
-        fields = build_echo_reply(answers.state.name, ids, openings, prompt_tokens, body.n or 1)
+        fields = build_echo_reply(
+            answers.state.name, ids, openings, prompt_tokens, samples=body.sample_count
+        )
         if body.stream:
             return stream_events(stream_one(fields))
         return JSONResponse(fields)
@@ -209,9 +211,6 @@ async def begin_reply(
     options = {"temperature": state.config.temperature} | options
     options["max_new_tokens"] = choose_max_tokens(state, body, prompts)
     options["memory"] = answers.request.state.memory
-    samples = 1
-    if body.n is not None:
-        samples = body.n
     tokenizer = state.spec.target.tokenizer
     after_thought = None
     if reply_format.thoughts is not None and tokenizer is not None:
@@ -221,7 +220,7 @@ async def begin_reply(
             state=read_thought_state(reply_format.thoughts, tokenizer, prompts[0]),
             added_tokens=tokenizer.get_added_vocab(),
         )
-    await answers.submit(prompts, samples, body.first_seed, options, after_thought)
+    await answers.submit(prompts, body.sample_count, body.first_seed, options, after_thought)
 
     # 2. What the response tells.
     include_usage = False

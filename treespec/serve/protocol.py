@@ -59,14 +59,14 @@ def build_chat_choice(delta: AnswerDelta, whole: bool) -> Fields:
         logprobs = {"content": delta.tokens, "refusal": None}
     return {
         "index": delta.index,
-        "message" if whole else "delta": build_message(delta, whole),
+        "message" if whole else "delta": build_chat_message(delta, whole),
         "logprobs": logprobs,
         "finish_reason": delta.end,
         **delta.told_ids,
     }
 
 
-def build_message(delta: AnswerDelta, whole: bool) -> Fields:
+def build_chat_message(delta: AnswerDelta, whole: bool) -> Fields:
     """Build the fields of a message, or of what a delta adds to it. whole: as for `build_chat_choice`."""
     message: Fields = {}
     if whole or delta.begins:

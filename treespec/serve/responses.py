@@ -18,7 +18,7 @@ from treespec.serve.schema import ChatRequest, StrictBody
 from treespec.serve.streaming import stream_events
 
 router = APIRouter()
-STATELESS = "this server keeps no conversations: send all of it as input"
+STATELESS_MESSAGE = "this server keeps no conversations: send all of it as input"
 CHAT_FIELDS = {  # field of /v1/responses -> that of /v1/chat/completions
     "model": "model",
     "max_output_tokens": "max_tokens",
@@ -57,7 +57,7 @@ async def respond_to_input(request: Request, body: ResponsesRequest) -> Response
     """Answer a conversation in the form of the Responses API."""
     for name in ("previous_response_id", "conversation"):
         if getattr(body, name) is not None:
-            raise ApiError(400, f"{name}: {STATELESS}", name)
+            raise ApiError(400, f"{name}: {STATELESS_MESSAGE}", name)
     reply = await begin_chat(request, to_chat_request(body))
     heading = build_heading(body, reply.answers.state.name)
     events = ResponseEvents(heading)
@@ -82,7 +82,8 @@ async def stream_response(
         if chunk is None:
             yield None
             continue
-        usage = chunk.get("usage") or usage
+        if chunk.get("usage"):
+            usage = chunk["usage"]
         for choice in chunk["choices"]:
             for event in events.add_delta(choice["delta"], choice["finish_reason"]):
                 yield event
@@ -136,16 +137,13 @@ def to_chat_request(body: ResponsesRequest) -> ChatRequest:
     if body.stream:
         fields["stream_options"] = {"include_usage": True}
     if body.tools:
-        fields["tools"] = [nest_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)]
-    fields["tool_choice"] = nest_tool_choice(body.tool_choice)
-    text = body.text or {}
-    fields["verbosity"] = text.get("verbosity")
-    text_format = dict(text.get("format") or {})
-    if text_format.get("type") == "json_schema":
-        del text_format["type"]
-        text_format = {"type": "json_schema", "json_schema": text_format}
-    fields["response_format"] = text_format or None
-    fields["reasoning_effort"] = (body.reasoning or {}).get("effort")
+        fields["tools"] = [convert_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)]
+    fields["tool_choice"] = convert_tool_choice(body.tool_choice)
+    if body.text is not None:
+        fields["verbosity"] = body.text.get("verbosity")
+        fields["response_format"] = convert_text_format(body.text.get("format"))
+    if body.reasoning is not None:
+        fields["reasoning_effort"] = body.reasoning.get("effort")
 
     # 3. Its own checks.
     try:
@@ -155,7 +153,17 @@ def to_chat_request(body: ResponsesRequest) -> ChatRequest:
         raise RequestValidationError(problems) from None
 
 
-def nest_tool(tool: Mapping[str, Any], name: str) -> Fields:
+def convert_text_format(text_format: Mapping[str, Any] | None) -> Fields | None:
+    """Convert `text.format` of the Responses API to `response_format` of chats."""
+    if text_format is None:
+        return None
+    if text_format.get("type") != "json_schema":
+        return dict(text_format)
+    schema = {name: value for name, value in text_format.items() if name != "type"}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def convert_tool(tool: Mapping[str, Any], name: str) -> Fields:
     """Convert a function of the Responses API to a tool of chats. Raises ApiError for a tool of another kind."""
     if tool.get("type") != "function":
         raise ApiError(
@@ -165,14 +173,14 @@ def nest_tool(tool: Mapping[str, Any], name: str) -> Fields:
     return {"type": "function", "function": function}
 
 
-def nest_tool_choice(choice: str | Mapping[str, Any] | None) -> Any:
+def convert_tool_choice(choice: str | Mapping[str, Any] | None) -> Any:
     """Convert a tool choice of the Responses API to that of chats."""
     if not isinstance(choice, Mapping):
         return choice
     if choice.get("type") == "function" and "name" in choice:
         return {"type": "function", "function": {"name": choice["name"]}}
     if choice.get("type") == "allowed_tools" and "allowed_tools" not in choice:
-        tools = [nest_tool_choice(tool) for tool in choice.get("tools", [])]
+        tools = [convert_tool_choice(tool) for tool in choice.get("tools", [])]
         allowed = {"mode": choice.get("mode", "auto"), "tools": tools}
         return {"type": "allowed_tools", "allowed_tools": allowed}
     return choice
@@ -183,34 +191,43 @@ def to_messages(items: Sequence[Mapping[str, Any]]) -> list[Fields]:
     messages: list[Fields] = []
     thought = ""
     for index, item in enumerate(items):
-        kind = item.get("type", "message")
-        if kind == "message":
-            message = {"role": item.get("role"), "content": to_content(item.get("content"))}
-        elif kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
-            message = {"role": "assistant", "content": None, "tool_calls": [call]}
-            last = messages[-1] if messages else {}
-            if last.get("role") == "assistant":  # calls of one answer
-                last["tool_calls"] = [*last.get("tool_calls", []), call]
-                continue
-        elif kind == "function_call_output":
-            content = item.get("output")
-            if isinstance(content, list):
-                content = to_content(content)
-            message = {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
-        elif kind == "reasoning":
-            parts = item.get("content") or item.get("summary") or []
-            thought = "\n".join(str(part.get("text", "")) for part in parts)
+        if item.get("type") == "reasoning":
+            thought = read_thought(item)
             continue
-        else:
-            name = f"input[{index}].type"
-            raise ApiError(400, f"{name} is {kind!r:.40}, which this server does not know", name)
+        message = to_message(item, f"input[{index}].type")
         if thought and message["role"] == "assistant":
             message["reasoning_content"] = thought
             thought = ""
-        messages.append(message)
+        calls = message.get("tool_calls")
+        if calls and messages and messages[-1]["role"] == "assistant":  # of one answer
+            messages[-1].setdefault("tool_calls", []).extend(calls)
+        else:
+            messages.append(message)
     return messages
+
+
+def read_thought(item: Mapping[str, Any]) -> str:
+    """The text of an item that holds a thought."""
+    texts = []
+    for name in ("content", "summary"):
+        for part in item.get(name) or ():
+            texts.append(str(part.get("text", "")))
+    return "\n".join(texts)
+
+
+def to_message(item: Mapping[str, Any], name: str) -> Fields:
+    """Convert an item to a message. name: the field of its type, for the ApiError of an unknown one."""
+    kind = item.get("type", "message")
+    if kind == "message":
+        return {"role": item.get("role"), "content": to_content(item.get("content"))}
+    if kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        return {"role": "assistant", "content": None, "tool_calls": [call]}
+    if kind == "function_call_output":
+        content = to_content(item.get("output"))
+        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
+    raise ApiError(400, f"{name} is {kind!r:.40}, which this server does not know", name)
 
 
 def to_content(content: Any) -> Any:
@@ -219,7 +236,9 @@ def to_content(content: Any) -> Any:
         return content
     parts = []
     for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
+        kind = None
+        if isinstance(part, dict):
+            kind = part.get("type")
         if kind in ("input_text", "output_text"):
             parts.append({"type": "text", "text": part.get("text")})
         elif kind == "input_image":

@@ -87,7 +87,7 @@ class StructuredOutputs(Body):
                 options[name] = value
                 count += 1
         if self.choice is not None:
-            options["grammar"] = "start: " + " | ".join(map(quote_lark, self.choice))
+            options["grammar"] = "start: " + " | ".join(map(write_lark_string, self.choice))
             count += 1
         if self.json_object:
             options["json_schema"] = {"type": "object"}
@@ -98,7 +98,7 @@ class StructuredOutputs(Body):
         return options
 
 
-def quote_lark(text: str) -> str:
+def write_lark_string(text: str) -> str:
     """Write a text as a string of a Lark grammar."""
     return json.dumps(text, ensure_ascii=False)
 
@@ -134,6 +134,13 @@ class Sampled(StrictBody):
                 raise ApiError(400, message, "structured_outputs")
             options |= structured
         return options
+
+    @property
+    def sample_count(self) -> int:
+        """The number of answers to each prompt."""
+        if self.n is None:
+            return 1
+        return self.n
 
     @property
     def first_seed(self) -> int | None:

@@ -128,34 +128,40 @@ class ThoughtSplitter:
 
     def _cut(self, form: ThoughtFormat, ended: bool) -> tuple[str, str]:
         """Take the held text before the next mark, and the mark; ("…", "") if no mark has arrived completely."""
-        # 1. The next mark.
         marks = self._list_marks(form)
         if self.trims:
             self.held = self.held.lstrip()
-        starts = [(self.held.find(mark), -len(mark), mark) for mark in marks if mark in self.held]
-        if starts:
-            start, _, mark = min(starts)
-            text = self.held[:start]
-            self.held = self.held[start + len(mark) :]
-            if self.thinking:
-                text = text.rstrip()
-            return text, mark
+        starts = [(self.held.find(mark), mark) for mark in marks if mark in self.held]
+        if not starts:
+            return self._take_certain_text(form, marks, ended), ""
+        start, mark = min(starts)
+        text = self.held[:start]
+        self.held = self.held[start + len(mark) :]
+        if self.thinking:
+            text = text.rstrip()
+        return text, mark
 
-        # 2. The text that can be no part of a mark, nor whitespace before one.
+    def _take_certain_text(self, form: ThoughtFormat, marks: tuple[str, ...], ended: bool) -> str:
+        """Take the held text that can be no part of a mark, nor whitespace before one."""
+        # 1. The text.
         border = len(self.held)
         if not ended:
             border -= max((count_suffix_overlap(self.held, mark) for mark in marks), default=0)
         text = self.held[:border]
+        may_open = self.may_open and not form.dropped and not ended
         if self.thinking:
             text = text.rstrip()
-        elif self.may_open and not form.dropped and not text.strip() and not ended:
+        elif may_open and not text.strip():
             text = ""  # whitespace before a thought
-        self.held = "" if ended else self.held[len(text) :]
+
+        # 2. What may follow it.
+        self.held = self.held[len(text) :]
+        if ended:
+            self.held = ""
         if text:
             self.trims = False
-            if not self.thinking and not form.dropped:
-                self.may_open = False
-        return text, ""
+            self.may_open = self.thinking or bool(form.dropped)
+        return text
 
     def _list_marks(self, form: ThoughtFormat) -> tuple[str, ...]:
         """The marks that may come next."""

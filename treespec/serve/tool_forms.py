@@ -34,7 +34,7 @@ class ToolFormat:
     id_pattern: str = ""
 
 
-HERMES = ToolFormat(
+HERMES_FORM = ToolFormat(
     "Hermes, Qwen 3, SmolLM",
     "<tool_call>",
     ("<tool_call>",),
@@ -134,7 +134,7 @@ TOOL_FORMS = (
             *("<arg_value>", "</arg_value>"),
         ),
     ),
-    HERMES,
+    HERMES_FORM,
     ToolFormat(
         "Mistral",
         "[TOOL_CALLS]",
@@ -153,7 +153,7 @@ def detect_tool_form(source: str) -> ToolFormat | None:
     For a template that cannot show tools the server writes them in Hermes' format.
     """
     if not has_place(source):
-        return HERMES
+        return HERMES_FORM
     for form in TOOL_FORMS:
         if form.mark in source:
             return form

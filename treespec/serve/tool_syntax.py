@@ -117,7 +117,7 @@ def parse_kimi(text: str, schemas: Schemas) -> list[ParsedToolCall]:
         body = re.split(r"<\|tool_call_end\|>|<\|tool_calls_section_end\|>", part)[0]
         call_id, _, arguments = body.partition("<|tool_call_argument_begin|>")
         call_id = call_id.strip()
-        name = call_id.removeprefix("functions.").rpartition(":")[0] or call_id
+        name = re.sub(r"\Afunctions\.|:\d+\Z", "", call_id)
         calls.append(build_call(name, arguments, call_id))
     return calls
 
@@ -212,8 +212,9 @@ def build_typed_call(name: str, pairs: list[tuple[str, str]], schemas: Schemas) 
 def _get_property(schemas: Schemas, name: str, key: str) -> Any:
     """The schema of one argument of a function; {} if none is given."""
     schema = schemas.get(name)
-    properties = schema.get("properties") if isinstance(schema, dict) else None
-    return properties.get(key, {}) if isinstance(properties, dict) else {}
+    if not isinstance(schema, dict) or not isinstance(schema.get("properties"), dict):
+        return {}
+    return schema["properties"].get(key, {})
 
 
 def list_json_types(schema: Any) -> set[str]:
@@ -221,7 +222,9 @@ def list_json_types(schema: Any) -> set[str]:
     if not isinstance(schema, dict):
         return set()
     names = schema.get("type", [])
-    types = {names} if isinstance(names, str) else set(names)
+    if isinstance(names, str):
+        names = [names]
+    types = set(names)
     for value in schema.get("enum", []):
         types.add(JSON_TYPES.get(type(value), "null"))
     for kind in ("anyOf", "oneOf"):
@@ -242,6 +245,9 @@ def read_typed_value(text: str, schema: Any) -> Any:
     except (ValueError, RecursionError):
         return text
     kind = JSON_TYPES[type(value)]
-    if "string" in types and kind not in types and not (kind == "integer" and "number" in types):
+    kinds = {kind}
+    if kind == "integer":
+        kinds.add("number")
+    if "string" in types and kinds.isdisjoint(types):
         return text
     return value

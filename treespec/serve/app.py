@@ -45,7 +45,7 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # 0. A path may end with a slash. A redirect would lose the scheme behind a proxy.
         if scope["path"].endswith("/") and scope["path"] != "/":
-            scope["path"] = scope["path"].rstrip("/") or "/"
+            scope["path"] = scope["path"][:-1]
 
         # 1. Bound the body, whatever Content-Length says; count responses, and add headers.
         received_bytes = 0

@@ -48,6 +48,7 @@ class ResponsesRequest(StrictBody):
     background: Literal[False] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     include: list[str] | None = None
+    metadata: dict[str, Any] | None = None
     stream_options: dict[str, Any] | None = None
     top_logprobs: Literal[0] | None = None
 
@@ -93,7 +94,7 @@ async def stream_response(
 
 def build_heading(body: ResponsesRequest, model: str) -> Fields:
     """Build the fields of a response that are known before its answer."""
-    return {
+    heading: Fields = {
         "id": f"resp_{uuid.uuid4().hex}",
         "object": "response",
         "created_at": int(time.time()),
@@ -104,19 +105,24 @@ def build_heading(body: ResponsesRequest, model: str) -> Fields:
         "incomplete_details": None,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
-        "metadata": (body.model_extra or {}).get("metadata") or {},
+        "metadata": {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": None,
-        "reasoning": body.reasoning or {"effort": None, "summary": None},
+        "reasoning": {"effort": None, "summary": None},
         "store": False,
         "temperature": body.temperature,
-        "text": body.text or {"format": {"type": "text"}},
-        "tool_choice": body.tool_choice or "auto",
-        "tools": body.tools or [],
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "auto",
+        "tools": [],
         "top_p": body.top_p,
         "truncation": "disabled",
         "usage": None,
     }
+    for name in ("metadata", "reasoning", "text", "tool_choice", "tools"):
+        value = getattr(body, name)
+        if value is not None:
+            heading[name] = value
+    return heading
 
 
 def to_chat_request(body: ResponsesRequest) -> ChatRequest:

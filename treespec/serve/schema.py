@@ -293,7 +293,8 @@ class ChatRequest(Sampled):
             variables = {"enable_thinking": False, "thinking": False}
         elif self.reasoning_effort is not None:
             variables = {"reasoning_effort": self.reasoning_effort}
-        variables |= self.chat_template_kwargs or {}
+        if self.chat_template_kwargs is not None:
+            variables |= self.chat_template_kwargs
         return variables or None
 
     def to_options(self) -> dict[str, Any]:

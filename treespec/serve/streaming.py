@@ -114,7 +114,7 @@ class ChoiceStream:
         delta = AnswerDelta(
             self.index,
             text,
-            thought=parts.thought or None,
+            thought=parts.thought,
             tokens=tokens,
             calls=calls,
             first_call=self.call_count,

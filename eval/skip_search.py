@@ -194,7 +194,8 @@ class ChainBench:
         cost = 1 - skipped_bytes / self.weight_bytes
         reach = self.measure_reach(skipped)
         lengths = 1 + reach.cumsum(0)
-        speedups = lengths / (1 + cost * torch.arange(1, len(reach) + 1, device="cpu"))
+        drafted = torch.arange(1, len(reach) + 1, dtype=torch.float64, device="cpu")
+        speedups = lengths / (1 + cost * drafted)
         best = int(speedups.argmax())
         return SkipPrediction(float(speedups[best]), best + 1, float(lengths[best]), cost)
 

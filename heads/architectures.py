@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from treespec.files.atomic import Fields as Config
 
 SPECULATORS_TYPE = "speculators_model_type"
-SPECULATORS_KINDS = ("dflash", "eagle", "eagle3", "peagle")
+SPECULATORS_KINDS = ("dflash", "dflash2", "dspark", "eagle", "eagle3", "peagle")
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Architecture:
         marks: a pattern of its names in config.json, matched in full and without case.
         kind: treespec's kind of head that reads it; "": treespec does not read it yet.
         reason: why treespec does not read it, and what to use instead.
+        version: what was read to write the reader, and the day; "": before November 2026.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Architecture:
     marks: str
     kind: str = ""
     reason: str = ""
+    version: str = ""
 
 
 IS_LANGUAGE_MODEL = "it is a language model of its own, no head"
@@ -39,27 +41,44 @@ IS_LANGUAGE_MODEL = "it is a language model of its own, no head"
 KNOWN_ARCHITECTURES = (
     Architecture(
         "DFlash 2",
-        "z-lab, NeMo AutoModel, speculators, llama.cpp",
+        "z-lab, SpecForge, NeMo AutoModel, speculators, vLLM, SGLang",
         r"(qwen3)?dflash2(draftmodel|speculator)?|dflash-2",
-        reason="it has convolutions around each layer, and a selector of candidates",
+        "dflash2",
+        version="z-lab/dflash 1012959, SpecForge 5943b2f, NeMo AutoModel 36044ad, speculators 022a2f0, vLLM 030da62; "
+        "2026-11-29",
     ),
     Architecture(
         "DSpark",
         "DeepSpec, SpecForge, speculators, vLLM, SGLang, NeMo AutoModel, llama.cpp",
+        r"(qwen3)?dspark(draftmodel|model|speculator)?",
+        "dspark",
+        version="DeepSpec afdfa7c, SpecForge a6b6b02, speculators c05b95b, vLLM 0302ff4; 2026-11-29",
+    ),
+    Architecture(
+        "DSpark of other layers",
+        "DeepSpec, NeMo AutoModel, vLLM, SGLang",
         r".*dspark.*",
-        reason="it has a Markov head over the tokens drafted so far, and a confidence head",
+        reason="it has decoder layers that are not Qwen3's",
     ),
     Architecture(
         "DSpine",
-        "SpecForge",
-        r"dspine.*",
-        reason="each row of a block writes into the next one",
+        "SpecForge; Tencent, by its converter",
+        r"dspine(draftmodel)?",
+        "dspine",
+        version="SpecForge 9aafadf; 2026-11-29",
+    ),
+    Architecture(
+        "DSpine of other projects",
+        "Tencent, vLLM",
+        r".*dspine.*",
+        reason="it has a layout that treespec was not compared with: SpecForge's converter writes the one that loads",
     ),
     Architecture(
         "Domino",
-        "SpecForge, NeMo AutoModel, ModelOpt, TorchSpec",
-        r"domino.*",
-        reason="it has a recurrent head (GRU) over the tokens drafted so far",
+        "SpecForge, NeMo AutoModel",
+        r"domino(draftmodel)?",
+        "domino",
+        version="SpecForge a6b6b02, NeMo AutoModel 36044ad; 2026-11-29",
     ),
     Architecture("DFlare", "speculators", r"dflare.*", reason="treespec was not compared with it"),
     Architecture(

@@ -15,7 +15,7 @@ drafts four levels.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar, cast, final
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,12 +23,43 @@ from torch import Tensor, nn
 
 from treespec.heads.eagle3 import check_distinct_layers, list_default_aux_layers
 from treespec.heads.head import Config, Embed, TargetFacts
-from treespec.heads.layers import Angles, Attention, KeyValues, Layer, RMSNorm, list_layer_windows
+from treespec.heads.layers import (
+    Angles,
+    Attend,
+    Attention,
+    KeyValues,
+    Layer,
+    RMSNorm,
+    list_layer_windows,
+)
 from treespec.heads.llama import BlockHead, Pairs
 from treespec.heads.unrolled import AttentionColumns, attend
 
 
-@final
+class BlockRows(NamedTuple):
+    """The blocks whose rows a layer computes.
+
+    Attributes:
+        roots: [B] or [B, R] the last token before each block; None: no blocks.
+        slots: S of rows [S B, R, H], slot after slot; 0: rows are [B, S, H].
+    """
+
+    roots: Tensor | None
+    slots: int = 0
+
+    def split(self, x: Tensor) -> Tensor:
+        """Turn rows into [S, B, H], or [S, B, R, H]."""
+        if self.slots:
+            return x.unflatten(0, (self.slots, -1))
+        return x.transpose(0, 1)
+
+    def join(self, x: Tensor) -> Tensor:
+        """Turn what `split` returns back into rows."""
+        if self.slots:
+            return x.flatten(0, 1)
+        return x.transpose(0, 1)
+
+
 class DFlashHead(BlockHead):
     """DFlash's head, with the published parameter names.
 
@@ -114,6 +145,7 @@ class DFlashHead(BlockHead):
             block = F.pad(roots[:, None], (0, self.block - 1), value=self.mask_token)
             x = self.embed_block(block, embed).to(context.dtype)
         angles = self.rotary(pairs.positions[:, -rows:], context.dtype)
+        blocks = BlockRows(roots)
 
         # 2. The layers. Without a block they only store the keys and values of the context.
         for number, (module, cache) in enumerate(zip(self.layers, caches, strict=True)):
@@ -122,15 +154,33 @@ class DFlashHead(BlockHead):
             attention = partial(
                 layer.self_attn, angles=angles, mask=mask, cache=cache, context=context
             )
-            x = layer(x, attention)
-        return context, self.norm(x)
+            x = self.apply_layer(number, x, attention, blocks)
+        return context, self.finish(x, blocks)
+
+    def apply_layer(self, number: int, x: Tensor, attend: Attend, blocks: BlockRows) -> Tensor:
+        """Compute a layer's rows. attend: its attention, with all but the rows bound."""
+        rows: Tensor = self.layers[number](x, attend)
+        return rows
+
+    def finish(self, x: Tensor, blocks: BlockRows) -> Tensor:
+        """Turn the last layer's rows into the block's states [..., H]."""
+        return self.norm(x)
 
     def forward(
         self, tokens: Tensor, features: Tensor, counts: Tensor, steps: int, embed: Embed
     ) -> list[Tensor]:
-        """As `Head.forward`; a step is a level of the block.
+        """As `Head.forward`; a step is a level of the block."""
+        n = counts.shape[1]
+        levels = self.compute_levels(tokens, features, embed)
+        states = []
+        for step, level in enumerate(levels[: min(steps, n)]):
+            states.append(level[:, : n - step][counts[:, step:]])
+        return states
 
-        A block starts at each of R rows. A slot is the same place in all blocks, and a layer computes it as
+    def compute_levels(self, tokens: Tensor, features: Tensor, embed: Embed) -> Sequence[Tensor]:
+        """Compute the states of all levels, of a block that starts at each of R rows.
+
+        A slot is the same place in all blocks, and a layer computes it as
         one sequence of R rows: row t attends to the context up to t, and to column t of each slot. Five
         tokens, a block of three:
 
@@ -138,12 +188,20 @@ class DFlashHead(BlockHead):
             slot 0            b  c  d        at positions 1 2 3
             slot 1            m  m  m        at positions 2 3 4, drafts level 1: c d e
             slot 2            m  m  m        at positions 3 4 5, drafts level 2: d e
+
+        Args:
+            tokens: [B, T] int64.
+            features: [B, R, F] the target's features at the first R = T - 2 positions.
+            embed: the target's embedding.
+
+        Returns:
+            [B, R, H] for each level.
         """
         # 1. Positions and rows of all slots, [S B, R, …].
         context = self.hidden_norm(self.fc(features))
         size = self.block
         dtype = features.dtype
-        texts, n = counts.shape
+        texts, n = features.shape[:2]
         roots = tokens[:, 1 : n + 1]
         x = torch.cat([roots, torch.full_like(roots, self.mask_token).repeat(size - 1, 1)])
         x = self.embed_block(x, embed).to(dtype)
@@ -153,7 +211,8 @@ class DFlashHead(BlockHead):
         context_angles = self.rotary(context_positions, dtype)
 
         # 2. The layers.
-        for module, causal, window in zip(self.layers, self.causal, self.windows, strict=True):
+        blocks = BlockRows(roots, slots=size)
+        for number, module in enumerate(self.layers):
             layer = cast(Layer, module)
             context_parts = layer.self_attn.project(context, context_angles)
             attention = partial(
@@ -161,17 +220,13 @@ class DFlashHead(BlockHead):
                 layer.self_attn,
                 AttentionColumns(context_parts.keys, context_parts.values),
                 angles=angles,
-                causal=causal,
-                window=window,
+                causal=self.causal[number],
+                window=self.windows[number],
             )
-            x = layer(x, attention)
+            x = self.apply_layer(number, x, attention, blocks)
 
-        # 3. For each level, the states of the wanted rows.
-        levels = self.norm(x).chunk(size)[self.first_slot :]
-        states = []
-        for step, level in enumerate(levels[: min(steps, n)]):
-            states.append(level[:, : n - step][counts[:, step:]])
-        return states
+        # 3. The slots that draft.
+        return self.finish(x, blocks).chunk(size)[self.first_slot :]
 
     def _mask(self, number: int, pairs: Pairs, size: int) -> Tensor:
         """Build the mask [B, 1, S, T] of the block's rows in a layer, by its causality and window."""

@@ -124,6 +124,13 @@ class LlamaHead(Head):
         """Turn the layers' output [..., H] into the input [..., H] of `project`; unchanged by default."""
         return hidden
 
+    @property
+    def output_weights(self) -> tuple[nn.Parameter, ...]:
+        """The head's own parameters that `project` reads."""
+        if self.lm_head is None:
+            return ()
+        return tuple(self.lm_head.parameters())
+
     def project(
         self, states: Tensor, step: int = 0, target: TargetOutputPath | None = None
     ) -> Tensor:

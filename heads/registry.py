@@ -23,6 +23,10 @@ from treespec.trees.extensions import describe_object, load_installed_rows, load
 FORMATS_PACKAGE = "treespec.heads.formats"
 # model_type of treespec's own directories
 DFLASH_KIND = "dflash"
+DFLASH2_KIND = "dflash2"
+DOMINO_KIND = "domino"
+DSPARK_KIND = "dspark"
+DSPINE_KIND = "dspine"
 P_EAGLE_KIND = "p-eagle"
 SPECULATORS_KIND_FIELD = architectures.SPECULATORS_TYPE
 
@@ -168,6 +172,38 @@ HEAD_KINDS: dict[str, HeadKind] = {
         write=f"{FORMATS_PACKAGE}.engines:write_dflash",
         engines=("speculators", "gguf"),
         marks=rf"(model_type|{SPECULATORS_KIND_FIELD})={DFLASH_KIND}$|dflash_config=|architectures=.*dflash",
+        levels=folders.count_dflash_levels,
+    ),
+    "dspark": HeadKind(
+        head="treespec.heads.dspark:DSparkHead",
+        read=f"{FORMATS_PACKAGE}.dspark:read_dspark",
+        summary="DFlash, with a bias by the token above",
+        source="DSpark, 2607.05147",
+        marks=rf"(model_type|{SPECULATORS_KIND_FIELD})={DSPARK_KIND}$|architectures=.*dspark|dflash_config=.*'dspark'",
+        levels=folders.count_dspark_levels,
+    ),
+    "dflash2": HeadKind(
+        head="treespec.heads.dflash2:DFlash2Head",
+        read=f"{FORMATS_PACKAGE}.dflash2:read_dflash2",
+        summary="DFlash, with candidates scored in pairs",
+        source="DFlash 2, Inco AI 2026",
+        marks=rf"(model_type|{SPECULATORS_KIND_FIELD})={DFLASH2_KIND}$|architectures=.*dflash2",
+        levels=folders.count_dflash_levels,
+    ),
+    "domino": HeadKind(
+        head="treespec.heads.domino:DominoHead",
+        read=f"{FORMATS_PACKAGE}.domino:read_domino",
+        summary="DFlash, with a GRU over the tokens above",
+        source="Domino, SpecForge 2026",
+        marks=rf"model_type={DOMINO_KIND}$|architectures=.*domino|dflash_config=.*'domino'",
+        levels=folders.count_domino_levels,
+    ),
+    "dspine": HeadKind(
+        head="treespec.heads.dspine:DSpineHead",
+        read=f"{FORMATS_PACKAGE}.dspine:read_dspine",
+        summary="DFlash, whose rows write into the next",
+        source="DSpine, Tencent 2026",
+        marks=rf"model_type={DSPINE_KIND}$|architectures=.*dspine|dspine_config=",
         levels=folders.count_dflash_levels,
     ),
     "p-eagle": HeadKind(

@@ -1,6 +1,7 @@
 """No network, one thread a process, as the suite runs on several, and a cache of its own.
 
-TEST_THREADS=3 and TEST_DTYPE=float64 run tests with other threads and under another default dtype.
+TEST_THREADS=3 and TEST_DTYPE=float64 run them with other threads and under another default dtype: `models` has
+factories of float32 tensors for that.
 """
 
 import gc
@@ -31,6 +32,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # its processes share the kernels, whic
 else:
     Path(os.environ["XDG_CACHE_HOME"], KERNELS).mkdir(mode=0o700)
 os.environ["OMP_NUM_THREADS"] = os.environ.get("TEST_THREADS", "1")  # torch reads it when it is imported
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads of one process leave the processors to others
 DEFAULT_DTYPE = os.environ.get("TEST_DTYPE")  # what a user's program may have set before it calls treespec
 
 

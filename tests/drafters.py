@@ -18,6 +18,7 @@ from models import (
     close,
     follow,
     plain_logits,
+    randn,
     random_eagle3,
     random_head,
     random_model,
@@ -99,7 +100,7 @@ def table(seed=1, size=TABLE_VOCAB, end=None) -> Target:
 def near(seed) -> Target:
     """A table near that of the target."""
     model = TableModel(TableConfig(TABLE_VOCAB, seed=1))
-    noise = torch.randn(TABLE_VOCAB, TABLE_VOCAB, TABLE_VOCAB, generator=seeded(seed))
+    noise = randn(TABLE_VOCAB, TABLE_VOCAB, TABLE_VOCAB, generator=seeded(seed))
     model.model.table.data += noise
     return Target(model)
 
@@ -292,6 +293,18 @@ def build_dflash(name="llama", **changes):
     return sharpen(head)
 
 
+def build_conditional(kind, name="llama", **changes):
+    """A block head whose levels read the tokens above. changes: of its config."""
+    torch.manual_seed(0)
+    sizes = {"block_size": 5, "num_hidden_layers": 2, "own_output": False}
+    head = build_new_head(kind, target(name), **sizes | changes)
+    head.embed_tokens = None
+    for parameter in sharpen(head).parameters():
+        if parameter.ndim == 1:
+            parameter.data.add_(0.2 * torch.randn_like(parameter))
+    return head
+
+
 def build_p_eagle(name="llama", **changes):
     torch.manual_seed(0)
     head = build_new_head("p-eagle", target(name), levels=4)
@@ -341,8 +354,11 @@ def attend_plainly(attention, queries, keys, places, seen, rotary):
     return attention.o_proj(out.transpose(0, 1).flatten(1))
 
 
-def draft_dflash_plainly(head, model, text):
-    """[D, V] the draft logits after a text, without a cache."""
+def block_states_plainly(head, model, text, around=lambda name, x, compute: compute(x), behind=lambda number, x: x):
+    """[D, H] the block's states of all levels after a text, without a cache.
+
+    around: computes a sublayer of that name from its normed input. behind: changes the rows behind a layer.
+    """
     n = len(text) - 1
     size = head.block
     context = head.hidden_norm(head.fc(model.compute_features(text[None, :-1], head.aux_layers)[0]))
@@ -354,10 +370,19 @@ def draft_dflash_plainly(head, model, text):
             seen = places <= places[n:, None]
         if head.windows[number]:
             seen = seen & (places > places[n:, None] - head.windows[number])
-        normed = layer.input_layernorm(x)
-        x = x + attend_plainly(layer.self_attn, normed, torch.cat([context, normed]), places, seen, head.rotary)
-        x = x + layer.mlp(layer.post_attention_layernorm(x))
-    return model.compute_output_logits(head.norm(x))[0 if head.from_anchor else 1 :]
+
+        def attend(rows, layer=layer, seen=seen):
+            return attend_plainly(layer.self_attn, rows, torch.cat([context, rows]), places, seen, head.rotary)
+
+        x = x + around(f"layers.{number}.attention", layer.input_layernorm(x), attend)
+        x = x + around(f"layers.{number}.mlp", layer.post_attention_layernorm(x), layer.mlp)
+        x = behind(number, x)
+    return head.norm(x)[0 if head.from_anchor else 1 :]
+
+
+def draft_dflash_plainly(head, model, text):
+    """[D, V] the draft logits after a text, without a cache."""
+    return model.compute_output_logits(block_states_plainly(head, model, text))
 
 
 LONG_PREFIX_TOKENS = 25  # tokens, four times the windows and chunks of 6

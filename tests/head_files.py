@@ -8,7 +8,7 @@ from typing import Any
 import gguf
 import torch
 from drafters import DRAFT_VOCAB, EIGHT_LAYERS, build_dflash, build_eagle, build_eagle3, build_head, build_p_eagle
-from models import GROUPED, seeded
+from models import GROUPED, ones, randn, seeded
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig
@@ -37,7 +37,7 @@ def rename_midlayer(tensors):
 
 def in_whole(tensors):
     """Within the model that the heads are for."""
-    return {f"medusa_head.{name}": value for name, value in tensors.items()} | {"model.norm.weight": torch.ones(32)}
+    return {f"medusa_head.{name}": value for name, value in tensors.items()} | {"model.norm.weight": ones(32)}
 
 
 def as_vllm(tensors):
@@ -48,11 +48,11 @@ def as_vllm(tensors):
 
 
 def with_unused(tensors):
-    return tensors | {"input_embed_fn.weight": torch.randn(64, 32)}
+    return tensors | {"input_embed_fn.weight": randn(64, 32)}
 
 
 def with_prefix_unused(tensors):
-    unused = {"embed_tokens.weight": torch.randn(64, 32), "layers.0.self_attn.rotary_emb.inv_freq": torch.randn(4)}
+    unused = {"embed_tokens.weight": randn(64, 32), "layers.0.self_attn.rotary_emb.inv_freq": randn(4)}
     return with_unused(tensors) | {f"prefix_embeding_layer.{name}": value for name, value in unused.items()}
 
 
@@ -128,13 +128,13 @@ PEAGLE = read_config("speculators-peagle")
 
 def verifiers_copies():
     """What speculators keeps of the target beside its own tensors."""
-    return {"verifier_lm_head.weight": torch.ones(64, 32), "verifier_norm.weight": torch.ones(32)}
+    return {"verifier_lm_head.weight": ones(64, 32), "verifier_norm.weight": ones(32)}
 
 
 def with_output(head):
     """The tensors of a DFlash head of speculators: an output layer and embedding of its own, no mapping."""
     torch.manual_seed(5)
-    own = {"lm_head.weight": torch.randn(64, 32), "embed_tokens.weight": torch.randn(64, 32)}
+    own = {"lm_head.weight": randn(64, 32), "embed_tokens.weight": randn(64, 32)}
     all_tokens = {"d2t": torch.zeros(64, dtype=torch.int64), "t2d": torch.ones(64, dtype=torch.bool)}
     return head.state_dict() | own | all_tokens | verifiers_copies()
 
@@ -311,7 +311,8 @@ def mtp_names(layout, number, layers):
 
 def decoder_layer(model):
     """A new layer like the model's last."""
-    return type(model.model.layers[-1])(model.config, model.config.num_hidden_layers - 1)
+    layer = type(model.model.layers[-1])(model.config, model.config.num_hidden_layers - 1)
+    return layer.to(model.dtype)
 
 
 def mtp_tensors(model, layout, layers=1, seed=3):
@@ -319,7 +320,7 @@ def mtp_tensors(model, layout, layers=1, seed=3):
     generator = seeded(seed)
 
     def drawn(*shape):
-        return 0.25 * torch.randn(*shape, generator=generator)
+        return 0.25 * randn(*shape, generator=generator)
 
     tensors = {}
     width = model.config.hidden_size

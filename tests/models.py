@@ -1,7 +1,7 @@
 """Small random models of every architecture, their tokenizer, and a model whose next-token distribution is a table."""
 
 import inspect
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -41,6 +41,13 @@ def close(found, wanted, atol, rtol=0.0) -> None:
 
 def seeded(seed) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+# In float32, also where a program has another default dtype (conftest's TEST_DTYPE).
+ones = partial(torch.ones, dtype=torch.float32)
+rand = partial(torch.rand, dtype=torch.float32)
+randn = partial(torch.randn, dtype=torch.float32)
+zeros = partial(torch.zeros, dtype=torch.float32)
 
 
 def same_weights(a, b) -> bool:
@@ -88,7 +95,7 @@ def random_model(config, seed=0, spread=0.1) -> hf.PreTrainedModel:
     numbers; 0 leaves the vectors as a new model has them.
     """
     torch.manual_seed(seed)
-    model = hf.AutoModelForCausalLM.from_config(config)
+    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     vectors = []
     for parameter in model.parameters():
         if parameter.ndim > 1:
@@ -181,7 +188,7 @@ class TableDecoder(nn.Module):
         super().__init__()
         v = config.vocab_size
         generator = seeded(config.seed)
-        self.table = nn.Parameter(1.5 * torch.randn(v, v, v, generator=generator))
+        self.table = nn.Parameter(1.5 * randn(v, v, v, generator=generator))
         self.layers = nn.ModuleList([nn.Identity()])
 
     def forward(
@@ -217,9 +224,9 @@ class TableModel(hf.PreTrainedModel):
     def __init__(self, config):
         super().__init__(config)
         self.model = TableDecoder(config)
-        self.embed = nn.Embedding(config.vocab_size, config.vocab_size)
+        self.embed = nn.Embedding(config.vocab_size, config.vocab_size, dtype=torch.float32)
         nn.init.normal_(self.embed.weight, generator=seeded(config.seed))
-        self.lm_head = nn.Linear(config.vocab_size, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.vocab_size, config.vocab_size, bias=False, dtype=torch.float32)
         nn.init.eye_(self.lm_head.weight)
 
     def get_input_embeddings(self):

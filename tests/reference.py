@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 from drafters import NEW, PROMPT, WAYS
-from models import seeded
+from models import rand, seeded, zeros
 
 from treespec.engine import cycle as steps
 from treespec.sampling import probs as sampling
@@ -59,7 +59,7 @@ def to_probs(values) -> torch.Tensor:
 def random_probs(vocabulary, generator) -> torch.Tensor:
     """Masses over several orders of magnitude, a fifth of them zero."""
     logits = 2 * torch.randn(vocabulary, generator=generator, dtype=torch.float64)
-    logits[1:][torch.rand(vocabulary - 1, generator=generator) < 0.2] = -torch.inf
+    logits[1:][rand(vocabulary - 1, generator=generator) < 0.2] = -torch.inf
     return logits.softmax(-1)
 
 
@@ -149,7 +149,7 @@ def enumerate_plans(scheme, p, q, ks):
     assert plan.dtype == p.dtype
     assert (plan >= 0).all()
     assert (plan.sum(-1) - 1).abs().max() < 1e-12
-    drawn = torch.zeros(rows, len(p) + 1).scatter_(1, draws.where(draws >= 0, len(p)), 1.0)[:, :-1]
+    drawn = zeros(rows, len(p) + 1).scatter_(1, draws.where(draws >= 0, len(p)), 1.0)[:, :-1]
     results = []
     for found, part, hit in zip(distributions, plan.split(sizes), drawn.split(sizes), strict=True):
         weights = torch.tensor([probability for _, probability in found], dtype=p.dtype)

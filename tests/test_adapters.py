@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers as hf
 from commands import complains, says
-from models import CONFIGS, close, generate_plainly, generate_with, random_eagle3, random_head, random_model
+from models import CONFIGS, close, generate_plainly, generate_with, randn, random_eagle3, random_head, random_model
 from safetensors.torch import load_file, save_file
 from training import tokenizer
 
@@ -49,7 +49,7 @@ def shaken(model):
     """A PEFT model whose every trained weight is away from where training begins."""
     for name, weight in model.named_parameters():
         if weight.requires_grad and "lora" not in name:
-            weight.data += 0.3 * torch.randn(weight.shape)
+            weight.data += 0.3 * randn(weight.shape)
     return model.eval()
 
 

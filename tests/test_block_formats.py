@@ -47,8 +47,8 @@ def test_a_directory_drafts_as_the_head_that_it_was_built_from(name, tmp_path):
         ),
         (
             "z-lab",
-            {"dflash_config": {"projector_type": "dspark"}},
-            "'dspark' is DSpark, known, not read yet: it has a Markov",
+            {"dflash_config": {"projector_type": "jetspec"}},
+            "'jetspec' is JetSpec of speculators, known, not read yet: it has rows",
         ),
         ("z-lab", {"attention_bias": True}, "attention_bias"),
         ("z-lab", {"dflash_config": [1]}, "head: "),

@@ -139,7 +139,7 @@ def test_sampled_trees_depend_only_on_the_distributions_of_the_levels():
         tree = draft_tree(drafter, BLOCK_TEXT[-1:], params, seeded(seed))
         shapes.add(tuple(tree.parents.tolist()))
         tokens.add(tuple(tree.tokens.tolist()))
-        follow(drafter, torch.empty(0, head.feature_size), torch.empty(0, dtype=torch.int64))
+        follow(drafter, torch.empty(0, head.feature_size, dtype=torch.float32), torch.empty(0, dtype=torch.int64))
         drafter.rewind([7])
         follow(drafter, model.compute_features(BLOCK_TEXT[None, :-1], head.aux_layers)[0][7:], BLOCK_TEXT[8:])
     assert len(shapes) == 1

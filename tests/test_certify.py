@@ -10,7 +10,7 @@ import torch
 import transformers as hf
 from commands import complains
 from faults import draw_before_truncation, plan_at_low_temperature, plan_with_wrong_residual
-from models import GROUPED, random_head, random_model, seeded
+from models import GROUPED, randn, random_head, random_model, seeded
 from scipy.stats import kstest
 from training import save_model
 from transformers import GenerationConfig
@@ -49,7 +49,7 @@ def model(noise: float) -> Target:
     """A random Llama of 32 tokens; its output embedding has so much noise, as a share."""
     known = random_model(hf.LlamaConfig(**GROUPED | ONE_LAYER))
     weight = known.lm_head.weight.data
-    weight += noise * 0.25 * torch.randn(weight.shape, generator=seeded(1))
+    weight += noise * 0.25 * randn(weight.shape, generator=seeded(1))
     return Target(known)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import seeded
+from models import rand, randn, seeded, zeros
 from scipy.stats import binom
 
 from treespec.eval.certify.draws import find_repeats, gather_random_draws, place_tokens
@@ -28,7 +28,7 @@ ERROR = 0.05
 def texts(generator, number, length=20, vocabulary=4, sharp=2.0):
     """Places of the tokens [number, length] of a Markov chain, in the orders of p and of the tokens' numbers, and its
     tokens' ranks, which hang together along a text."""
-    table = (sharp * torch.randn(vocabulary, vocabulary, generator=seeded(0))).softmax(-1)
+    table = (sharp * randn(vocabulary, vocabulary, generator=seeded(0))).softmax(-1)
     last = torch.zeros(number, dtype=torch.int64)
     columns = []
     for _ in range(length):
@@ -44,7 +44,7 @@ def texts(generator, number, length=20, vocabulary=4, sharp=2.0):
 def test_exact_texts_fail_as_often_as_stated():
     """200 exact runs: the failures of each statistic at 5 % lie within 1e-4 of their binomial distribution's ends."""
     generator = seeded(1)
-    failures = torch.zeros(3)
+    failures = zeros(3)
     for _ in range(ROUNDS):
         by_p, by_number, ranks = texts(generator, 24)
         failures[0] += compute_uniform_p_value(by_p.flatten()) < ERROR
@@ -60,8 +60,8 @@ def test_the_stated_correlation_is_found():
     error = 1e-3
     share = find_least_correlation(n, error)
     generator = seeded(1)
-    pairs = torch.rand(300, n, 2, generator=generator)
-    same = torch.rand(300, n, generator=generator) < share
+    pairs = rand(300, n, 2, generator=generator)
+    same = rand(300, n, generator=generator) < share
     pairs[..., 1] = torch.where(same, pairs[..., 0], pairs[..., 1])
     assert sum(compute_independence_p_value(row) < error for row in pairs) >= 290
 
@@ -71,12 +71,12 @@ def bets(generator, odds=1.0, power=1.0, runs=2000, n=60):
 
     How likely an event is depends on whether the one before it happened.
     """
-    chance = torch.tensor([0.1, 0.3])
+    chance = torch.tensor([0.1, 0.3], dtype=torch.float32)
     by_odds = []
     by_power = []
-    distribution = torch.randn(8, generator=seeded(0)).softmax(-1)
+    distribution = randn(8, generator=seeded(0)).softmax(-1)
     for _ in range(runs):
-        uniforms = torch.rand(n, generator=generator).tolist()
+        uniforms = rand(n, generator=generator).tolist()
         happened = [0]
         for number in uniforms:
             told = float(chance[happened[-1]])
@@ -96,12 +96,12 @@ def test_bets_against_a_distribution_that_holds_are_lost():
 
 
 def test_a_token_of_probability_0_is_a_bet_won():
-    distribution = torch.tensor([[0.5, 0.5, 0.0]])
+    distribution = torch.tensor([[0.5, 0.5, 0.0]], dtype=torch.float32)
     assert compute_bet_p_value(compute_power_stakes(distribution, torch.tensor([2]))) == 0
     assert compute_power_stakes(distribution[:0], torch.tensor([], dtype=torch.int64)).shape == (0, len(BET_POWERS))
     assert compute_bet_p_value(compute_odds_stakes(torch.zeros(0, dtype=torch.bool), torch.zeros(0))) == 1
     assert compute_bet_p_value(torch.full((1000, 2), -1.0)) == 1  # a stake of e^-1000
-    assert compute_odds_stakes(torch.tensor([True]), torch.tensor([1.0])).exp().tolist() == [
+    assert compute_odds_stakes(torch.tensor([True]), torch.tensor([1.0], dtype=torch.float32)).exp().tolist() == [
         pytest.approx([1.0] * len(BET_ODDS))
     ]
 
@@ -110,7 +110,7 @@ def test_a_token_of_probability_0_is_a_bet_won():
 def test_the_draws_of_every_scheme_follow_their_documented_distribution(name):
     """And repeat one another as often as they should: an error of 1e-4 each."""
     generator = seeded(3)
-    q = (1.5 * torch.randn(1500, 6, generator=generator)).softmax(-1)
+    q = (1.5 * randn(1500, 6, generator=generator)).softmax(-1)
     draws = SCHEMES[name].draw(q, min(3, SCHEMES[name].max_draws or 3), generator)
     drafts = Drafts(torch.arange(len(q)), q, draws)
     distributions, tokens, is_first = gather_random_draws(SCHEMES[name].random_draws, drafts)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from models import seeded
+from models import randn, seeded
 
 from treespec.draft.calibration import scale_by_sharpness
 from treespec.draft.cycle import can_score_by_kernel
@@ -62,7 +62,7 @@ def test_a_cut_tail_and_other_dtypes_are_left_to_torch():
 @pytest.mark.parametrize("vocabulary", [None, torch.arange(3, 120, 4)])
 def test_the_kernel_scores_draft_tokens_as_torch_does(dtype, temperature, factor, vocabulary):
     size = 120 if vocabulary is None else len(vocabulary)
-    logits = torch.randn(5, size, generator=seeded(1)).to(dtype)
+    logits = randn(5, size, generator=seeded(1)).to(dtype)
     sampler = Sampler(SamplingParams(temperature))
     sampler.noise = Noise(3, 120, torch.device("cpu"))
     expected = sampler.score_tokens(scale_by_sharpness(logits, 1, (2.0, factor)), 1, vocabulary)

@@ -104,7 +104,7 @@ def test_a_head_that_knows_the_target_is_accepted_whole():
     head = random_head(plain)
     with torch.no_grad():  # next feature = norm(embedding of the following token), as the target's is
         head.fc.weight.zero_()
-        head.fc.weight[:, :32] = torch.eye(32)
+        head.fc.weight[:, :32] = torch.eye(32, dtype=torch.float32)
         head.fc.bias.zero_()
         head.layers[0].self_attn.o_proj.weight.zero_()
         head.layers[0].mlp.down_proj.weight.zero_()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from commands import complains
 from drafters import DEPTH_HEADS, DRAFT_PATHS, build_head, draft_paths, extrapolate, source_of
-from models import as_undrafted, close, follow, prompt, random_head, random_model, same_weights, seeded, target
+from models import as_undrafted, close, follow, prompt, randn, random_head, random_model, same_weights, seeded, target
 
 from treespec.api.spec import Spec
 from treespec.draft.drafter import Frontier
@@ -101,7 +101,7 @@ def test_tree_drafting_equals_each_path_alone(kind):
     model = target("gemma3")
     head = head_of(model, kind)
     text = torch.randint(3, 64, (7,))
-    features = torch.randn(7, 32)
+    features = randn(7, 32)
     state = head.prepare_states(features[None], torch.arange(7))[0, -1] if kind == "hydra++" else features[-1]
 
     def alone(tokens):
@@ -121,7 +121,7 @@ def test_a_prefix_in_pieces_equals_the_prefix_at_once(monkeypatch):
     model = target("llama")
     head = build_head(model, "hydra++")
     root = torch.tensor([9])
-    features = torch.randn(60, 32)
+    features = randn(60, 32)
     monkeypatch.setattr(model, "choose_chunk_beside", lambda columns: 8)
     proposer = HydraProposer(head, model)
     end = 0
@@ -140,7 +140,7 @@ def test_rewinding_equals_never_having_seen_the_rest(kind, length):
     head = head_of(model, kind)
     root = torch.tensor([7])
     text = torch.randint(3, 64, (9,))
-    features = torch.randn(9, 32)
+    features = randn(9, 32)
     used, fresh = (build_proposer(head, model) for _ in range(2))
     follow(used, features[:5], text[:5])
     used.begin(root, model.build_cache())

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import seeded, target
+from models import seeded, target, zeros
 
 from treespec.draft.forced import ForcedChains
 from treespec.engine.batch import Batch
@@ -274,9 +274,9 @@ def test_a_processor_counts_the_path_of_each_node():
     sampler = Sampler(SamplingParams(1.0), [Penalties(frequency=1.0)])
     sampler.append([0])
     penalties = [[1, 0, 0, 0, 0], [2, 0, 0, 0, 0], [1, 1, 0, 0, 0], [2, 0, 1, 0, 0], [1, 1, 0, 1, 0]]
-    assert (-sampler.process_logits(paths, torch.zeros(5, 5))).tolist() == penalties
+    assert (-sampler.process_logits(paths, zeros(5, 5))).tolist() == penalties
     nodes = torch.tensor([0, 2, 4])
-    shares = TargetDistributions(torch.zeros(5, 5), sampler, tree)[nodes]
+    shares = TargetDistributions(zeros(5, 5), sampler, tree)[nodes]
     torch.testing.assert_close(shares, (-torch.tensor(penalties, dtype=torch.float32))[nodes].softmax(-1))
 
 

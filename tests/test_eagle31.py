@@ -7,7 +7,7 @@ import pytest
 import torch
 from drafters import DRAFT_PATHS, DRAFT_VOCAB, draft_paths, extrapolate
 from head_files import EAGLE31_VARIANTS, SLIDING_WINDOW, build_eagle31
-from models import close, random_eagle3, seeded, target
+from models import close, rand, randn, random_eagle3, seeded, target
 from torch.nn.functional import softmax
 from training import batch_of, config_without_files, train_to_end
 from transformers import LlamaConfig
@@ -25,7 +25,7 @@ from treespec.train.run import train
 
 
 def test_the_norms_stand_where_their_names_say():
-    features = torch.randn(2, 5, 96)
+    features = randn(2, 5, 96)
     plain = build_eagle31({})
 
     def rms(x):
@@ -52,7 +52,7 @@ def test_an_unrolled_window_is_the_last_positions_of_each_drafts_own_path(window
     """Row t of step s stands at t + s. Its path: pairs 0 to t, then its own draft of each step."""
     head = build_eagle31(SLIDING_WINDOW | {"sliding_window": window})
     (attention,) = head.attentions
-    inputs = torch.randn(4, 7, 64)
+    inputs = randn(4, 7, 64)
     unrolled = UnrolledAttention(attention)
     for step in range(4):
         rows = 7 - step
@@ -75,7 +75,7 @@ def test_training_drafting_and_rollouts_are_one_head(name):
     tokens = text(9, seed=2)
     features = model.compute_features(tokens, head.aux_layers)
     weights = {name: p for name, p in head.named_parameters() if p.requires_grad}
-    for counts in (torch.rand(2, 7, generator=seeded(3)) < 0.7, torch.ones(2, 7, dtype=torch.bool)):
+    for counts in (rand(2, 7, generator=seeded(3)) < 0.7, torch.ones(2, 7, dtype=torch.bool)):
         found = [forward(head, tokens, features[:, :-2], counts, steps) for forward in (logits_of, one_by_one)]
         close(*map(torch.cat, found), 1e-4)
         losses = [sum(one.log_softmax(-1)[:, 3].mean() for one in logits) for logits in found]
@@ -125,7 +125,7 @@ def test_memory_of_the_backward_pass_grows_linearly_with_the_rows(kv_heads):
 
     def kept(rows):
         unrolled = UnrolledAttention(attention)
-        x = torch.randn(1, rows, 16)
+        x = randn(1, rows, 16)
         storages = {}
 
         def pack(tensor):

@@ -19,6 +19,7 @@ from head_files import (
     save_with,
     write_head,
 )
+from models import ones
 from safetensors.torch import load_file
 
 from treespec.heads.checkpoint import load_head
@@ -147,4 +148,4 @@ def test_layers_that_cannot_be_are_refused_in_a_line(parts, complaint, tmp_path)
 )
 def test_a_head_of_unknown_parts_is_refused_by_tensors_and_architecture(config, complaint, tmp_path):
     with complains(complaint):
-        load_head(write_head(tmp_path, config, {**build_eagle31({}).state_dict(), "emb.weight": torch.ones(64, 32)}))
+        load_head(write_head(tmp_path, config, {**build_eagle31({}).state_dict(), "emb.weight": ones(64, 32)}))

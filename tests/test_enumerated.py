@@ -1,6 +1,7 @@
 """Whole texts have the target's distribution, exactly, and drafters accept what they accepted: by enumeration."""
 
 import json
+import os
 from itertools import product
 from pathlib import Path
 
@@ -24,6 +25,7 @@ WIDE = [(name, "2x2") for name in ("topk", "rrs-wo", "traversal", "greedy", "spe
 REPLACED = [(name, "2x1") for name in ("rrs", "kseq", "is-lp", SURE)]
 CHAINS = [(name, "chain:2") for name in ("single", "block", "rrs", "is-lp:s=2")]
 HEADS = ["eagle", "eagle, half the tokens", "eagle3", "medusa", "hydra", "hydra++", "dflash", "p-eagle"]
+CONDITIONAL = ["dspark", "dflash2", "domino", "dspine"]  # levels of a block that depend on the tokens above
 MODELS = ["other vocabulary", "suffix+model"]
 UNSURE_CHAIN = "confident:depth=2,threshold=0.5,step=0.4,goal=0.6,threshold_memory=0"
 GROWN = [
@@ -45,6 +47,9 @@ SETUPS = [
     *(("model", "topk", "2x2", way, 64) for way in ("warm", "greedy")),
     *((drafter, *pair, "top-k", 64) for drafter, pair in product([*HEADS, *MODELS], WIDE[:2])),
     *((drafter, "traversal", "2x2", "penalties", 64) for drafter in (*HEADS, *MODELS)),
+    *((drafter, verifier, "2x2", "top-k", 64) for drafter, verifier in product(CONDITIONAL, ("topk", "rrs-wo"))),
+    ("dspark", "traversal", "2x2", "penalties", 64),
+    ("dspark", "topk", "dynamic:depth=2,topk=3,nodes=6", "top-k", 64),
     *(("suffix", "topk", None, way, 64) for way in ("greedy", "warm", "top-p", "min-p", *SHAPED)),
     *((found, "topk", None, way, 64) for found, way in product(("prompt-lookup:3", "rest"), ("greedy", "warm", "end"))),
     *(("jacobi", "topk", None, way, 64) for way in ("greedy", "warm", "penalties")),
@@ -196,4 +201,4 @@ def test_a_completion_that_is_cancelled_as_it_ends_is_not_remembered():
 def test_there_are_140_setups_of_their_own():
     assert len(SETUPS) >= 140
     assert {*map(named, SETUPS), *("long | " + named(setup) for setup in LONG)} == CYCLES.keys()
-    assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])

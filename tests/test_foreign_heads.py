@@ -24,7 +24,7 @@ from head_files import (
     rename_midlayer,
     write_head,
 )
-from models import close, same_weights, target
+from models import close, randn, same_weights, target
 from torch.nn.functional import pad, rms_norm, silu, softmax
 
 from treespec.draft.heads.loading import attach_to_target
@@ -52,7 +52,8 @@ def layer_output(w, x, residual, eps=1e-6, heads=4, groups=2, theta=1e4):
     q = turned(split("q_proj", heads))
     k = turned(split("k_proj", groups)).repeat_interleave(heads // groups, 0)
     v = split("v_proj", groups).repeat_interleave(heads // groups, 0)
-    scores = q @ k.transpose(1, 2) / k.shape[-1] ** 0.5 + torch.full((len(x), len(x)), -torch.inf).triu(1)
+    scores = q @ k.transpose(1, 2) / k.shape[-1] ** 0.5
+    scores = scores + torch.full_like(scores, -torch.inf).triu(1)
     out = residual + (softmax(scores, -1) @ v).transpose(0, 1).flatten(1) @ w["self_attn.o_proj.weight"].T
     inner = rms_norm(out, out.shape[-1:], w["post_attention_layernorm.weight"], eps)
     inner = silu(inner @ w["mlp.gate_proj.weight"].T) * (inner @ w["mlp.up_proj.weight"].T)
@@ -80,7 +81,7 @@ def eagle_states(w, embedding, features):
 
 def spread(logits, tokens, size=64):
     """[T, V] logits over the target's tokens."""
-    return torch.full((len(logits), size), -torch.inf).index_copy(1, tokens, logits)
+    return torch.full((len(logits), size), -torch.inf, dtype=torch.float32).index_copy(1, tokens, logits)
 
 
 @torch.no_grad()
@@ -92,10 +93,10 @@ def drafted(folder, features, model=EIGHT_LAYERS):
     return expand_logits(head.compute_logits(hidden[0], model), head, model)
 
 
-AUX = torch.randn(len(IDS_OF_TEXT), 96, generator=torch.Generator().manual_seed(1))
+AUX = randn(len(IDS_OF_TEXT), 96, generator=torch.Generator().manual_seed(1))
 OUTPUT = EIGHT_LAYERS.model.get_output_embeddings().weight.detach()
 EMBEDDING = EIGHT_LAYERS.model.get_input_embeddings().weight.detach()
-OWN = torch.randn(64, 32, generator=torch.Generator().manual_seed(2))
+OWN = randn(64, 32, generator=torch.Generator().manual_seed(2))
 
 
 def prefixed(tensors, *names):
@@ -252,7 +253,7 @@ def test_an_eagle3_file_drafts_what_its_tensors_say(name, tmp_path):
     close(found, logits if tokens is None else spread(logits, tokens), 1e-5, 1e-4)
 
 
-FEATURES = torch.randn(len(IDS_OF_TEXT), 32, generator=torch.Generator().manual_seed(4))
+FEATURES = randn(len(IDS_OF_TEXT), 32, generator=torch.Generator().manual_seed(4))
 
 
 TOKEN_MAP = DRAFT_VOCAB[SHUFFLED]

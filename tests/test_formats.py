@@ -16,6 +16,7 @@ from head_files import (
     write_directory,
     write_head,
 )
+from models import zeros
 from safetensors.torch import load_file, save_file
 from training import change_json
 
@@ -46,7 +47,7 @@ def test_a_missing_and_an_unknown_tensor_are_named(name, tmp_path):
     with complains(f"lacks .*{shown}"):
         load_head(write_head(tmp_path, config, told({n: v for n, v in tensors.items() if n != absent}), name))
     with complains(r"unknown tensors \S*stray\.weight"):
-        load_head(write_head(tmp_path, config, told(tensors) | {stray(name): torch.zeros(2)}, name))
+        load_head(write_head(tmp_path, config, told(tensors) | {stray(name): zeros(2)}, name))
 
 
 def stray(name):
@@ -108,7 +109,7 @@ def test_our_aux_layer_is_entered_where_sglangs_layer_id_is_left():
         (
             "speculators",
             {"speculators_model_type": "other"},
-            "'other': treespec reads 'dflash', 'eagle', 'eagle3', 'peagle'",
+            "'other': treespec reads 'dflash', 'dflash2', 'dspark', 'eagle', 'eagle3', 'peagle'",
         ),
         ("speculators", {"transformer_layer_config": {"model_type": "phi3"}}, "'phi3'; only 'llama' and"),
         ("speculators", {"transformer_layer_config": LLAMA_CONFIG}, r"lacks midlayer\.self_attn\.k_norm\.weight"),
@@ -135,8 +136,13 @@ def test_hydra_heads_that_do_not_tell_their_attention_heads_ask_for_them(tmp_pat
         load_head(folder)
 
 
+ONLY_READ = ("dflash2", "dspine")  # kinds that treespec does not train yet
+
+
 def test_every_table_of_heads_has_the_same_kinds_and_names_what_exists():
     for name, kind in HEAD_KINDS.items():
-        named = (kind.head, kind.read, kind.write, TRAINING_BY_KIND[name].objective)
+        training = TRAINING_BY_KIND.get(name)
+        named = (kind.head, kind.read, kind.write, training and training.objective)
         assert all(callable(resolve_name(name)) for name in named if name)
-    assert list(TRAINING_BY_KIND) == list(PROPOSER_BY_KIND) == list(HEAD_KINDS)
+    assert list(PROPOSER_BY_KIND) == list(HEAD_KINDS)
+    assert list(TRAINING_BY_KIND) == [name for name in HEAD_KINDS if name not in ONLY_READ]

@@ -6,6 +6,7 @@ from commands import complains
 from drafters import build_eagle3
 from gguf import GGUFReader
 from head_files import SERVED_CONFIG, save_with
+from models import ones, randn
 from torch.nn.functional import rms_norm, silu
 
 from treespec.heads.checkpoint import load_head
@@ -36,7 +37,7 @@ def as_llama_cpp(file, ids, aux):
 
     # 2. Neighbours are rotated; keys serve several heads.
     places = torch.arange(len(ids))[:, None, None] * number("rope.freq_base") ** -(torch.arange(0, width, 2) / width)
-    turns = torch.polar(torch.ones(1), places / w.get("rope_freqs.weight", torch.ones(1)))
+    turns = torch.polar(ones(1), places / w.get("rope_freqs.weight", ones(1)))
 
     def rotated(name):
         rows = torch.view_as_complex((both @ w[name].T).view(len(ids), -1, width // 2, 2))
@@ -47,7 +48,7 @@ def as_llama_cpp(file, ids, aux):
     v = (both @ w["blk.0.attn_v.weight"].T).view(len(ids), -1, width)
     k, v = (x.repeat_interleave(heads // number("attention.head_count_kv"), 1) for x in (k, v))
     scores = torch.einsum("thd,shd->hts", q, k) / width**0.5
-    scores += torch.full((len(ids), len(ids)), -torch.inf).triu(1)
+    scores += torch.full((len(ids), len(ids)), -torch.inf, dtype=torch.float32).triu(1)
     out = torch.einsum("hts,shd->thd", scores.softmax(-1), v).flatten(1)
 
     # 3. The rest of the layer, and the output.
@@ -71,7 +72,7 @@ def test_llama_cpps_arithmetic_gives_the_heads_logits(rope, before, tmp_path):
     export(folder, "gguf", tmp_path / "out", SERVED_CONFIG)
     head = load_head(folder)
     ids = torch.randint(64, (9,))
-    aux = torch.randn(9, head.feature_size)
+    aux = randn(9, head.feature_size)
     hidden = head.forward_step(ids[None], head.fuse(aux)[None], torch.arange(9))[0]
     found, d2t = as_llama_cpp(tmp_path / "out" / "model.gguf", ids, aux)
     assert torch.equal(d2t, head.d2t + torch.arange(len(d2t)))

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from drafters import source_of
-from models import TableConfig, TableModel, random_head
+from models import TableConfig, TableModel, random_head, zeros
 from reference import deviation, enumerate_decoding
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -88,7 +88,7 @@ def shaper_of(spec, regex):
 
 def allowed_by_matcher(spec, regex, answer):
     """By a matcher that goes straight to the end of the answer."""
-    rows = shaper_of(spec, regex).process_logits(answer, [()], torch.zeros(1, len(TOKENS)))
+    rows = shaper_of(spec, regex).process_logits(answer, [()], zeros(1, len(TOKENS)))
     return set((rows[0] == 0).nonzero()[:, 0].tolist())
 
 
@@ -97,9 +97,9 @@ def test_masks_do_not_depend_on_the_way_to_a_node(letters):
     paths = [path for n in range(5) for path in itertools.product([0, 1, 2, 3], repeat=n)][::-1]
     walked = shaper_of(letters, FORCED)
     for answer in ([], [0, 2]):
-        rows = walked.process_logits(answer, paths, torch.zeros(len(paths), len(TOKENS)))
+        rows = walked.process_logits(answer, paths, zeros(len(paths), len(TOKENS)))
         for path, row in zip(paths, rows, strict=True):
-            alone = shaper_of(letters, FORCED).process_logits([], [(*answer, *path)], torch.zeros(1, len(TOKENS)))
+            alone = shaper_of(letters, FORCED).process_logits([], [(*answer, *path)], zeros(1, len(TOKENS)))
             assert torch.equal(row, alone[0])
 
 

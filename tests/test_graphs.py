@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import CONFIGS, prompt, random_eagle3, random_head, random_model, what
+from models import CONFIGS, ones, prompt, randn, random_eagle3, random_head, random_model, what
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -108,10 +108,10 @@ def test_a_model_that_no_graph_repeats_goes_on_without(monkeypatch, caplog, reco
 
 
 def test_what_a_run_reads_and_did_not_make_is_kept():
-    weight = torch.randn(3, 4)
+    weight = randn(3, 4)
     table = torch.arange(5)
     with graph_recorder.InputTracer() as reading:
-        made = torch.randn(2, 3) @ weight
+        made = randn(2, 3) @ weight
         (made + 1)[:, table[:2]].sum()
     assert {x.data_ptr() for x in reading.read.values()} == {weight.data_ptr(), table.data_ptr()}
 
@@ -156,7 +156,7 @@ def test_a_rare_forward_takes_a_graph_of_more_rows_or_texts(monkeypatch):
 
     def logits(n, texts):
         chain = torch.arange(n)
-        tree = TokenTree(chain, chain - 1, chain, torch.ones(n, n).tril().bool())
+        tree = TokenTree(chain, chain - 1, chain, ones(n, n).tril().bool())
         return torch.stack([out.logits for out in target.forward_trees(cache, [tree] * texts)])
 
     for _ in range(graphs.RECORD_AFTER_CALLS):

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from models import TableConfig, TableModel, draft_tree, follow, random_head, seeded
+from models import TableConfig, TableModel, draft_tree, follow, randn, random_head, seeded
 
 from treespec.draft.builders import CycleBuilder
 from treespec.draft.drafter import Frontier
@@ -20,7 +20,7 @@ from treespec.verify.registry import SCHEMES, load_verifier
 from treespec.verify.topk import TopK
 
 TEXT = torch.tensor([1, 2, 0, 3, 1])
-FEATURES = torch.randn(5, 4, generator=seeded(0))
+FEATURES = randn(5, 4, generator=seeded(0))
 
 
 @pytest.fixture(scope="module")

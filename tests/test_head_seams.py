@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import close, random_head, seeded, target
+from models import close, randn, random_head, seeded, target
 
 from treespec.api.spec import Spec
 from treespec.draft.heads.loading import build_new_head
@@ -37,7 +37,7 @@ def random_weights(kind, model):
     head = build_new_head(kind, model).eval()
     for weight in head.parameters():
         if weight.requires_grad:
-            weight.copy_(0.2 * torch.randn(weight.shape))
+            weight.copy_(0.2 * randn(weight.shape))
     return head
 
 
@@ -49,7 +49,7 @@ def test_a_row_reads_the_feature_and_the_next_token_that_the_figure_draws(kind):
     head = random_weights(kind, model)
     generator = seeded(1)
     tokens = torch.randint(3, 60, (1, 5), generator=generator)
-    features = torch.randn(1, 3, head.feature_size, generator=generator)
+    features = randn(1, 3, head.feature_size, generator=generator)
     counts = torch.ones(1, 3, dtype=torch.bool)
 
     def run(tokens, features):
@@ -79,7 +79,7 @@ def test_the_rows_of_each_step_are_for_the_tokens_that_the_figure_draws(kind):
     head = random_weights(kind, model)
     generator = seeded(1)
     tokens = torch.randint(3, 60, (1, 5), generator=generator)
-    features = torch.randn(1, 3, head.feature_size, generator=generator)
+    features = randn(1, 3, head.feature_size, generator=generator)
     everything = torch.ones(1, 3, dtype=torch.bool)
     counts = torch.tensor([[mark == "1" for mark in FIGURE["counts"][:3]]])
     assert [LETTERS[i + 2] for i in range(3) if counts[0, i]] == ["d", "e"]
@@ -102,7 +102,7 @@ def test_draft_logits_are_compared_with_the_target_logits_that_the_figure_draws(
     drawn_tokens = words_after(Head.project.__doc__, "target's logits at")[:2]
     counts = torch.tensor([[False, False] + [mark == "1" for mark in FIGURE["counts"][:3]]])
     tokens = torch.randint(3, 60, (1, 5), generator=seeded(1))
-    features = torch.randn(1, 3, head.feature_size, generator=seeded(2))
+    features = randn(1, 3, head.feature_size, generator=seeded(2))
     positions = torch.arange(5)[None, :, None]
     batch = TrainingBatch(tokens, counts, positions, torch.tensor([5]), seeded(3), steps=2)
 

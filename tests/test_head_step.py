@@ -1,12 +1,16 @@
 """A step of an EAGLE head as one C call has the bits of the head's own modules."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
-from models import CONFIGS, random_head, random_model, seeded
+from head_files import SLIDING_WINDOW, build_eagle31
+from models import CONFIGS, randn, random_head, random_model, seeded
 
 from treespec.draft.drafter import Frontier
 from treespec.draft.heads.host_levels import extend_mask, mask_committed_columns
+from treespec.draft.heads.host_step import log_refusal
 from treespec.draft.heads.loading import build_proposer
 from treespec.draft.vocabulary import restrict
 from treespec.kernels import ops as kernels
@@ -17,9 +21,24 @@ from treespec.model.target import Target
 packed = pytest.mark.skipif(kernels.load_kernels() is None, reason="no C compiler")
 
 
-def build_packed_proposer(config="llama", dtype=torch.bfloat16, drafted=None):
+def build_eagle3(target, **parts):
+    return build_eagle31(parts, target, drafted=None)
+
+
+# Heads all of whose parts the call computes.
+HEADS = {
+    "eagle": random_head,
+    "eagle3": build_eagle3,
+    "eagle3.1": partial(build_eagle3, fc_norm=True, norm_output=True),
+    "speculators": partial(build_eagle3, norm_before_fc=True, norm_before_residual=True, qk_norm=True),
+    "biases, the target's output": partial(build_eagle3, qkv_bias=True, own_output=False),
+}
+DRAFTED = torch.arange(10, 58, 3)
+
+
+def build_packed_proposer(build_head=random_head, config="llama", dtype=torch.bfloat16, drafted=None):
     target = Target(random_model(CONFIGS[config]()).to(dtype))
-    head = random_head(target).to(dtype)
+    head = build_head(target).to(dtype)
     if drafted is not None:
         restrict(head, target, drafted)
     for module in (target.model, head):
@@ -34,8 +53,7 @@ def draft_levels(proposer, frontiers, lengths):
     proposer = proposer.new()
     logits = []
     for length in lengths:
-        features = torch.randn(length, 32, generator=generator).to(proposer.target.dtype)
-        proposer.observe([features], [torch.randint(64, (length + 1,), generator=generator)])
+        observe_random_pairs(proposer, [length], generator)
         logits += proposer.begin(torch.tensor([5]))
         for frontier in frontiers:
             logits += proposer.extend([frontier])
@@ -51,18 +69,22 @@ def random_frontiers(tokens, sizes=(3, 4, 2), topk=2):
         above = len(slots)
 
 
+def run_as_modules(proposer):
+    return type("WithoutOneCall", (type(proposer),), {"head_step": None})(proposer.head, proposer.target)
+
+
 @packed
+@pytest.mark.parametrize("build_head", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("drafted", [None, torch.arange(10, 58, 3)])
-def test_one_call_drafts_the_logits_of_the_modules(dtype, drafted):
+@pytest.mark.parametrize("drafted", [None, DRAFTED])
+def test_one_call_drafts_the_logits_of_the_modules(build_head, dtype, drafted):
     """The first 40 pairs are a prompt: observing it reads all but the last of them."""
-    proposer = build_packed_proposer(dtype=dtype, drafted=drafted)
+    proposer = build_packed_proposer(build_head, dtype=dtype, drafted=drafted)
     tokens = 64 if drafted is None else len(drafted)
     frontiers = list(random_frontiers(tokens))
     lengths = (40, 1, 3, 9)
     found = draft_levels(proposer, frontiers, lengths)
-    module_steps = type("WithoutOneCall", (type(proposer),), {"head_step": None})
-    expected = draft_levels(module_steps(proposer.head, proposer.target), frontiers, lengths)
+    expected = draft_levels(run_as_modules(proposer), frontiers, lengths)
     assert proposer.head_step is not None
     assert len(found) == len(lengths) * (1 + len(frontiers))
     for one, other in zip(found, expected, strict=True):
@@ -95,7 +117,7 @@ def observe_random_pairs(proposer, lengths, generator):
     features = []
     tokens = []
     for length in lengths:
-        row = torch.randn(length, 32, generator=generator)
+        row = randn(length, proposer.head.feature_size, generator=generator)
         features.append(row.to(proposer.target.dtype))
         tokens.append(torch.randint(64, (length + 1,), generator=generator))
     proposer.observe(features, tokens)
@@ -109,31 +131,45 @@ def random_frontier(generator, nodes):
 
 
 @packed
+@pytest.mark.parametrize("build_head", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("drafted", [None, torch.arange(10, 58, 3)])
-def test_one_call_drafts_the_logits_of_several_sequences(dtype, drafted):
-    proposer = build_packed_proposer(dtype=dtype, drafted=drafted)
+def test_one_call_drafts_the_logits_of_several_sequences(build_head, dtype):
+    proposer = build_packed_proposer(build_head, dtype=dtype, drafted=DRAFTED)
     found = draft_batch_levels(proposer)
-    module_steps = type("WithoutOneCall", (type(proposer),), {"head_step": None})
-    expected = draft_batch_levels(module_steps(proposer.head, proposer.target))
+    expected = draft_batch_levels(run_as_modules(proposer))
     assert len(found) == 2 * (3 + 9)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
 
 
-@packed
-@pytest.mark.parametrize("config", ["granite", "gemma3"])
-def test_targets_that_scale_embeddings_or_cap_logits_take_the_modules(config):
-    assert build_packed_proposer(config).head_step is None
+# Heads with a part that the call does not compute, and what the log says.
+REFUSED = {
+    "scaled embeddings": (partial(build_packed_proposer, config="gemma3"), "it multiplies embeddings by"),
+    "scaled logits": (partial(build_packed_proposer, config="cohere"), "the output layer does more"),
+    "two layers": (partial(build_packed_proposer, partial(build_eagle3, num_hidden_layers=2)), "it has 2 layers"),
+    "a window": (partial(build_packed_proposer, partial(build_eagle3, **SLIDING_WINDOW)), "has a window of"),
+    "half precision": (partial(build_packed_proposer, dtype=torch.float16), "float16 is no dtype of the kernels"),
+}
 
 
 @packed
-def test_a_hook_on_the_head_runs():
-    proposer = build_packed_proposer()
+@pytest.mark.parametrize("build, reason", REFUSED.values(), ids=REFUSED)
+def test_a_head_with_other_parts_runs_its_modules(build, reason, caplog):
+    log_refusal.cache_clear()
+    caplog.set_level("INFO", "treespec")
+    assert build().head_step is None
+    assert reason in caplog.text
+
+
+@packed
+@pytest.mark.parametrize("name", ["fc", "midlayer", "midlayer.mlp.up_proj", "midlayer.hidden_norm", "norm", "lm_head"])
+def test_a_hook_on_a_part_of_the_head_runs(name):
+    """It is called at every level, that of `fc` once for the pairs."""
+    proposer = build_packed_proposer(build_eagle3)
     calls = []
-    proposer.head.fc.register_forward_hook(lambda *call: calls.append(call))
+    proposer.head.get_submodule(name).register_forward_hook(lambda *call: calls.append(call))
     draft_levels(proposer, list(random_frontiers(64)), (3,))
-    assert len(calls) == 4
+    assert len(calls) == (1 if name == "fc" else 4)
 
 
 def test_a_node_of_a_level_sees_what_its_parent_sees_and_itself():

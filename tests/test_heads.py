@@ -9,7 +9,7 @@ import torch
 from commands import complains
 from drafters import source_of
 from head_files import LLAMA_CONFIG, write_head
-from models import random_eagle3, random_head, random_model, same_weights, seeded, target
+from models import randn, random_eagle3, random_head, random_model, same_weights, seeded, target, zeros
 from safetensors.torch import load_file, save_file
 from training import change_json, save_model
 from transformers import LlamaConfig
@@ -55,7 +55,7 @@ def publish(folder, kind):
     tensors = {}
     for part in listed.split():
         name, shape = part.split("=")
-        tensors[name] = torch.randn(*map(int, shape.split("x"))).half()
+        tensors[name] = randn(*map(int, shape.split("x"))).half()
     if kind == "eagle3":
         tensors |= {"d2t": HALF - torch.arange(32), "t2d": torch.isin(torch.arange(64), HALF)}
     return write_head(folder, config, tensors)
@@ -127,7 +127,7 @@ def test_a_pickled_checkpoint_loads_as_tensors_only(published):
     torch.save({"fc.weight": print}, published / "pytorch_model.bin")
     with complains("more than tensors"):
         load_head(published)
-    torch.save([torch.zeros(2)], published / "pytorch_model.bin")
+    torch.save([zeros(2)], published / "pytorch_model.bin")
     with complains("more than tensors by name"):
         load_head(published)
 
@@ -141,8 +141,8 @@ def test_a_pickled_checkpoint_loads_as_tensors_only(published):
         r"config\.json|says": lambda f: (f / "config.json").write_text("{}"),
         "neither model.safetensors nor": lambda f: (f / "model.safetensors").unlink(),
         "damaged": lambda f: (f / "model.safetensors").write_bytes(b"x" * 99),
-        r"fc\.weight is \[2, 2\]": lambda f: rewrite(f, fc__weight=torch.zeros(2, 2)),
-        r"fc\.weight": lambda f: rewrite(f, fc__weight=torch.full((32, 64), torch.nan)),
+        r"fc\.weight is \[2, 2\]": lambda f: rewrite(f, fc__weight=zeros(2, 2)),
+        r"fc\.weight": lambda f: rewrite(f, fc__weight=torch.full((32, 64), torch.nan, dtype=torch.float32)),
     }.items(),
 )
 def test_a_bad_head_is_refused_with_its_name(published, spoil, complaint):
@@ -187,7 +187,7 @@ def test_another_layer_name_or_a_full_token_mapping_gives_the_same_head(third):
     assert same_weights(load_head(third).state_dict(), head.state_dict())
     change_json(third, draft_vocab_size=64)
     whole = {"d2t": torch.zeros(64, dtype=torch.int64), "t2d": torch.ones(64, dtype=torch.bool)}
-    rewrite(third, lm_head__weight=torch.randn(64, 32).half(), **whole)
+    rewrite(third, lm_head__weight=randn(64, 32).half(), **whole)
     assert load_head(third).vocabulary is None
 
 
@@ -220,7 +220,7 @@ def test_the_published_aux_layers_and_three_of_a_small_target(layers, aux_layers
     [
         ({"norm__weight": None}, r"lacks norm\.weight; it was read as an EAGLE-3 head"),
         ({"d2t": None}, "lacks d2t, which names the token of each row of lm_head"),
-        ({"lm_head__weight": torch.zeros(30, 32)}, r"lm_head\.weight is \[30, 32\], and d2t names 32 tokens"),
+        ({"lm_head__weight": zeros(30, 32)}, r"lm_head\.weight is \[30, 32\], and d2t names 32 tokens"),
         ({"d2t": HALF - torch.arange(32) + 9}, "d2t does not lead once to each token that t2d marks: they differ at"),
         ({"d2t": 5 - torch.arange(32)}, "d2t does not lead once to each token"),
         ({"t2d": torch.isin(torch.arange(64), HALF[:-1])}, f"they differ at .{HALF[-1]}"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from commands import to_command
-from models import CONFIGS, MODELS, close, random_model, seeded, target, tiny
+from models import CONFIGS, MODELS, close, ones, rand, randn, random_model, seeded, target, tiny, zeros
 from torch import nn
 
 from treespec.api.load import load
@@ -38,7 +38,7 @@ DTYPES = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # 
 def test_a_product_is_exact_up_to_rounding_and_rows_are_independent(sizes, rows, weights):
     torch.manual_seed(0)
     plain = nn.Linear(*sizes, dtype=weights)
-    x = torch.randn(40, sizes[0]).to(rows)
+    x = randn(40, sizes[0]).to(rows)
     packed = pack_layer(plain)
     exact = F.linear(x.double(), plain.weight.double(), plain.bias.double())
     with torch.inference_mode():
@@ -57,23 +57,23 @@ def test_a_weight_that_is_not_finite_stays_so(weight, dtype):
     """Also in half precision, which holds weights that bfloat16 does not."""
     plain = nn.Linear(40, 20, dtype=dtype)
     plain.weight.data[3, 4] = weight
-    assert not pack_layer(plain)(torch.ones(2, 40))[:, 3].isfinite().any()
+    assert not pack_layer(plain)(ones(2, 40))[:, 3].isfinite().any()
 
 
 @pytest.mark.parametrize("bits", [0x7FC00001, 0x7FFFFFFF])
 def test_a_nan_of_any_bits_stays_nan(bits):
     """An exponential and a rounding to bfloat16 compute with the bits of their numbers."""
     nan = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
-    plain = nn.Linear(64, 48)
+    plain = nn.Linear(64, 48, dtype=torch.float32)
     plain.weight.data[:, 4] = nan
     assert pack_layer(plain)(torch.ones(2, 64, dtype=torch.bfloat16)).isnan().all()
-    x = torch.ones(1, 2, 9, 64)
+    x = ones(1, 2, 9, 64)
     query = x.clone()
     query[:, 1, 3] = nan
-    found = kernels.attend_packed(query, x, x, torch.zeros(1, 1, 9, 9), 1.0)
+    found = kernels.attend_packed(query, x, x, zeros(1, 1, 9, 9), 1.0)
     assert found[:, 3, 1].isnan().all()
     assert found.isnan().sum() == 64
-    logits = torch.ones(2, 100)
+    logits = ones(2, 100)
     logits[1, 50] = nan
     best, _ = kernels.rank_tokens(logits, 5, 1.0)
     assert best[1].isnan().all()
@@ -86,12 +86,12 @@ def test_a_nan_of_any_bits_stays_nan(bits):
 def test_attention_is_the_exact_one_up_to_rounding(nodes, columns, shape, dtype):
     torch.manual_seed(0)
     b, heads, kv, d, dv = shape
-    q = torch.randn(b, nodes, heads, d).to(dtype).transpose(1, 2)
-    k, v = (torch.randn(b, kv, columns + 5, size).to(dtype)[:, :, :columns] for size in (d, dv))
-    hidden = torch.rand(b, 1, nodes, columns) < 0.5
+    q = randn(b, nodes, heads, d).to(dtype).transpose(1, 2)
+    k, v = (randn(b, kv, columns + 5, size).to(dtype)[:, :, :columns] for size in (d, dv))
+    hidden = rand(b, 1, nodes, columns) < 0.5
     free = columns // 3
     hidden[..., : free + 1] = False
-    mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(dtype).min).to(dtype)
+    mask = zeros(hidden.shape).masked_fill(hidden, torch.finfo(dtype).min).to(dtype)
     wide = [x.double().repeat_interleave(heads // kv, 1) for x in (k, v)]
     exact = F.scaled_dot_product_attention(q.double(), *wide, attn_mask=mask.double(), scale=0.3).transpose(1, 2)
     found = kernels.attend_packed(q, k, v, mask, 0.3)
@@ -102,13 +102,13 @@ def test_attention_is_the_exact_one_up_to_rounding(nodes, columns, shape, dtype)
 def test_hidden_columns_change_no_bit_of_attention():
     """Keys of a path, close together or among others: its sum takes them in the same order."""
     torch.manual_seed(0)
-    q = torch.randn(1, 4, 1, 32)
-    k = torch.randn(1, 2, 60, 32)
-    v = torch.randn(1, 2, 60, 32)
-    alone = kernels.attend_packed(q, k, v, torch.zeros(1, 1, 1, 60), 1.0)
+    q = randn(1, 4, 1, 32)
+    k = randn(1, 2, 60, 32)
+    v = randn(1, 2, 60, 32)
+    alone = kernels.attend_packed(q, k, v, zeros(1, 1, 1, 60), 1.0)
     where = torch.arange(300)[torch.randperm(300) < 60]
-    spread = [torch.randn(1, 2, 300, 32) for _ in range(2)]
-    mask = torch.full((1, 1, 1, 300), torch.finfo(torch.float32).min)
+    spread = [randn(1, 2, 300, 32) for _ in range(2)]
+    mask = torch.full((1, 1, 1, 300), torch.finfo(torch.float32).min, dtype=torch.float32)
     for wide, x in zip(spread, (k, v), strict=True):
         wide[:, :, where] = x
     mask[..., where] = 0
@@ -119,8 +119,8 @@ def test_hidden_columns_change_no_bit_of_attention():
 def test_a_known_norm_is_equal_up_to_rounding_and_others_stay(dtype):
     model = target("llama").model
     norm = type(model.model.norm)(40).to(dtype)
-    norm.weight.data = torch.rand(40).to(dtype) + 0.5
-    x = torch.randn(7, 3, 40).to(dtype)
+    norm.weight.data = rand(40).to(dtype) + 0.5
+    x = randn(7, 3, 40).to(dtype)
     packed = pack_layer(norm)
     assert isinstance(packed, PackedNorm)
     close(packed(x), norm(x), 0, max(2 * torch.finfo(dtype).eps, 1e-6))
@@ -240,7 +240,7 @@ def test_pieces_of_huge_pages_are_zeros_that_do_not_meet():
 def test_a_fused_layer_of_a_head_is_its_own_up_to_rounding(kind):
     head = build_new_head(kind, target("llama"))
     outputs = []
-    x = torch.randn(2, 8, head.hidden_size)
+    x = randn(2, 8, head.hidden_size)
     places = torch.arange(8)
     seen = torch.ones(1, 1, 8, 8).tril() > 0
     for change in (pack, fuse):
@@ -290,7 +290,7 @@ def test_experts_of_a_real_width_give_a_row_its_bits_alone(dtype):
     """torch's own products of 1,536 numbers differ by the number of rows."""
     config = tiny(MODELS["mixtral"], {"hidden_size": 1536, "num_hidden_layers": 1, "head_dim": 384})
     layer = random_model(config).to(dtype).model.layers[0].mlp
-    x = torch.randn(1, 20, 1536, generator=seeded(0)).to(dtype)
+    x = randn(1, 20, 1536, generator=seeded(0)).to(dtype)
     pack(layer)
     rows = layer(x)
     for row in range(20):
@@ -318,7 +318,7 @@ def test_a_model_whose_nodes_may_round_otherwise_is_named_at_loading(caplog):
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 9), (1, 2, 9, 9)])
 def test_a_mask_of_another_shape_and_training_are_left_to_torch(shape):
-    x = torch.randn(1, 2, 9, 16)
+    x = randn(1, 2, 9, 16)
     assert kernels.attend_packed(x, x, x, torch.zeros(shape), 1.0) is None
     assert kernels.attend_packed(x.requires_grad_(), x, x, torch.zeros(1, 1, 9, 9), 1.0) is None
 
@@ -344,7 +344,7 @@ def test_keys_normed_by_the_weight_of_the_queries_are_found(monkeypatch, tmp_pat
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("size, k", [(203, 10), (64, 1), (17, 17), (9, 3)])
 def test_the_most_likely_tokens_are_those_of_torch(dtype, size, k):
-    logits = (4 * torch.randn(5, size, generator=seeded(2))).to(dtype)
+    logits = (4 * randn(5, size, generator=seeded(2))).to(dtype)
     logits[1, 2:] = -torch.inf  # two tokens are possible
     logits[2] = 1.0
     best, tokens = kernels.rank_tokens(logits, k, 0.5)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers as hf
 from commands import complains
-from models import CONFIGS, random_head, random_model, target
+from models import CONFIGS, ones, random_head, random_model, target
 from safetensors.torch import load_file, save_file
 from training import change_json
 
@@ -68,12 +68,12 @@ def test_weights_that_are_not_numbers_are_named(folder):
 
 def test_tensors_that_older_checkpoints_hold_beside_the_weights_are_no_error(folder, tmp_path):
     """Rotary buffers, masks, and the layers of multi-token prediction, which no forward of ours runs."""
-    buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4) for i in range(3)}
+    buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": ones(4) for i in range(3)}
     change_json(folder, num_nextn_predict_layers=1)
-    add_tensors(folder, **buffers, **{"model.layers.3.mlp.up_proj.weight": torch.ones(2), "mtp.norm": torch.ones(2)})
+    add_tensors(folder, **buffers, **{"model.layers.3.mlp.up_proj.weight": ones(2), "mtp.norm": ones(2)})
     Target.load(str(folder))
     random_model(CONFIGS["gpt2"]()).save_pretrained(tmp_path / "gpt2")
-    mask = torch.ones(1, 1, 128, 128)
+    mask = ones(1, 1, 128, 128)
     add_tensors(
         tmp_path / "gpt2", **{"transformer.h.0.attn.bias": mask, "transformer.h.0.attn.masked_bias": mask[0] + 1}
     )
@@ -92,7 +92,7 @@ def test_tensors_that_older_checkpoints_hold_beside_the_weights_are_no_error(fol
 def test_a_format_that_transformers_does_not_load_is_named(folder, form, parts, fields):
     up = "model.layers.0.mlp.up_proj"
     add_tensors(folder, **{f"{up}.weight": torch.zeros(48, 16, dtype=torch.uint8)})
-    add_tensors(folder, **{f"{up}.{part}": torch.ones(48, 2) for part in parts})
+    add_tensors(folder, **{f"{up}.{part}": ones(48, 2) for part in parts})
     change_json(folder, **fields)
     assert f"in the format {form}, which transformers does not load" in refusal(folder)
 
@@ -112,7 +112,7 @@ def test_a_tokenizer_that_takes_a_package_is_named(folder, file, told, capfd):
 def test_tied_weights_that_a_file_holds_once_are_no_error(tmp_path, kind):
     config = CONFIGS[kind]()
     config.tie_word_embeddings = True
-    hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "target")
+    hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "target")
     assert "lm_head.weight" not in load_file(tmp_path / "target" / "model.safetensors")
     Target.load(f"{tmp_path}/target")
 

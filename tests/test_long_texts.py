@@ -14,6 +14,8 @@ from models import (
     as_undrafted,
     close,
     plain_logits,
+    rand,
+    randn,
     random_eagle3,
     random_head,
     random_model,
@@ -125,9 +127,9 @@ def test_a_partial_rotary_factor_of_a_head_rotates_as_in_transformers(rope):
     config = hf.LlamaConfig(**GROUPED, rope_parameters=rope)
     own = Attention(config, qkv_bias=False, in_features=32)
     own.load_state_dict(theirs.state_dict())
-    x = torch.randn(1, 5, 32)
+    x = randn(1, 5, 32)
     places = torch.arange(5)
-    causal = torch.full((5, 5), float("-inf")).triu(1)[None, None]
+    causal = torch.full((5, 5), float("-inf"), dtype=torch.float32).triu(1)[None, None]
     expected = theirs(x, model.rotary_emb(x, places[None]), causal)[0]
     torch.testing.assert_close(own(x, Rotary(config)(places, x.dtype), None, None), expected)
 
@@ -239,7 +241,7 @@ def test_a_tree_without_its_deepest_nodes_keeps_the_others_and_their_draws():
     """Nodes 0 to 8; depth 2 and more go: 4 to 8, and the draws of nodes 1 and 2."""
     tree = random_tree()
     nodes = torch.tensor([0, 1, 2])
-    q = torch.rand(3, 64)
+    q = rand(3, 64)
     whole = TokenTree(tree.tokens, tree.parents, tree.depth, tree.ancestors, Drafts(nodes, q, Draws(nodes[:, None])))
     cut, numbers = cut_below(whole, 1)
     assert numbers == [0, 1, 2, 3]

@@ -55,7 +55,7 @@ class Live(TorchDispatchMode):
 def target():
     torch.manual_seed(0)
     size = {"hidden_size": 4, "intermediate_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2}
-    return Target(AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=8192, **size)))
+    return Target(AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=8192, **size), dtype=torch.float32))
 
 
 def bytes_each(target, head, kind, loss):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from models import close, random_head, seeded, target
+from models import close, randn, random_head, seeded, target
 from training import batch_of, config_without_files
 
 from treespec.draft.heads.loading import roll_out_drafts
@@ -25,7 +25,7 @@ def random_distributions(rows=12, tokens=30, seed=0, kept=30):
     generator = seeded(seed)
     logits = 1.5 * torch.randn(rows, kept, generator=generator, dtype=torch.float64)
     p = (logits.new_zeros(rows, tokens).normal_(0, 1.5, generator=generator)).softmax(-1)
-    p[0] = torch.eye(tokens)[3]  # one-hot, as the text's distributions are
+    p[0] = torch.eye(tokens, dtype=torch.float32)[3]  # one-hot, as the text's distributions are
     return logits, p[:, :kept]
 
 
@@ -52,14 +52,14 @@ def test_value_and_gradient_are_autograds(name, kept):
 @pytest.mark.parametrize("name", TOKEN_LOSSES)
 def test_distributions_that_share_no_token_give_finite_losses(name):
     """In float32, q where p is 0 and the other way round; and q equal to p, where no loss has a gradient."""
-    p = torch.eye(6)[:2]
+    p = torch.eye(6, dtype=torch.float32)[:2]
     logs = torch.full((2, 6), -1e4).fill_diagonal_(-1e4).log_softmax(-1)
-    logs[:, 4:] = torch.tensor([0.0, -1e4]).log_softmax(-1)
+    logs[:, 4:] = torch.tensor([0.0, -1e4], dtype=torch.float32).log_softmax(-1)
     logs[:, :4] = -1e4
     values, slope = with_slope(name, p, logs)
     assert values.isfinite().all()
     assert slope.isfinite().all()
-    distribution = torch.tensor([[0.5, 0.25, 0.25, 0.0]])
+    distribution = torch.tensor([[0.5, 0.25, 0.25, 0.0]], dtype=torch.float32)
     values, slope = with_slope(name, distribution, distribution.log().clamp(min=-1e4))
     assert slope.abs().max() < 1e-6
 
@@ -101,15 +101,15 @@ def test_states_and_output_weights_get_autograds_gradient_over_several_steps(nam
 
 def test_autocast_is_for_the_heads_own_output_and_not_for_the_target():
     """An output layer in bfloat16 under autocast; the target's distributions in its own float32."""
-    layer = torch.nn.Linear(8, 20)
-    wanted = torch.randn(6, 8)
+    layer = torch.nn.Linear(8, 20, dtype=torch.float32)
+    wanted = randn(6, 8)
     seen = []
 
     def logits(states):
         seen.append(F.linear(states, layer.weight).dtype)
         return F.linear(states, layer.weight)
 
-    guess = StepLogits(torch.randn(6, 8, requires_grad=True), logits, weights=(layer.weight,))
+    guess = StepLogits(randn(6, 8, requires_grad=True), logits, weights=(layer.weight,))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         teacher = Teacher(20, lambda chunk: to_float32(logits(wanted[chunk])).softmax(-1))
         total = compute_token_losses([guess], teacher, torch.zeros(6, dtype=torch.int64), "tv", rows=6).total
@@ -121,9 +121,9 @@ def test_autocast_is_for_the_heads_own_output_and_not_for_the_target():
 def test_in_float16_small_gradients_are_rounded_and_not_lost():
     """Over 1,024 rows of 4,096 tokens, whose gradients at the logits are below float16: 1 % relative."""
     generator = seeded(0)
-    output = 0.1 * torch.randn(4096, 16, generator=generator)
-    hidden = torch.randn(1024, 16, generator=generator, requires_grad=True)
-    wanted = hidden.detach() + 0.3 * torch.randn(1024, 16, generator=generator)
+    output = 0.1 * randn(4096, 16, generator=generator)
+    hidden = randn(1024, 16, generator=generator, requires_grad=True)
+    wanted = hidden.detach() + 0.3 * randn(1024, 16, generator=generator)
     expected = F.cross_entropy(hidden @ output.T, (wanted @ output.T).softmax(-1))
     (known,) = torch.autograd.grad(expected, hidden)
     half = output.half()

@@ -5,7 +5,7 @@ from copy import deepcopy
 import faults
 import pytest
 import torch
-from models import CONFIGS, close, follow, random_model, seeded
+from models import CONFIGS, close, follow, rand, random_model, seeded
 from training import config_without_files
 
 from treespec.api.spec import Spec
@@ -33,6 +33,8 @@ VARIANTS: dict[str, tuple[str, dict, bool]] = {
     "speculators' EAGLE-3": ("eagle3", SPECULATORS | WINDOW, True),
     "EAGLE-3, half of it rotated": ("eagle3", {"partial_rotary_factor": 0.5}, False),
     "DFlash from its anchor": ("dflash", {"sample_from_anchor": True, "own_output": False}, True),
+    "DSpark, recurrent": ("dspark", {"markov_head_type": "rnn", "markov_rank": 5}, True),
+    "DSpark, gated": ("dspark", {"markov_head_type": "gated", "sample_from_anchor": False, "block_size": 4}, False),
     "DFlash with windows": ("dflash", {"num_hidden_layers": 1} | WINDOW, False),
     "P-EAGLE, normed": ("p-eagle", NEW_EAGLE3, True),
 }
@@ -52,7 +54,8 @@ def pair_of(name):
     kind, fields, some = VARIANTS[name]
     torch.manual_seed(5)
     target = Target(shaken(random_model(CONFIGS["llama"]()).double()))
-    levels = {"levels": STEPS} if kind in ("dflash", "p-eagle") else {}
+    blocks = ("dflash", "dspark", "dflash2", "domino", "dspine", "p-eagle")
+    levels = {"levels": STEPS} if kind in blocks else {}
     head = shaken(build_new_head(kind, target, **levels, **fields).double().eval())
     if some:
         restrict(head, target, SOME)
@@ -132,8 +135,10 @@ def test_a_fault_in_drafting_is_found(fault, name):
 
 
 def trained_alone(name):
-    """Whether a kind is trained on other tokens, or with another output layer, than it drafts by."""
+    """Whether a kind is trained on other tokens, or with another output layer, than it drafts by, or not at all."""
     kind, fields, some = VARIANTS[name]
+    if kind not in TRAINING_BY_KIND:
+        return True
     return fields.get("own_output") is False or (some and kind in ("medusa", "hydra", "hydra++"))
 
 
@@ -144,7 +149,7 @@ def test_what_training_lowers_is_the_loss_of_what_drafts(name):
     # 1. By the objective.
     target, head = pair_of(name)
     tokens = text_of(14)
-    mask = torch.rand(14, generator=seeded(3)) < 0.6
+    mask = rand(14, generator=seeded(3)) < 0.6
     features = target.compute_features(tokens[None], head.aux_layers, last=True)
     names = head.vocabulary
     given = (tokens[None], mask[None], features, torch.tensor([14]), torch.Generator(), STEPS, names)

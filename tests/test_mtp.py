@@ -8,7 +8,7 @@ import transformers as hf
 from commands import complains
 from drafters import source_of
 from head_files import add_tensors, decoder_layer, mtp_names, mtp_tensors
-from models import GROUPED, MODELS, close, random_model, tiny
+from models import GROUPED, MODELS, close, ones, randn, random_model, tiny
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -79,7 +79,7 @@ class Plain:
         pair = [token_norm(self.model.model.embed_tokens(tokens)), hidden_norm(hidden)]
         x = (torch.cat(pair[::-1] if self.layout == "mimo" else pair, -1) @ self.weight.T)[None]
         count = len(tokens)
-        mask = torch.full((count, count), torch.finfo(torch.float32).min).triu(1)[None, None]
+        mask = torch.full((count, count), torch.finfo(torch.float32).min, dtype=torch.float32).triu(1)[None, None]
         places = torch.arange(count)[None]
         angles = self.model.model.rotary_emb(x, places)
         out = self.layer(x, attention_mask=mask, position_ids=places, position_embeddings=angles)
@@ -167,7 +167,7 @@ def test_a_target_without_mtp_layers_is_told_what_to_have(tmp_path):
 )
 def test_a_tensor_that_does_not_fit_is_named(tmp_path, change, drop, message):
     folder = save_with_mtp(tmp_path, "mimo")
-    add_tensors(folder, {name: torch.ones(*size) for name, size in change.items()}, drop)
+    add_tensors(folder, {name: ones(*size) for name, size in change.items()}, drop)
     with complains(message):
         load_mtp(MTP, loaded(folder))
 
@@ -176,7 +176,7 @@ def test_a_tensor_that_does_not_fit_is_named(tmp_path, change, drop, message):
 def test_a_family_whose_layers_are_built_otherwise_is_named(tmp_path, name):
     """Nemotron-H's MTP layers are called as Qwen3-Next's."""
     random_model(tiny(MODELS[name])).save_pretrained(tmp_path)
-    add_tensors(tmp_path, {"mtp.layers.0.mixer.q_proj.weight": torch.ones(2), "mtp.fc.weight": torch.ones(2)})
+    add_tensors(tmp_path, {"mtp.layers.0.mixer.q_proj.weight": ones(2), "mtp.fc.weight": ones(2)})
     with complains(r"its layers are of .*, MTP layers are known of DeepSeek-V3 and GLM"):
         load_mtp(MTP, loaded(tmp_path))
 
@@ -193,17 +193,17 @@ def test_copies_of_the_embedding_and_head_are_not_read(tmp_path):
 
 
 def test_experts_of_a_tensor_each_are_joined():
-    parts = {"gate_proj": torch.randn(2, 3, 4), "up_proj": torch.randn(2, 3, 4), "down_proj": torch.randn(2, 4, 3)}
+    parts = {"gate_proj": randn(2, 3, 4), "up_proj": randn(2, 3, 4), "down_proj": randn(2, 4, 3)}
     each = {f"mlp.experts.{i}.{part}.weight": parts[part][i] for part in parts for i in (0, 1)}
-    joined = join_experts(each | {"norm.weight": torch.ones(4)})
+    joined = join_experts(each | {"norm.weight": ones(4)})
     assert joined.keys() == {"norm.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
     assert torch.equal(joined["mlp.experts.gate_up_proj"], torch.cat([parts["gate_proj"], parts["up_proj"]], 1))
     assert torch.equal(joined["mlp.experts.down_proj"], parts["down_proj"])
 
 
 def test_weights_in_fp8_are_multiplied_by_the_factors_of_their_blocks():
-    weight = torch.randn(5, 6).to(torch.float8_e4m3fn)
-    scales = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    weight = randn(5, 6).to(torch.float8_e4m3fn)
+    scales = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float32)
     read = dequantize_fp8({"a.weight": weight, "a.weight_scale_inv": scales}, 4)
     expected = weight.float() * torch.tensor([[1, 1, 1, 1, 2, 2]] * 4 + [[3, 3, 3, 3, 4, 4]])
     assert read.keys() == {"a.weight"}

@@ -11,7 +11,7 @@ from functools import cache
 
 import pytest
 import torch
-from models import close, seeded
+from models import close, ones, rand, seeded
 from reference import CASES, ENUMERABLE, list_draws, random_probs, scheme_by_name, to_probs
 from scipy.stats import kstest, norm
 
@@ -185,7 +185,7 @@ def test_the_first_draws_are_distinct_and_nearly_as_many_as_requested(k):
 
 def test_many_equal_masses_in_float32_keep_the_cells_exact():
     """Sums in float32 would put the masses of the cells off by 3e-4."""
-    q = torch.full((1, 150_000), 1 / 150_000)
+    q = torch.full((1, 150_000), 1 / 150_000, dtype=torch.float32)
     p = torch.where(torch.arange(150_000) < 40_000, 2.0, 1.0)[None] / 190_000
     _, _, coupled = couple(p, q, 2, exact=0)
     [least] = coupled.edges.unique()[[1]].tolist()
@@ -209,10 +209,10 @@ def logits(dtype):
     generator = seeded(0)
     rows = [torch.tensor(EXAMPLE)]
     for spread in SPREADS:
-        rows += [spread * torch.rand(2, 4, generator=generator) for _ in range(4)]
+        rows += [spread * rand(2, 4, generator=generator) for _ in range(4)]
     for temperature in (0.02, 0.05):
         for gap in GAPS[dtype]:
-            target, draft = 5 * temperature * torch.rand(2, 4, generator=generator)
+            target, draft = 5 * temperature * rand(2, 4, generator=generator)
             draft[gap % 4] += gap * temperature
             rows.append(torch.stack([target, draft]))
     return torch.stack(rows, 1).to(dtype)
@@ -272,14 +272,14 @@ def test_float32_probabilities_differ_from_float64_only_by_rounding_of_logits():
 def test_subnormal_masses_never_give_a_plan_that_does_not_sum_to_1(name):
     """As they come where `compute_probs` is not asked; nor do draws that only rounding makes possible."""
     generator = seeded(0)
-    gaps = 104 * torch.rand(2, 500, 5, generator=generator) ** 0.3
-    p, q = (-gaps * (torch.rand(gaps.shape, generator=generator) < 0.8)).softmax(-1)
+    gaps = 104 * rand(2, 500, 5, generator=generator) ** 0.3
+    p, q = (-gaps * (rand(gaps.shape, generator=generator) < 0.8)).softmax(-1)
     q[::5] = p[::5]
     for k in range(1, (scheme_by_name(name).max_draws or 4) + 1):
-        tokens = torch.rand(q.shape, generator=generator).argsort(-1)[:, :k]
+        tokens = rand(q.shape, generator=generator).argsort(-1)[:, :k]
         if name in ("spechub", "greedy"):
             tokens[:, -1:] = q.argmax(-1, keepdim=True)
             tokens = drop_repeats(tokens)
         plan = scheme_by_name(name).plan(p, q, Draws(tokens))
         assert (plan >= 0).all()
-        close(plan.sum(-1), torch.ones(len(p)), 1e-5)
+        close(plan.sum(-1), ones(len(p)), 1e-5)

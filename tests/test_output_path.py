@@ -10,6 +10,7 @@ from models import (
     close,
     list_node_paths,
     plain_logits,
+    randn,
     random_head,
     random_model,
     random_prefix,
@@ -58,7 +59,7 @@ def test_a_tree_has_the_logits_of_the_models_own_code(name):
 def test_logits_of_a_part_of_the_vocabulary_are_those_of_all(name):
     target = Target(model_of(name))
     tokens = torch.tensor([3, 1, 40])
-    hidden = torch.randn(2, 3, target.feature_width)
+    hidden = randn(2, 3, target.feature_width)
     part = target.compute_output_logits(hidden, target.copy_output_rows(tokens))
     close(part, target.compute_output_logits(hidden)[..., tokens], 1e-5, 1e-5)
     assert target.compute_output_logits(hidden[:, :0]).shape == (2, 0, target.vocab_size)
@@ -94,7 +95,7 @@ def same_or_tied(model, prompt, found, wanted):
 
 def test_an_output_embedding_alone_is_called_without_the_models_forward():
     target = Target(random_model(hf.LlamaConfig(**GROUPED)))
-    hidden = torch.randn(4, target.feature_width)
+    hidden = randn(4, target.feature_width)
     calls = []
     target.model.register_forward_hook(lambda *_: calls.append(1))
     assert torch.equal(target.compute_output_logits(hidden), target.model.lm_head(hidden))
@@ -112,7 +113,7 @@ def test_training_gets_the_gradient_through_a_cap(drafted):
     rows = None if drafted is None else target.copy_output_rows(tokens)
     weight = target.model.lm_head.weight[tokens]
     cap = FACTORS["gemma2"]["final_logit_softcapping"]
-    hidden = torch.randn(5, target.feature_width, requires_grad=True)
+    hidden = randn(5, target.feature_width, requires_grad=True)
     (found,) = torch.autograd.grad(target.compute_output_logits(hidden, rows).square().sum(), hidden)
     capped = torch.tanh(hidden @ weight.T / cap) * cap
     (wanted,) = torch.autograd.grad(capped.square().sum(), hidden)

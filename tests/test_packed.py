@@ -4,7 +4,7 @@ import weakref
 
 import pytest
 import torch
-from models import CONFIGS, close, random_model
+from models import CONFIGS, close, randn, random_model
 from torch import nn
 from training import save_model
 
@@ -67,8 +67,8 @@ def test_a_packed_head_takes_features_of_the_same_dtype(kind):
 @pytest.mark.parametrize("own", ["forward", "hook"])
 def test_a_layer_that_does_more_than_multiply_stays(own):
     """compressed-tensors rounds the inputs of a plain linear layer in a forward that it gives to the layer."""
-    model = nn.Sequential(nn.Linear(8, 4))
-    x = torch.randn(3, 8)
+    model = nn.Sequential(nn.Linear(8, 4, dtype=torch.float32))
+    x = randn(3, 8)
     if own == "hook":
         model[0].register_forward_pre_hook(lambda module, inputs: inputs[0].round())
     else:
@@ -79,7 +79,7 @@ def test_a_layer_that_does_more_than_multiply_stays(own):
 
 
 def test_an_embedding_that_shares_its_weight_keeps_it():
-    model = nn.Sequential(nn.Embedding(30, 16), nn.Linear(16, 30, bias=False))
+    model = nn.Sequential(nn.Embedding(30, 16, dtype=torch.float32), nn.Linear(16, 30, bias=False, dtype=torch.float32))
     model[1].weight = model[0].weight
     before = model[0].weight.clone()
     with torch.inference_mode():
@@ -119,7 +119,7 @@ def test_other_dtypes_other_classes_and_hooked_layers_stay_as_they_are():
         def forward(self, x):
             return super().forward(x).round()
 
-    hooked = nn.Linear(4, 4)
+    hooked = nn.Linear(4, 4, dtype=torch.float32)
     hooked._hf_hook = object()
     model = nn.Sequential(nn.Linear(4, 4, dtype=torch.float64), Own(4, 4), hooked)
     before = list(model)

@@ -7,8 +7,9 @@ import psutil
 import pytest
 import torch
 import transformers as hf
-from models import CONFIGS, MODELS, close, random_model, tiny
+from models import CONFIGS, MODELS, close, ones, randn, random_model, tiny, zeros
 from torch import nn
+from transformers.modeling_utils import local_torch_dtype
 
 from treespec.kernels import ops as kernels
 from treespec.kernels.checks import KernelInputError
@@ -158,24 +159,24 @@ def test_another_dtype_of_a_packed_model_is_that_of_the_plain_one(dtype):
 
 def test_a_packed_layer_has_the_weight_of_the_plain_one():
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        layer = nn.Linear(33, 17).to(dtype)
+        layer = nn.Linear(33, 17, dtype=torch.float32).to(dtype)
         packed = PackedLinear(layer.weight, layer.bias, kernels.choose_form(layer.weight))
         assert torch.equal(packed.weight, layer.weight)
         assert packed.weight.dtype == dtype
         state = packed.state_dict()
         assert list(state) == ["weight", "bias"]
-        other = nn.Linear(33, 17).to(dtype)
+        other = nn.Linear(33, 17, dtype=torch.float32).to(dtype)
         packed.load_state_dict(other.state_dict())
         assert torch.equal(packed.weight, other.weight)
         assert torch.equal(packed.bias, other.bias)
         with pytest.raises(RuntimeError, match="size mismatch"):
-            packed.load_state_dict({"weight": torch.zeros(17, 32), "bias": torch.zeros(17)})
+            packed.load_state_dict({"weight": zeros(17, 32), "bias": zeros(17)})
         with pytest.raises(RuntimeError, match="packed"):
-            packed.load_state_dict({**other.state_dict(), "packed": torch.zeros(3)})
+            packed.load_state_dict({**other.state_dict(), "packed": zeros(3)})
 
 
 def test_a_packed_layer_refuses_another_device():
-    layer = nn.Linear(8, 8)
+    layer = nn.Linear(8, 8, dtype=torch.float32)
     packed = PackedLinear(layer.weight, layer.bias, kernels.choose_form(layer.weight))
     with pytest.raises(KernelInputError, match="--device-map"):
         packed.to("meta")
@@ -301,41 +302,37 @@ def test_the_reason_why_a_layer_is_not_fused_is_kept():
 
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
 def test_the_kernels_do_not_depend_on_the_default_dtype(default):
-    logits = torch.randn(2, 40)
+    logits = randn(2, 40)
     noise = kernels.fill_noise([3, 4], 40)
     scores = kernels.score_tokens(logits, noise[0], None, 0.5, 0.7)
     ranked = kernels.rank_tokens(logits, 4, 0.5)
-    torch.set_default_dtype(default)
-    try:
-        with torch.device("meta"):
-            assert torch.equal(kernels.fill_noise([3, 4], 40), noise)
-            assert torch.equal(kernels.score_tokens(logits, noise[0], None, 0.5, 0.7), scores)
-            assert all(map(torch.equal, kernels.rank_tokens(logits, 4, 0.5), ranked))
-            model = build_model()
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with local_torch_dtype(default), torch.device("meta"):
+        assert torch.equal(kernels.fill_noise([3, 4], 40), noise)
+        assert torch.equal(kernels.score_tokens(logits, noise[0], None, 0.5, 0.7), scores)
+        assert all(map(torch.equal, kernels.rank_tokens(logits, 4, 0.5), ranked))
+        model = build_model()
     assert model is not None
 
 
 def test_what_does_not_fit_a_kernel_is_refused():
-    layer = nn.Linear(1536, 8)
+    layer = nn.Linear(1536, 8, dtype=torch.float32)
     packed = PackedLinear(layer.weight, layer.bias, kernels.choose_form(layer.weight))
-    logits = torch.randn(2, 8)
-    block = torch.zeros(1, 2, 4, 8)
+    logits = randn(2, 8)
+    block = zeros(1, 2, 4, 8)
     faults = {
-        "x of another width": lambda: packed(torch.randn(2, 768)),
-        "another device": lambda: packed(torch.randn(2, 1536, device="meta")),
+        "x of another width": lambda: packed(randn(2, 768)),
+        "another device": lambda: packed(randn(2, 1536, device="meta")),
         "a weight cast behind the layer's back": lambda: kernels.multiply_packed(
-            torch.randn(2, 1536), packed.read_weight()._replace(numbers=packed.packed.to(torch.bfloat16)), None
+            randn(2, 1536), packed.read_weight()._replace(numbers=packed.packed.to(torch.bfloat16)), None
         ),
-        "a short bias": lambda: kernels.multiply_packed(torch.randn(1536), packed.read_weight(), torch.zeros(7)),
-        "noise in double precision": lambda: kernels.choose_token(logits[0], torch.zeros(8).double(), 1.0),
-        "noise that is too short": lambda: kernels.score_tokens(logits, torch.zeros(7), None, 1.0, 1.0),
+        "a short bias": lambda: kernels.multiply_packed(randn(1536), packed.read_weight(), zeros(7)),
+        "noise in double precision": lambda: kernels.choose_token(logits[0], zeros(8).double(), 1.0),
+        "noise that is too short": lambda: kernels.score_tokens(logits, zeros(7), None, 1.0, 1.0),
         "more tokens than there are": lambda: kernels.rank_tokens(logits, 9, 1.0),
-        "strided logits": lambda: kernels.rank_tokens(torch.randn(8, 2).T, 1, 1.0),
+        "strided logits": lambda: kernels.rank_tokens(randn(8, 2).T, 1, 1.0),
         "a move that leaves the block": lambda: kernels.copy_columns([block], [(0, 4, 1)]),
         "blocks of two dtypes": lambda: kernels.copy_columns([block, block.double()], [(0, 1, 0)]),
-        "a norm of another width": lambda: kernels.apply_rms_norm(torch.randn(2, 7), torch.ones(8), 1e-6),
+        "a norm of another width": lambda: kernels.apply_rms_norm(randn(2, 7), ones(8), 1e-6),
     }
     for fault in faults.values():
         with pytest.raises(KernelInputError):
@@ -346,10 +343,10 @@ def test_layers_refuse_storage_masks_and_angles_that_do_not_fit():
     model = build_model(torch.float32)
     pack(model)
     layer = read_layer(model.model.layers[0], NORM_NAMES, MODEL_SIGN)
-    x = torch.randn(5, layer.hidden)
-    mask = torch.zeros(1, 1, 5, 5)
-    angles = torch.randn(2, 1, 5, layer.head_width)
-    keys = torch.zeros(1, layer.kv_heads, 8, layer.head_width)
+    x = randn(5, layer.hidden)
+    mask = zeros(1, 1, 5, 5)
+    angles = randn(2, 1, 5, layer.head_width)
+    keys = zeros(1, layer.kv_heads, 8, layer.head_width)
     columns = Columns(keys, keys.clone(), end=5, first=0)
     good = {"x": x, "residual": x, "shape": (1, 5), "mask": mask, "angles": angles, "columns": [columns]}
     assert run_layers(LayerStack([layer]), **good).shape == x.shape
@@ -359,10 +356,10 @@ def test_layers_refuse_storage_masks_and_angles_that_do_not_fit():
         "columns beyond the storage": {"columns": [columns._replace(end=9)]},
         "storage of another dtype": {"columns": [columns._replace(keys=keys.bfloat16())]},
         "strided storage": {"columns": [columns._replace(keys=keys[..., ::2])]},
-        "mask": {"mask": torch.zeros(1, 1, 4, 5)},
-        "a mask of too many columns": {"mask": torch.zeros(1, 1, 5, 6)},
+        "mask": {"mask": zeros(1, 1, 4, 5)},
+        "a mask of too many columns": {"mask": zeros(1, 1, 5, 6)},
         "angles of other nodes": {"angles": angles[:, :, :4]},
-        "angles wider than a head": {"angles": torch.randn(2, 1, 5, layer.head_width + 2)},
+        "angles wider than a head": {"angles": randn(2, 1, 5, layer.head_width + 2)},
         "starts": {"starts": torch.tensor([0, 4])},
     }
     for fault in faults.values():

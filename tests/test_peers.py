@@ -103,7 +103,7 @@ def test_a_dflash_model_assists_where_transformers_has_one(home, tmp_path):
     more = {"num_hidden_layers": 1, "head_dim": 8, "block_size": 4, "mask_token_id": 9, "target_layer_ids": [0, 1]}
     more |= {"num_key_value_heads": sizes["num_attention_heads"]}
     config = hf.MuseGlimmerAssistantConfig(**sizes, **more, bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    hf.AutoModel.from_config(config).save_pretrained(tmp_path / "dflash")
+    hf.AutoModel.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "dflash")
     changes = {"verifier": "topk", "max_new_tokens": 6, "turns": 1, "assistant": f"{tmp_path}/dflash"}
     summary = evaluate(config_in(home, tmp_path / "out", peers="transformers,assisted generation", **changes))
     assert [row["same"] for row in summary["rows"][2:]] == [3]

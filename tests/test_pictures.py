@@ -8,7 +8,7 @@ import torch
 import transformers as hf
 from commands import client, complains, serving
 from drafters import check_tree_logits
-from models import GROUPED, generate_plainly, generate_with, random_head
+from models import GROUPED, generate_plainly, generate_with, randn, random_head
 from PIL import Image
 from training import tokenizer
 
@@ -50,7 +50,8 @@ def seeing(name, **more):
     text, pictures = WITH_IMAGES[name]
     fields = {"text_config": TEXT | text | more, "vision_config": pictures, "mm_tokens_per_image": 4}
     own = "image_token_index" if name == "llava" else "image_token_id"
-    model = hf.AutoModelForImageTextToText.from_config(hf.AutoConfig.for_model(name, **fields, **{own: PICTURE})).eval()
+    config = hf.AutoConfig.for_model(name, **fields, **{own: PICTURE})
+    model = hf.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.25)
@@ -60,7 +61,7 @@ def seeing(name, **more):
 def prompt_with(name, seed):
     """What a processor gives for `a <picture> b c`."""
     torch.manual_seed(seed)
-    fields = {key: torch.randn(x) if isinstance(x, tuple) else x for key, x in PIXELS[name].items()}
+    fields = {key: randn(x) if isinstance(x, tuple) else x for key, x in PIXELS[name].items()}
     ids = torch.tensor([[4, *[PICTURE] * (1 if name in ("idefics3", "internvl") else 4), 5, 6]])
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)} | fields
 

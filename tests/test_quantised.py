@@ -7,7 +7,7 @@ import torch
 import transformers as hf
 from commands import complains
 from head_files import write_gguf
-from models import as_undrafted, close, random_model, seeded
+from models import as_undrafted, close, randn, random_model, seeded
 from torch import nn
 from training import change_json, save_model, save_tiny_model
 
@@ -79,7 +79,7 @@ def test_heads_and_draft_vocabularies_read_a_quantised_output(whole):
     """Rows of the output and of the embedding are those that the modules compute with."""
     tokens = torch.tensor([0, 3, 17, 63])
     model = whole.model
-    hidden = torch.randn(2, 3, whole.feature_width, generator=seeded(1))
+    hidden = randn(2, 3, whole.feature_width, generator=seeded(1))
     own = whole.compute_output_logits(hidden, whole.copy_output_rows(tokens))
     close(own, whole.compute_output_logits(hidden)[..., tokens], 1e-5)
     torch.testing.assert_close(to_dense_embedding(whole)[tokens], model.get_input_embeddings()(tokens))

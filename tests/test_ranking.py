@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from models import seeded
+from models import rand, randn, seeded
 
 from treespec.draft.best_tree import CandidateLevel, rank_descending, select_best_on_host, select_best_tree
 from treespec.draft.builders import CycleBuilder, select_most_likely_on_host
@@ -25,7 +25,7 @@ FIELDS = ("tokens", "parents", "depth", "ancestors")
 def test_the_drawing_of_columns_and_the_nodes_that_are_kept():
     """Drawn in `select_best_tree` and `select_best_on_host`: b, c, a are the best candidates."""
     tokens = [torch.tensor([R]), torch.tensor([A, B]), torch.tensor([C, D, E, F])]
-    scores = [torch.tensor([0.3, 0.6]), torch.tensor([0.4, 0.2, 0.15, 0.1])]
+    scores = [torch.tensor([0.3, 0.6], dtype=torch.float32), torch.tensor([0.4, 0.2, 0.15, 0.1], dtype=torch.float32)]
     tree = select_best_tree(tokens, [torch.tensor([1, 0])], scores, 4)
     assert tree.tokens.tolist() == [R, B, C, A]
     assert tree.parents.tolist() == [-1, 0, 1, 0]
@@ -43,9 +43,9 @@ def random_rows(nodes, tokens, generator, kind):
     """Draft logits [nodes, tokens]: any numbers, a few distinct ones, or some NaN."""
     if kind == "ties":
         return torch.randint(0, 3, (nodes, tokens), generator=generator).float()
-    rows = torch.randn(nodes, tokens, generator=generator)
+    rows = randn(nodes, tokens, generator=generator)
     if kind == "NaN":
-        rows[torch.rand(nodes, 1, generator=generator).expand_as(rows) < 0.3] = torch.nan
+        rows[rand(nodes, 1, generator=generator).expand_as(rows) < 0.3] = torch.nan
     return rows
 
 
@@ -95,7 +95,7 @@ def test_the_most_likely_token_on_a_cpu_is_that_of_every_device(kind, tokens):
 def test_ancestors_of_one_tree_are_those_of_a_batch():
     for seed in range(10):
         nodes = torch.arange(1, 20)
-        parents = (torch.rand(19, generator=seeded(seed)) * nodes).long()
+        parents = (rand(19, generator=seeded(seed)) * nodes).long()
         parents = torch.cat([torch.tensor([-1]), parents])
         assert torch.equal(mark_ancestors(parents.tolist()), build_ancestor_mask(parents[None])[0])
 
@@ -123,7 +123,7 @@ def test_a_fixed_tree_on_a_cpu_is_that_of_tensors(kind, tree, tokens):
 
 def test_a_score_at_half_the_temperature_is_as_sure_as_the_heads_own_logits():
     """The figure of `build_score_params`: two tokens with log q -0.4 and -1.2, and no noise."""
-    logits = torch.tensor([-0.4, -1.2])
+    logits = torch.tensor([-0.4, -1.2], dtype=torch.float32)
     own = compute_probs(logits, SamplingParams(1.0))
     for temperature in (0.25, 0.5, 1.0):
         scores = logits / temperature

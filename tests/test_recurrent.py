@@ -15,6 +15,7 @@ from models import (
     plain_generate,
     plain_logits,
     prompt,
+    randn,
     random_model,
     random_prefix,
     random_tree,
@@ -62,7 +63,7 @@ def proposer(name):
     generator = seeded(5)
     with torch.no_grad():
         weight = near.get_output_embeddings().weight
-        weight += 0.05 * torch.randn(weight.shape, generator=generator)
+        weight += 0.05 * randn(weight.shape, generator=generator)
     return ModelProposer(Target(near), target(name))
 
 

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import transformers as hf
+from models import zeros
 
 from treespec.model.cpu.rotary import MOST_POSITIONS, TabulatedAngles, tabulate_angles
 
@@ -40,7 +41,7 @@ def test_tabulated_angles_are_those_of_the_module(dtype):
 
 
 def test_a_change_of_the_frequencies_changes_the_angles():
-    x = torch.zeros(1, 3, 4)
+    x = zeros(1, 3, 4)
     ids = torch.tensor([[1, 5, 900]])
 
     def replace(module):

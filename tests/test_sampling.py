@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers as hf
-from models import close, seeded
+from models import close, ones, rand, randn, seeded
 from scipy.stats import chi2
 
 from treespec.sampling import probs as sampling
@@ -30,7 +30,7 @@ def test_probs_equal_transformers_warpers(params):
         warpers.append(hf.TopPLogitsWarper(params.top_p))
     if params.min_p:
         warpers.append(hf.MinPLogitsWarper(params.min_p))
-    logits = 3 * torch.randn(50, 40, generator=seeded(0))
+    logits = 3 * randn(50, 40, generator=seeded(0))
     wanted = warpers(torch.zeros(50, 1, dtype=torch.int64), logits.clone()).softmax(-1)
     ours = compute_probs(logits, params)
     assert torch.equal(ours > 0, wanted > 0)
@@ -40,7 +40,7 @@ def test_probs_equal_transformers_warpers(params):
 @pytest.mark.parametrize("temperature", [0, 1e-300, 1e-46, 1e-40, 1e-12, 9e-6])
 def test_a_tiny_temperature_is_0_and_one_hot(temperature):
     """Divided by it, logits are infinite."""
-    logits = torch.randn(9, 30, generator=seeded(0))
+    logits = randn(9, 30, generator=seeded(0))
     params = SamplingParams(temperature)
     assert params.greedy
     assert torch.equal(compute_probs(logits, params), torch.nn.functional.one_hot(choose_greedy(logits), 30).float())
@@ -49,15 +49,15 @@ def test_a_tiny_temperature_is_0_and_one_hot(temperature):
 @pytest.mark.parametrize("temperature", [1e-5, 1e-3, 1e5, 1e30])
 @pytest.mark.parametrize("scale", [1e-3, 10.0, 1e4])
 def test_extreme_temperatures_give_distributions(temperature, scale):
-    logits = scale * torch.randn(9, 30, generator=seeded(0))
+    logits = scale * randn(9, 30, generator=seeded(0))
     logits[:, 3] = -torch.inf
     distribution = compute_probs(logits, SamplingParams(temperature))
-    assert torch.allclose(distribution.sum(-1), torch.ones(9))
+    assert torch.allclose(distribution.sum(-1), ones(9))
     assert (distribution[:, 3] == 0).all()
 
 
 def test_sample_follows_the_distribution_and_never_draws_mass_0():
-    distribution = torch.tensor([0.0, 0.2, 0.0, 0.5, 0.3, 0.0])
+    distribution = torch.tensor([0.0, 0.2, 0.0, 0.5, 0.3, 0.0], dtype=torch.float32)
     drawn = sample(distribution.expand(20000, 6) * 7, seeded(0)).bincount(minlength=6)
     assert drawn[distribution == 0].sum() == 0
     expected = 20000 * distribution[distribution > 0]
@@ -66,7 +66,7 @@ def test_sample_follows_the_distribution_and_never_draws_mass_0():
 
 def test_inverted_shares_are_tokens_with_mass():
     """At the ends of the shares, too; rows of zeros or NaN have no token, which is V."""
-    masses = torch.rand(20, 300, generator=seeded(0)) * (torch.rand(300, generator=seeded(1)) > 0.4)
+    masses = rand(20, 300, generator=seeded(0)) * (rand(300, generator=seeded(1)) > 0.4)
     masses[:, 150] += 1
     uniform = torch.rand(20, 50, generator=seeded(2), dtype=torch.float64)
     uniform[:, 0], uniform[:, 1] = 0, 1 - 2**-53
@@ -93,7 +93,7 @@ def test_the_largest_by_blocks_are_the_largest(v, dtype, few, monkeypatch):
 @pytest.mark.parametrize("few", [0, sampling.ONE_PASS_NUMBERS])
 def test_greedy_choice_from_logits_that_are_not_numbers_has_no_token(few, monkeypatch):
     monkeypatch.setattr(sampling, "ONE_PASS_NUMBERS", few)
-    logits = torch.randn(3, 5000, generator=seeded(0))
+    logits = randn(3, 5000, generator=seeded(0))
     logits[1, 4321] = torch.nan
     expected = logits.argmax(-1)
     expected[1] = 5000

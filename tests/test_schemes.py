@@ -7,7 +7,7 @@ import faults
 import pytest
 import torch
 from commands import complains
-from models import close, seeded
+from models import close, ones, randn, seeded
 from reference import (
     CASES,
     ENUMERABLE,
@@ -61,8 +61,8 @@ def test_a_plan_depends_only_on_its_row_and_without_draws_is_p(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_float32_plans_sum_to_1_where_rounding_leaves_no_residual(name):
-    p = torch.tensor([[1.0, 0, 0], [1, 0, 0]])
-    q = torch.tensor([[1.0, 1e-12, 1e-12], [1, 0, 1e-12]])  # sums to 1 in float32
+    p = torch.tensor([[1.0, 0, 0], [1, 0, 0]], dtype=torch.float32)
+    q = torch.tensor([[1.0, 1e-12, 1e-12], [1, 0, 1e-12]], dtype=torch.float32)  # sums to 1 in float32
     tokens = torch.tensor([[1, 2, 0], [2, 0, -1]])[:, : numbers_of_draws(name)[-1]]
     if name == "greedy":
         tokens = torch.tensor([[0, 1, 2], [0, 2, -1]])
@@ -75,14 +75,14 @@ def test_float32_plans_sum_to_1_where_rounding_leaves_no_residual(name):
 def test_float32_plans_at_vocabulary_size_sum_to_1(name):
     generator = seeded(3)
     scheme = scheme_by_name(name, allow_lossy=True)
-    logits = 4 * torch.randn(4, 3000, generator=generator)
+    logits = 4 * randn(4, 3000, generator=generator)
     q = logits.softmax(-1)
-    p = (logits + torch.randn(4, 3000, generator=generator)).softmax(-1)
-    p[0], q[1] = q[0], torch.eye(3000)[7]
+    p = (logits + randn(4, 3000, generator=generator)).softmax(-1)
+    p[0], q[1] = q[0], torch.eye(3000, dtype=torch.float32)[7]
     plan = scheme.plan(p, q, scheme.draw(q, min(4, scheme.max_draws or 4), generator))
     assert plan.dtype == torch.float32
     assert (plan >= 0).all()
-    close(plan.sum(-1), torch.ones(4), 1e-5)
+    close(plan.sum(-1), ones(4), 1e-5)
 
 
 @pytest.mark.parametrize("q", [[0.05, 0.4, 0, 0.35, 0.2], [0.7, 0, 0.3, 0, 0], [3e-13, 1 - 1e-12, 7e-13]])
@@ -98,7 +98,7 @@ def test_draws_follow_the_enumerated_distribution(name, q):
 
 
 def test_a_deterministic_draw_takes_scores_and_lists_the_best_first():
-    scores = torch.tensor([[-3.0, 5, -1], [0, -9, 2]])
+    scores = torch.tensor([[-3.0, 5, -1], [0, -9, 2]], dtype=torch.float32)
     tokens = SCHEMES["topk"].draw(scores, torch.tensor([4, 2]), torch.Generator()).tokens
     assert tokens.tolist() == [[1, 2, 0, -1], [2, 0, -1, -1]]
 
@@ -141,7 +141,7 @@ def test_masses_that_do_not_sum_to_1_are_normalised(name):
 def test_what_a_scheme_cannot_draw_or_answer_is_refused(name):
     scheme = SCHEMES[name]
     generator = torch.Generator()
-    q = torch.full((1, 5), 0.2)
+    q = torch.full((1, 5), 0.2, dtype=torch.float32)
     if scheme.max_draws:
         with complains(f"at most {scheme.max_draws} draws"):
             scheme.draw(q, scheme.max_draws + 1, generator)

@@ -42,7 +42,7 @@ A, B, C, D, ROOT = range(5)
 
 def test_equal_paths_become_one_node_with_the_draws_of_both():
     """As `treespec.draft.models.merged_tree` draws it; the first model has a repeated draw, and an absent one."""
-    q = torch.eye(6)
+    q = torch.eye(6, dtype=torch.float32)
     first = build_tree(
         [ROOT, A, B, C, A, D], [-1, 0, 0, 1, 0, 4], [0, 1, 4], [[A, B, A], [C, -1, -1], [D, -1, -1]], q[:3]
     )

@@ -35,7 +35,7 @@ from head_files import (
     write_directory,
     write_head,
 )
-from models import same_weights
+from models import ones, same_weights, zeros
 from training import change_json
 
 from treespec.draft.preflight import check_head
@@ -198,14 +198,11 @@ def test_a_gguf_file_with_an_unknown_field_is_refused_by_name(tmp_path, monkeypa
 
 
 NAMED = {  # architectures as projects write them, in config.json: how the refusal calls them
-    **dict.fromkeys(("DSparkDraftModel", "Qwen3DSparkModel", "DSparkSpeculator", "K3DSparkModel"), "DSpark"),
-    "DSpineDraftModel": "DSpine",
-    "DominoDraftModel": "Domino",
+    **dict.fromkeys(("K3DSparkModel", "Gemma4DSparkModel"), "DSpark of other layers"),
+    "Qwen3DSpineModel": "DSpine of other projects",
     "UBTreeDraftModel": "UBTree",
     "Eagle4LlamaForCausalLM": "EAGLE-4",
     "LlamaForCausalLMEagle4": "EAGLE-4",
-    "DFlash2DraftModel": "DFlash 2",
-    "Qwen3DFlash2DraftModel": "DFlash 2",
     "PARDForCausalLM": "PARD, PARD-2",
     "FalconDraftModel": "Falcon",
     "MLPSpeculatorPreTrainedModel": "MLP and LSTM",
@@ -230,7 +227,7 @@ def test_an_architecture_that_is_not_read_is_called_by_its_name(architecture, tm
         check_head(DrafterSpec.parse(f"head:{folder}"), "target")
 
 
-@pytest.mark.parametrize("kind", ["dspark", "dflash2", "domino", "jetspec", "mtp", "pard2", "dels_spec", "independent"])
+@pytest.mark.parametrize("kind", ["jetspec", "mtp", "pard2", "dels_spec", "independent"])
 def test_an_unsupported_kind_of_speculators_is_refused_by_name(kind, tmp_path):
     config = SPECULATORS_DFLASH | {"speculators_model_type": kind, "architectures": ["Speculator"]}
     with complains(f"'{kind}' is .*, known, not read yet: "):
@@ -278,7 +275,7 @@ REFUSED = {  # what cannot be read rightly: config.json, tensors, the reason
     ),
     "a mapping in floats": (
         EAGLE3_CONFIG,
-        drop_tensors("t2d", d2t=torch.zeros(32)),
+        drop_tensors("t2d", d2t=zeros(32)),
         "d2t is of torch.float32, must be of integers",
     ),
     "norms of speculators' EAGLE-1": (
@@ -323,17 +320,17 @@ REFUSED = {  # what cannot be read rightly: config.json, tensors, the reason
     ),
     "another fc": (
         LLAMA_CONFIG | {"architectures": ["LlamaForCausalLM"]},
-        TENSORS_WITHOUT_BIAS | {"fc.weight": torch.zeros(32, 96)},
+        TENSORS_WITHOUT_BIAS | {"fc.weight": zeros(32, 96)},
         r"fc\.weight is \[32, 96\], and EAGLE-1's is \[H, 2 H\]: it is of an architecture that",
     ),
     "a language model": (
         LLAMA_CONFIG | {"architectures": ["LlamaForCausalLM"]},
-        {"model.embed_tokens.weight": torch.zeros(64, 32)},
+        {"model.embed_tokens.weight": zeros(64, 32)},
         "holds no head that treespec knows: its architecture is 'LlamaForCausalLM'",
     ),
     "two tensors of one name": (
         EAGLE3_CONFIG,
-        EAGLE3_TENSORS | {"model.norm.weight": torch.ones(32)},
+        EAGLE3_TENSORS | {"model.norm.weight": ones(32)},
         r"two tensors stand for norm\.",
     ),
     "Medusa heads of few tokens": (
@@ -364,7 +361,7 @@ def test_what_cannot_be_read_rightly_is_refused_with_its_reason(name, tmp_path):
 
 
 def test_an_output_layer_that_a_format_lacks_is_not_exported(tmp_path):
-    own = write_head(tmp_path / "own", nest_config(), in_model(EAGLE_TENSORS, lm_head__weight=torch.ones(64, 32)))
+    own = write_head(tmp_path / "own", nest_config(), in_model(EAGLE_TENSORS, lm_head__weight=ones(64, 32)))
     shared = write_head(
         tmp_path / "shared", EAGLE3_CONFIG | {"draft_vocab_size": 64, LAYER_IDS_KEY: [2, 4, 5]}, CORE_TENSORS
     )

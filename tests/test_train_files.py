@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import complains
-from models import CONFIGS, close, random_model, same_weights, seeded
+from models import CONFIGS, close, randn, random_model, same_weights, seeded
 from safetensors import safe_open
 from training import (
     end_process,
@@ -167,7 +167,7 @@ def test_the_ends_of_a_target_are_those_of_the_whole(name, tmp_path):
     whole = Target.load(str(tmp_path))
     part = Target(load_ends(str(tmp_path)), ends=True)
     tokens = torch.arange(3, 20)
-    hidden = torch.randn(4, whole.feature_width, generator=seeded(0))
+    hidden = randn(4, whole.feature_width, generator=seeded(0))
     assert torch.equal(part.embed_tokens(tokens), whole.embed_tokens(tokens))
     assert torch.equal(part.compute_output_logits(hidden), whole.compute_output_logits(hidden))
     assert (part.layers, part.dtype, part.context_length) == (whole.layers, whole.dtype, whole.context_length)

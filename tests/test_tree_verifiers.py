@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from models import seeded
+from models import rand, randn, seeded
 from reference import STOCHASTIC, deviation, enumerate_runs, list_draws
 
 from treespec.sampling.probs import SamplingParams, compute_probs
@@ -219,7 +219,7 @@ def cold_tables(temperature):
     generator = seeded(2)
 
     def draw_pair():
-        both = 2 * temperature * torch.rand(2, 3, generator=generator)
+        both = 2 * temperature * rand(2, 3, generator=generator)
         both[1, int(torch.randint(4, (1,), generator=generator)) :][:1] += 95 * temperature
         found = compute_probs(both, SamplingParams(temperature)).double()
         return found.div(found.sum(-1, keepdim=True)).tolist()
@@ -249,7 +249,7 @@ def test_verdicts_are_no_shorter_than_the_walks(verifier, seed):
 @pytest.mark.parametrize("verifier", VERIFIERS, ids=named)
 def test_a_large_chain_of_the_targets_own_drafts_is_accepted(verifier):
     """In float32, where sums of 3000 terms are not exact: a node is refused once in a million."""
-    rows = torch.randn(5, 3000, generator=seeded(0)).mul(3).softmax(-1).tolist()
+    rows = randn(5, 3000, generator=seeded(0)).mul(3).softmax(-1).tolist()
     ends = [tuple(range(depth)) for depth in range(5)]
     distributions = dict(zip(ends, rows, strict=True))
     draws = {(0,) * d: (d,) for d in range(4)}
@@ -265,6 +265,6 @@ def test_a_refused_draw_without_a_residual_leaves_the_others():
     """Rounding: the first draw is refused, though p - q is 0 everywhere."""
     drawn = Drawn(Shape(build_balanced_tree(2, 1)), SPARSE, {(): (0, 1)}, {(): (), (0,): (0,), (1,): (1,)})
     tree, _ = drawn.tensors()
-    tree.drafts.q[:] = torch.tensor([1e-8, 0.5, 0.5])
-    texts = verdict_texts(TRAVERSAL_VERIFIER, tree, torch.tensor([[0, 0.5, 0.5]]).expand(3, -1))
+    tree.drafts.q[:] = torch.tensor([1e-8, 0.5, 0.5], dtype=torch.float32)
+    texts = verdict_texts(TRAVERSAL_VERIFIER, tree, torch.tensor([[0, 0.5, 0.5]], dtype=torch.float32).expand(3, -1))
     assert all(text[0] in (1, 2) for text in texts)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import close, seeded
+from models import close, randn, seeded
 
 from treespec.heads import unrolled
 from treespec.heads.unrolled import AttentionColumns, attend
@@ -33,15 +33,15 @@ def test_unrolled_attention_is_one_softmax_over_pairs_and_own_columns(later, kv_
     """Rows leave with each step; heads share keys or have their own: 1e-5, gradients too."""
     generator = seeded(later)
     steps = [
-        AttentionColumns(*torch.randn(2, 2, kv_heads, 6 - step, 8, generator=generator).requires_grad_())
+        AttentionColumns(*randn(2, 2, kv_heads, 6 - step, 8, generator=generator).requires_grad_())
         for step in range(later + 1)
     ]
-    queries = torch.randn(2, 4, 6 - later, 8, generator=generator).requires_grad_()
+    queries = randn(2, 4, 6 - later, 8, generator=generator).requires_grad_()
     found = attend(queries, steps, window)
     expected = attend_plainly(queries, steps, window)
     close(found, expected, 1e-5)
     learnt = [queries, steps[0].values, *([steps[-1].keys] if window != 1 else [])]
-    slope = torch.randn(found.shape, generator=generator)
+    slope = randn(found.shape, generator=generator)
     known = torch.autograd.grad(expected, learnt, slope, retain_graph=True, materialize_grads=True)
     for a, b in zip(torch.autograd.grad(found, learnt, slope, materialize_grads=True), known, strict=True):
         close(a, b, 1e-5)
@@ -53,8 +53,8 @@ def test_rows_see_what_the_docstring_of_the_unrolled_attention_draws():
     figure = [row for row in figure if set(row) <= {"x", "."}]
     generator = seeded(0)
     sizes = (5, 5, 3)  # columns of each step in the figure
-    steps = [AttentionColumns(*torch.randn(2, 1, 1, size, 4, generator=generator)) for size in sizes]
-    queries = torch.randn(1, 1, 3, 4, generator=generator)
+    steps = [AttentionColumns(*randn(2, 1, 1, size, 4, generator=generator)) for size in sizes]
+    queries = randn(1, 1, 3, 4, generator=generator)
     plain = attend(queries, steps)
     drawn = [[] for _ in range(3)]
     for step, columns in enumerate(steps):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from models import seeded
+from models import randn, seeded
 
 from treespec.sampling.noise import Noise
 from treespec.sampling.probs import SamplingParams, choose_greedy, choose_greedy_token
@@ -124,7 +124,7 @@ def test_logits_that_are_no_numbers_end_a_path_where_they_are_visited():
 def test_the_choice_at_a_node_is_that_of_all_rows_at_once():
     """Ties too, in rows short and long."""
     for size in (10, 999, 49_152):
-        logits = torch.randn(4, size, generator=seeded(size)).mul(2).round().bfloat16()
+        logits = randn(4, size, generator=seeded(size)).mul(2).round().bfloat16()
         logits[3, size // 2] = math.nan
         assert [choose_greedy_token(row) for row in logits] == choose_greedy(logits).tolist()
         assert [choose_greedy_token(row) for row in logits] == [int(choose_greedy(row[None])) for row in logits]

@@ -6,7 +6,19 @@ import pytest
 import torch
 import transformers as hf
 from commands import complains
-from models import COMMON, CONFIGS, as_undrafted, close, draft_tree, follow, random_head, random_model, seeded, target
+from models import (
+    COMMON,
+    CONFIGS,
+    as_undrafted,
+    close,
+    draft_tree,
+    follow,
+    randn,
+    random_head,
+    random_model,
+    seeded,
+    target,
+)
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
@@ -79,7 +91,7 @@ def test_rows_of_the_output_embedding_give_the_logits_of_their_tokens(name):
     model = Target(random_model(PhiConfig(**COMMON))) if "bias" in name else target(name)
     if "bias" in name:
         nn.init.normal_(model.model.lm_head.bias)
-    hidden = torch.randn(2, 3, model.feature_width, generator=seeded(7))
+    hidden = randn(2, 3, model.feature_width, generator=seeded(7))
     tokens = torch.tensor([0, 3, 17, 63])
     own = model.compute_output_logits(hidden, model.copy_output_rows(tokens))
     close(own, model.compute_output_logits(hidden)[..., tokens], 1e-5)
@@ -142,7 +154,7 @@ def test_a_head_is_loaded_with_its_vocabulary_and_packed_with_it(tmp_path):
     assert type(spec.head.output) is not nn.Linear
     assert spec.head.output.out_features == 50
     drafter = spec.decoder.drafter
-    follow(drafter, torch.randn(4, 32).to(spec.target.dtype), torch.tensor([5, 6, 7, 8]))
+    follow(drafter, randn(4, 32).to(spec.target.dtype), torch.tensor([5, 6, 7, 8]))
     tree = draft_tree(drafter, torch.tensor([8]), SamplingParams(1.0), seeded(0))
     assert set(tree.tokens[1:].tolist()) <= set(range(100, 150))
     assert len(spec.generate("the question", temperature=1.0, max_new_tokens=8, seed=0).token_ids) == 8

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
-from models import GROUPED, MODELS, random_model, same_weights, seeded, tiny
+from models import GROUPED, MODELS, rand, random_model, same_weights, seeded, tiny
 from safetensors.torch import load_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers.models import BPE
@@ -311,7 +311,7 @@ def config_without_files(**changes):
 def batch_of(model, head, steps=1):
     """Two conversations of nine tokens, and the features that the head takes."""
     tokens = torch.randint(3, 64, (2, 9), generator=seeded(1))
-    mask = torch.rand(2, 9, generator=seeded(4)) < 0.6
+    mask = rand(2, 9, generator=seeded(4)) < 0.6
     features = model.compute_features(tokens, head.aux_layers, last=True)
     return TrainingBatch(tokens, mask, features, torch.tensor([9, 9]), torch.Generator(), steps)
 

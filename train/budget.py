@@ -31,12 +31,16 @@ BUDGET_OPTIONS: dict[
     "hydra": SHARED_OPTIONS,
     "hydra++": SHARED_OPTIONS,
     "dflash": {},  # their published recipe is treespec's own
+    "dspark": {},
+    "domino": {},
     "p-eagle": {},
 }
 RESTRICTED_KINDS = (
     "eagle",
     "eagle3",
     "dflash",
+    "dspark",
+    "domino",
     "p-eagle",
 )  # their loss is over the draft vocabulary
 OPTIONS_OF_A_RUN = (  # that `choose_recipe` may set

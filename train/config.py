@@ -220,8 +220,8 @@ class TrainConfig(TargetOptions, Eagle3Options):
     )
     draft_vocab: int | None = option(
         "restrict drafts to the N tokens most frequent in the data (FR-Spec); 0: draft all; "
-        f"default: {BUDGET_DRAFT_VOCAB:,} for eagle, eagle3, dflash and p-eagle; published: {DRAFT_VOCAB:,} for "
-        "eagle3, all for the others",
+        f"default: {BUDGET_DRAFT_VOCAB:,} for eagle, eagle3 and heads that draft blocks; published: {DRAFT_VOCAB:,} "
+        "for eagle3, all for the others",
         None,
         least=0,
         most=MAX_TEXT_TOKENS * 10,

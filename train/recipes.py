@@ -42,6 +42,7 @@ BLOCK_TRAINING = Training(
     restricted_first=True,
     levels=True,
 )
+DFLASH_OPTIONS = ("unrolled_steps", "head_layers", "sliding_window")
 BUILTIN_TRAINING = {
     "eagle": Training(
         objective=f"{OBJECTIVES_MODULE}:compute_eagle_loss",
@@ -91,7 +92,9 @@ BUILTIN_TRAINING = {
             batch=32,
         ),
     ),
-    "dflash": replace(BLOCK_TRAINING, options=("unrolled_steps", "head_layers", "sliding_window")),
+    "dflash": replace(BLOCK_TRAINING, options=DFLASH_OPTIONS),
+    "dspark": replace(BLOCK_TRAINING, options=DFLASH_OPTIONS),
+    "domino": replace(BLOCK_TRAINING, options=DFLASH_OPTIONS),
     "p-eagle": BLOCK_TRAINING,
 }
 

@@ -28,8 +28,9 @@ MAX_SEED = 2**63 - 1  # torch accepts seeds below 2^64; further answers add to t
 TREE_FORMS = TREE_EXAMPLES
 TREE_FILE = "a JSON file of paths"
 
-# Values of --load-in, which quantise a target as it loads: two by bitsandbytes, then two by torchao.
-LOAD_IN = ("4bit", "8bit", "fp8", "int8")
+# Values of --load-in, which quantise a target as it loads: two by bitsandbytes, two by torchao, one by treespec.
+EIGHT_BITS_NAME = "q8"  # treespec's own
+LOAD_IN = ("4bit", "8bit", "fp8", "int8", EIGHT_BITS_NAME)
 LOAD_IN_FORMS = LOAD_IN + ("gguf:FILE",)
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16", "float64")
 # other tools' names of precisions -> torch's

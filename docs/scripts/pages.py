@@ -38,7 +38,9 @@ HEAD = (
 )
 SHAPES = ("chain:2", "2x2", "dynamic", "auto", "ddtree")
 SHOWN = {"chain:2": "chain", "2x2": "static"}  # tree -> the kind of tree that it is an example of
-FIVE_TOKENS = torch.tensor([[0.60, 0.20, 0.10, 0.06, 0.04], [0.15, 0.35, 0.25, 0.15, 0.10]])  # p, q
+FIVE_TOKENS = torch.tensor(  # p, q
+    [[0.60, 0.20, 0.10, 0.06, 0.04], [0.15, 0.35, 0.25, 0.15, 0.10]], dtype=torch.float32
+)
 Click = Any  # a command or parameter of click, as typer vendors it
 
 
@@ -188,8 +190,9 @@ def list_architectures() -> str:
     rows = []
     for architecture in KNOWN_ARCHITECTURES:
         read_as = f"`{architecture.kind}`" if architecture.kind else "known, not read yet"
-        rows.append([architecture.name, architecture.projects or "–", read_as])
-    return table(["architecture", "written or served by", "read as"], rows)
+        projects = architecture.projects or "–"
+        rows.append([architecture.name, projects, read_as, architecture.version])
+    return table(["architecture", "written or served by", "read as", "what was read"], rows)
 
 
 TABLES = {

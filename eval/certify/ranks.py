@@ -201,7 +201,7 @@ def predict_repeats(tokens: Tensor, first: int, vocab_size: int) -> Tensor:
     """
     positions = torch.arange(first, len(tokens) - 1, device=tokens.device)[:, None]
     is_before = torch.arange(len(tokens) - 1, device=tokens.device) < positions  # [n, T - 1]
-    weight = (tokens[positions] == tokens[:-1]) + 1 / positions.clamp(min=1)
+    weight = (tokens[positions] == tokens[:-1]) + 1 / positions.clamp(min=1).float()
     counts = torch.full(
         (len(positions), vocab_size), 1 / vocab_size, dtype=torch.float32, device=tokens.device
     )

@@ -1,5 +1,7 @@
 """Formats of DFlash heads: z-lab, SpecForge, NeMo AutoModel, ModelOpt, speculators, and JetSpec's causal heads."""
 
+from collections.abc import Collection
+
 from treespec.heads.formats import fields
 from treespec.heads.formats.layers import (
     VERIFIER_TENSORS,
@@ -11,7 +13,14 @@ from treespec.heads.formats.layers import (
 from treespec.heads.formats.rotary import read_rotary
 from treespec.heads.formats.sglang import from_sglang
 from treespec.heads.formats.speculators import flatten_speculators
-from treespec.heads.formats.vocabulary import OUTPUT_TENSOR, derive_vocabulary
+from treespec.heads.formats.vocabulary import (
+    OUTPUT_TENSOR,
+    Mapping,
+    derive_vocabulary,
+    find_vocabulary_size,
+    order_rows,
+    read_mapping,
+)
 from treespec.heads.head import Config, Stored, Tensors
 from treespec.heads.layers import SLIDING_ATTENTION
 from treespec.heads.registry import DFLASH_KIND, SPECULATORS_KIND_FIELD
@@ -27,17 +36,51 @@ def read_dflash(config: Config, tensors: Tensors) -> Stored:
     Raises ValueError for a part that treespec's head does not have, and for a config without aux layers:
     nothing else says which layers the head was trained on.
     """
+    return read_block(config, tensors, fields.DFLASH_TABLE, fields.SPECULATORS_DFLASH_TABLE)
+
+
+def read_block(
+    config: Config,
+    tensors: Tensors,
+    table: fields.FieldTable,
+    speculators_table: fields.FieldTable,
+    nested_fields: Collection[str] = (),
+    token_rows: Collection[str] = (),
+    drafted_rows: Collection[str] = (),
+) -> Stored:
+    """Read a DFlash head, or one with further parts.
+
+    Args:
+        config: the content of config.json.
+        tensors: the tensors by the file's names.
+        table: the fields of projects with a `dflash_config`.
+        speculators_table: the fields of speculators.
+        nested_fields: fields that move from `dflash_config` to the top level, besides DFlash's.
+        token_rows: names of further tensors with a row for each token of the target.
+        drafted_rows: names of further tensors with a row for each draft token, as the output layer has.
+
+    Returns:
+        The config and the tensors, their rows in the order of the tokens.
+
+    Raises:
+        ValueError: as `read_dflash`, and for a field that differs between its two places.
+    """
     # 1. Bring all fields to the top level.
-    table = fields.DFLASH_TABLE
     layers_field = "dflash_config.target_layer_ids"
     if SPECULATORS_KIND_FIELD in config:
-        table = fields.SPECULATORS_DFLASH_TABLE
+        table = speculators_table
         layers_field = DFLASH_CONFIG_LAYER_IDS
     table.check(config)
     nested: Config = config.get("dflash_config") or {}
     flat_config = read_rotary(as_qwen3(flatten_speculators(config)))
     flat_config.pop("dflash_config", None)
-    flat_config |= fields.select_names(nested, NESTED_FIELDS)
+    for name, value in fields.select_names(nested, (*NESTED_FIELDS, *nested_fields)).items():
+        outer = config.get(name)
+        if name in nested_fields and outer is not None and outer != value:
+            raise ValueError(
+                f"{name} is {outer!r}, and dflash_config.{name} is {value!r}: one head cannot be both"
+            )
+        flat_config[name] = value
     if flat_config.get("attention_bias"):
         raise ValueError("attention_bias is true: a part that treespec's head does not have")
 
@@ -54,7 +97,14 @@ def read_dflash(config: Config, tensors: Tensors) -> Stored:
     # 3. Derive fields from the tensors.
     tensors = fields.drop_names(tensors, VERIFIER_TENSORS)
     flat_config = count_layers(derive_sizes(flat_config, tensors, "layers.0"), tensors)
+    mapping = read_mapping(tensors, find_vocabulary_size(flat_config, tensors))
     flat_config, tensors = derive_vocabulary(flat_config, tensors)
+    for name in (*token_rows, *drafted_rows):
+        if name in tensors:
+            order = mapping
+            if name in token_rows:
+                order = Mapping()
+            tensors[name] = order_rows(tensors[name], order, flat_config["vocab_size"], name)
     flat_config = derive_windows(flat_config, config, nested)
     return flat_config | {
         "model_type": DFLASH_KIND,

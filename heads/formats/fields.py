@@ -29,6 +29,9 @@ FIELD_REASONS = {  # why treespec refuses fields of parts that its heads do not 
     "original_lm_head": "treespec's Medusa heads have output layers of their own",
     "token_map": "treespec's Medusa heads draft all tokens",
     "logit_scale": "treespec does not scale a head's logits",
+    "output_multiplier": "treespec does not scale a head's logits",
+    "final_logit_softcapping": "treespec does not cap a head's logits",
+    "input_embedding_scale": "treespec takes the embedding as the target scales it",
 }
 
 

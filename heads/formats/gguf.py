@@ -303,4 +303,5 @@ def compute_frequency_factors(config: LlamaConfig) -> Tensor:
         problem = "part of a head is rotated"
     if problem is not None:
         raise ValueError(f"its rotary positions ({problem}) have no place in llama.cpp's file")
-    return rope["rope_theta"] ** -(torch.arange(0, width, 2, device="cpu") / width) / frequencies
+    shares = torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width
+    return rope["rope_theta"] ** -shares / frequencies

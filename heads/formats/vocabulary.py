@@ -184,19 +184,22 @@ def check_draft_tokens(tokens: Tensor, t2d: Tensor | None, size: int) -> None:
         )
 
 
-def order_rows(weight: Tensor, mapping: Mapping, size: int) -> Tensor:
-    """Put the rows of an output layer [N, H] in the order of their tokens. Raises ValueError for too few rows."""
+def order_rows(weight: Tensor, mapping: Mapping, size: int, name: str = OUTPUT_TENSOR) -> Tensor:
+    """Put the rows of an output layer [N, H] in the order of their tokens. Raises ValueError for too few rows.
+
+    name: the tensor's, for the message.
+    """
     shape = list(weight.shape)
     if mapping.order is None:
         if len(weight) < size:
             raise ValueError(
-                f"lm_head.weight is {shape} for a vocabulary of {size}, and the file has no d2t, which names "
+                f"{name} is {shape} for a vocabulary of {size}, and the file has no d2t, which names "
                 f"the token of each row: {FETCH_ALL}"
             )
         return weight[:size]
     count = len(mapping.order)
     if len(weight) < count:
-        raise ValueError(f"lm_head.weight is {shape}, and d2t names {count} tokens")
+        raise ValueError(f"{name} is {shape}, and d2t names {count} tokens")
     if torch.equal(mapping.order, torch.arange(count, device="cpu")):
         return weight[:count]
     return weight[mapping.order]

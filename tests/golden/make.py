@@ -87,7 +87,7 @@ def shake(module: nn.Module, seed: int, std: float) -> None:
     """Make every weight random, so that a swapped one shows: vectors too, which begin as ones or zeros."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in module.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
         if parameter.ndim > 1:
             parameter.copy_(std * noise)
         elif name.endswith("bias"):
@@ -102,7 +102,7 @@ def make_target(place: Path) -> None:
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
     hf.PreTrainedTokenizerFast(tokenizer_object=words, chat_template=CHAT_TEMPLATE, **special).save_pretrained(place)
-    model = hf.AutoModelForCausalLM.from_config(hf.LlamaConfig(vocab_size=len(WORDS), **SIZES))
+    model = hf.AutoModelForCausalLM.from_config(hf.LlamaConfig(vocab_size=len(WORDS), **SIZES), dtype=torch.float32)
     shake(model, seed=10, std=0.3)
     with torch.no_grad():
         model.lm_head.weight *= 3

@@ -41,6 +41,7 @@ if [[ $(uname -m) == x86_64 ]]; then
   [[ $flags == *" avx2 "* && $flags == *" fma "* ]] && levels+=(x86-64-v3) || others+=(x86-64-v3)
   [[ $flags == *" avx512vl "* && $flags == *" avx512dq "* ]] && levels+=(x86-64-v4) || others+=(x86-64-v4)
   [[ $flags == *" amx_bf16 "* ]] && levels+=(sapphirerapids) || others+=(sapphirerapids)
+  [[ $flags == *" avx_vnni "* && $flags != *" avx512f "* ]] && levels+=(alderlake) || others+=(alderlake)
 fi
 best=${levels[-1]}
 
@@ -50,6 +51,7 @@ for compiler in gcc clang; do
   links $compiler || { echo "skipped $compiler: it has no OpenMP (Debian: libomp-dev)"; continue; }
   jobs+=("check '$compiler $best' $compiler -march=$best -O3")
   for level in "${others[@]}"; do jobs+=("compiles '$compiler $level' $compiler -march=$level -O1"); done
+  [[ $compiler == gcc ]] && jobs+=("check 'gcc unsigned weights' gcc -march=${levels[0]} -O2 -DEIGHTS_UNSIGNED")
   links $compiler "${sanitized[@]}" || { echo "skipped the sanitizers of $compiler: not installed"; continue; }
   for level in "${levels[@]}"; do
     jobs+=("check '$compiler $level sanitized' $compiler -march=$level ${sanitized[*]}")
@@ -57,6 +59,7 @@ for compiler in gcc clang; do
 done
 if has aarch64-linux-gnu-gcc && has qemu-aarch64; then
   jobs+=("check 'gcc aarch64' aarch64-linux-gnu-gcc -O2")
+  jobs+=("check 'gcc aarch64 dotprod' aarch64-linux-gnu-gcc -O2 -march=armv8.2-a+dotprod")
 elif [[ $(uname -m) != aarch64 ]]; then
   echo "skipped aarch64: aarch64-linux-gnu-gcc and qemu-aarch64 are not both installed"
 fi

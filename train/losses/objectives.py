@@ -33,7 +33,7 @@ The place of a counted state is its row in the first draft step. Step s, from 0,
     place                 0  1  2           h2 is reached by steps 0 and 1, h3 by steps 0 to 2
 """
 
-from itertools import repeat
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -140,7 +140,7 @@ def add_feature_noise(batch: TrainingBatch, noise: float) -> Tensor:
     uniform = torch.rand(
         features.shape, generator=batch.generator, device=features.device, dtype=torch.float32
     )
-    widths = (noise * 512 / batch.lengths).to(features.device)
+    widths = (noise * 512 / batch.lengths.float()).to(features.device)
     return features + (uniform * 2 - 1) * widths[:, None, None]
 
 
@@ -155,7 +155,11 @@ def build_own_output_objective(
     inputs, last = target.split_features(batch.features, head.aux_layers)
     features = to_float32(inputs[:, :-2])
     steps = model(batch.tokens, features, batch.counts, batch.steps, target.embed_tokens)
-    guesses = StepLogits.from_output_layers(steps, repeat(head.output_layers[0]), STEP_DECAY)
+    project = partial(head.project, target=target)
+    weights = head.output_weights
+    guesses = [
+        StepLogits(states, project, STEP_DECAY**step, weights) for step, states in enumerate(steps)
+    ]
     teacher = build_target_teacher(target, batch.select_states(last), vocabulary=head.vocabulary)
     return compute_token_losses(guesses, teacher, batch.places, config.loss)
 

@@ -19,6 +19,7 @@ from treespec.errors import InputError
 from treespec.files.locks import alone_with
 from treespec.heads.folder import find_head_folder
 from treespec.model.adapters import unwrap_adapter
+from treespec.model.cpu.eight_bits import quantize_layers
 from treespec.model.cpu.fused_layers import fuse
 from treespec.model.cpu.packing import has_bfloat16_instructions, pack
 from treespec.model.placement import AS_IT_IS, Placement
@@ -172,6 +173,8 @@ def load_parsed(
         fuse(model.model)
     for source in sources:
         for module in source.models:
+            if placement.is_rounded_here:
+                quantize_layers(module)
             pack(module)
             fuse(module)
     if sources:
@@ -183,9 +186,11 @@ def read_target(path: str, placement: Placement, needs_trees: bool = True) -> Ta
     """Load a target from its directory or hub id. needs_trees: as for `Target`.
 
     On a CPU without bfloat16 instructions, quantised weights are read with dtype float32, because
-    products in float32 are faster there.
+    products in float32 are faster there. Those of `q8` are as fast in any dtype.
     """
     is_slow = is_only_cpu(placement.device_map) and not has_bfloat16_instructions()
+    if placement.is_rounded_here:
+        return Target.load(path, placement, needs_trees)
     if is_slow and placement.load_in and placement.dtype == "auto":
         placement = replace(placement, dtype="float32")
     return Target.load(path, placement, needs_trees)

@@ -1,9 +1,11 @@
 """Runs a step of a draft head as one C call, `head_step` of layer.c.
 
-[embedding of a token, feature] -> fc -> decoder layer -> state -> output layer -> draft logits
+EAGLE-1: [embedding of a token, feature] -> fc -> decoder layer -> state -> output layer -> draft logits
+EAGLE-3: [norm(embedding), norm(feature)] -> decoder layer -> state -> norm -> output layer -> draft logits
 """
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -13,10 +15,15 @@ import torch
 from torch import Tensor
 
 from treespec.kernels.checks import KernelInputError, check_dense
-from treespec.kernels.layers import Columns, LayerWeights
+from treespec.kernels.layers import Columns, LayerWeights, list_addresses
 from treespec.kernels.library import load_kernels
 from treespec.kernels.ops import BFLOAT16_FLAGS, PackedWeight
-from treespec.kernels.structs import HeadNodesStruct, HeadStepStruct, LinearStruct
+from treespec.kernels.structs import (
+    HEAD_NORMS,
+    HeadNodesStruct,
+    HeadStepStruct,
+    LinearStruct,
+)
 from treespec.kernels.threads import count_threads
 
 
@@ -26,50 +33,93 @@ class HeadWeights:
 
     Attributes:
         layer: the decoder layer.
-        fc: 2 H -> H.
-        fc_bias: [H]; None: no bias.
         embedding: [V, H].
         output: H -> Vd.
         output_bias: [Vd]; None: no bias.
+        fc: 2 H -> H; None: the layer's attention reads embedding and feature, and its output is added to the feature.
+        fc_bias: [H]; None: no bias.
+        norms: of embeddings, of features, of the states that the output layer reads, [H] each; None: no norm.
+        adds_normed_feature: whether the layer adds its attention to the normed feature.
+        returns_normed_states: whether the states, which are the features of the next step, are the normed ones.
     """
 
     layer: LayerWeights
-    fc: PackedWeight
-    fc_bias: Tensor | None
     embedding: Tensor
     output: PackedWeight
     output_bias: Tensor | None
+    fc: PackedWeight | None = None
+    fc_bias: Tensor | None = None
+    norms: Sequence[Tensor | None] = (None,) * HEAD_NORMS
+    adds_normed_feature: bool = False
+    returns_normed_states: bool = False
+
+    def check(self) -> None:
+        """Raises KernelInputError if the sizes or dtypes of the weights do not fit together."""
+        # 1. The layer, and what it reads.
+        layer = self.layer
+        hidden = layer.hidden
+        layer.check()
+        layer_inputs = 2 * hidden
+        if self.fc is not None:
+            check_product(self.fc, self.fc_bias, (hidden, 2 * hidden), layer.dtype)
+            layer_inputs = hidden
+        if layer.inputs != layer_inputs:
+            raise KernelInputError(
+                f"a head's layer reads {layer.inputs} numbers, not {layer_inputs}"
+            )
+
+        # 2. The others.
+        check_product(self.output, self.output_bias, (self.output.outputs, hidden), layer.dtype)
+        embedding_shape = (len(self.embedding), hidden)
+        check_dense(self.embedding, "the embedding", (layer.dtype,), embedding_shape)
+        for norm in self.norms:
+            if norm is not None:
+                check_dense(norm, "a norm", (layer.dtype,), (hidden,))
+        if self.returns_normed_states and self.norms[-1] is None:
+            raise KernelInputError("a head without a norm of its states cannot return them normed")
 
     @cached_property
     def fields(self) -> HeadStepStruct:
-        """The fields for C. Raises KernelInputError if the sizes do not fit."""
-        layer = self.layer
-        hidden = layer.hidden
-        dtypes = (layer.dtype,)
-        check_dense(self.embedding, "the embedding", dtypes, (len(self.embedding), hidden))
-        if (self.fc.outputs, self.fc.inputs) != (
-            layer.inputs,
-            2 * hidden,
-        ) or layer.inputs != hidden:
-            raise KernelInputError("the product before a head's layer has other widths")
-        if self.output.inputs != hidden:
-            raise KernelInputError("the output layer of a head has another width")
-        products = []
-        for weight, bias in ((self.fc, self.fc_bias), (self.output, self.output_bias)):
-            weight.check()
-            if bias is not None:
-                check_dense(bias, "a bias", dtypes, (weight.outputs,))
-            product = LinearStruct(
-                weight=weight.numbers.data_ptr(),
-                inputs=weight.inputs,
-                outputs=weight.outputs,
-                form=weight.form,
-                half=BFLOAT16_FLAGS[layer.dtype],
-            )
-            if bias is not None:
-                product.bias = bias.data_ptr()
-            products.append(product)
-        return HeadStepStruct(layer.fields, *products, self.embedding.data_ptr())
+        """The fields for C. Raises KernelInputError as `check` does."""
+        self.check()
+        fc = LinearStruct()
+        if self.fc is not None:
+            fc = self.build_product(self.fc, self.fc_bias)
+        return HeadStepStruct(
+            layer=self.layer.fields,
+            fc=fc,
+            output=self.build_product(self.output, self.output_bias),
+            embedding=self.embedding.data_ptr(),
+            norms=list_addresses(HEAD_NORMS, self.norms),
+            adds_normed_feature=self.adds_normed_feature,
+            returns_normed_states=self.returns_normed_states,
+        )
+
+    def build_product(self, weight: PackedWeight, bias: Tensor | None) -> LinearStruct:
+        """Returns the fields of a product for C."""
+        product = LinearStruct(
+            weight=weight.numbers.data_ptr(),
+            inputs=weight.inputs,
+            outputs=weight.outputs,
+            form=weight.form,
+            half=BFLOAT16_FLAGS[self.layer.dtype],
+        )
+        if bias is not None:
+            product.bias = bias.data_ptr()
+        return product
+
+
+def check_product(
+    weight: PackedWeight, bias: Tensor | None, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Raises KernelInputError for a weight of another shape than [outputs, inputs], or a bias of another dtype."""
+    if (weight.outputs, weight.inputs) != shape:
+        raise KernelInputError(
+            f"a product of a head has {weight.outputs} outputs and {weight.inputs} inputs, not {shape}"
+        )
+    weight.check()
+    if bias is not None:
+        check_dense(bias, "a bias", (dtype,), (weight.outputs,))
 
 
 class NodeArrays(NamedTuple):

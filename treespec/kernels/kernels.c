@@ -227,7 +227,8 @@ int noise(const int64_t *starts, float *y, int64_t rows, int64_t size, int threa
 // A weight [out, in] lies in blocks of L outputs; `in` is padded to a multiple of 32, `out` of L. In
 // bfloat16 a block holds pairs of inputs, [out/L, in/2, L, 2]; in other forms [out/L, in, L].
 
-enum { PAIRED, HALF, SINGLE };  // the form of a weight: bfloat16, float16, float32
+// The form of a weight: bfloat16, float16, float32; eight bits with scales (eight_bits.c).
+enum { PAIRED, HALF, SINGLE, EIGHTS };
 
 // Where input i of output o lies in a packed weight of padded width.
 INLINE int64_t place_of(int64_t o, int64_t i, int64_t width, int form) {
@@ -267,8 +268,9 @@ enum { ROWS = 8, FEW_ROWS = 6, BLOCKS = 4, BLOCKS_OF_MANY = 3 };
 enum { ROWS = 4, FEW_ROWS = 4, BLOCKS = 2, BLOCKS_OF_MANY = 2 };
 #endif
 
-// How rows and weights are read: `pairs` by the processor's own product of bfloat16, others in floats.
-typedef enum { PAIRS, WIDE, HALVES, FLOATS } Mode;
+// How rows and weights are read: `pairs` by the processor's own product of bfloat16, `rounded` to eight bits (by
+// eight_bits.c), others in floats.
+typedef enum { PAIRS, WIDE, HALVES, FLOATS, ROUNDED } Mode;
 
 // What a loop over weights asks for ahead, in bytes, into the second level of caches: the processor's own guesses end
 // with each page and each block. At the end of its blocks it asks for the beginnings of the next ones:
@@ -303,21 +305,25 @@ INLINE void tile(const char *x, const char *w, F *sums, int64_t width, int rows,
       continue;
     }
 #endif
+    // Row by row: a number of a row is read into a register, and then needed no more.
+    F even[BLOCKS], odd[BLOCKS] = {};
 #pragma GCC unroll 4
     for (int b = 0; b < blocks; b++) {
       const char *at = w + b * L * width * size;
-      F even, odd = {};
-      if (mode == FLOATS) even = *(const F *)at;
+      if (mode == FLOATS) even[b] = *(const F *)at;
       else if (mode == WIDE) {
-        even = (F)(*(const U *)at << 16);
-        odd = (F)(*(const U *)at & 0xffff0000u);
-      } else even = from_halves(*(const H *)at);
+        even[b] = (F)(*(const U *)at << 16);
+        odd[b] = (F)(*(const U *)at & 0xffff0000u);
+      } else even[b] = from_halves(*(const H *)at);
+    }
 #pragma GCC unroll 8
-      for (int r = 0; r < rows; r++) {
-        const float *row = (const float *)x + r * width + i;
-        sum[r][b] = add(even, all(row[0]), sum[r][b]);
-        if (mode == WIDE) sum[r][b] = add(odd, all(row[1]), sum[r][b]);
-      }
+    for (int r = 0; r < rows; r++) {
+      const float *row = (const float *)x + r * width + i;
+#pragma GCC unroll 4
+      for (int b = 0; b < blocks; b++) sum[r][b] = add(even[b], all(row[0]), sum[r][b]);
+      if (mode != WIDE) continue;
+#pragma GCC unroll 4
+      for (int b = 0; b < blocks; b++) sum[r][b] = add(odd[b], all(row[1]), sum[r][b]);
     }
   }
 #pragma GCC unroll 8
@@ -355,6 +361,8 @@ static void finish(const float *sums, int64_t stride, void *y, const void *bias,
     for (; o < end; o++) put(y, at + o, bias ? sum[o] + get(bias, o, half) : sum[o], half);
   }
 }
+
+#include "eight_bits.c"
 
 #ifdef __AMX_BF16__
 static int tiles_allowed(void) {
@@ -412,11 +420,12 @@ typedef struct {
   int form, half, threads;
 } Linear;
 
-// How products read rows [n, width]: `in` is padded; in floats (`size` 4) unless they take bfloat16.
-typedef struct { Mode mode; int amx, half; int64_t in, width, size; } Rows;
+// How products read rows [n, width]: `in` is padded; in floats (`size` 4) unless they take bfloat16; a row has `bytes`.
+typedef struct { Mode mode; int amx, half; int64_t in, width, size, bytes; } Rows;
 
 static Rows rows_for(int64_t in, int form, int half) {
-  Rows rows = {form == PAIRED ? WIDE : form == HALF ? HALVES : FLOATS, 0, half, in, (in + 31) / 32 * 32, 4};
+  static const Mode modes[] = {WIDE, HALVES, FLOATS, ROUNDED};
+  Rows rows = {modes[form], 0, half, in, (in + 31) / 32 * 32, 4, 0};
 #ifdef __AVX512BF16__
   if (half && form == PAIRED) rows.mode = PAIRS;
 #endif
@@ -424,13 +433,19 @@ static Rows rows_for(int64_t in, int form, int half) {
   rows.amx = half && form == PAIRED && tiles_allowed();
 #endif
   if (half && (rows.amx || rows.mode == PAIRS)) rows.size = 2;
+  rows.bytes = form == EIGHTS ? eights_row_bytes(in) : rows.width * rows.size;
   return rows;
 }
 
 static int64_t padded(const Rows *f, int64_t n) { return f->amx && n > 16 ? (n + 15) / 16 * 16 : n; }
 
 static void read_row(const Rows *f, const void *x, char *to, int64_t r) {
-  char *row = to + r * f->width * f->size;
+  char *row = to + r * f->bytes;
+  if (f->mode == ROUNDED) {
+    const char *from = (const char *)x + r * f->in * (f->half ? 2 : 4);
+    for (int64_t b = 0; b < f->in / EIGHTS_BLOCK; b++) round_block(from, row, f->in, b, f->half);
+    return;
+  }
   if (!f->half || f->size == 2) memcpy(row, (const char *)x + r * f->in * f->size, f->in * f->size);
   else for (int64_t i = 0; i < f->in; i++) ((float *)row)[i] = wide(((const uint16_t *)x)[r * f->in + i]);
   memset(row + f->in * f->size, 0, (f->width - f->in) * f->size);
@@ -451,6 +466,10 @@ static void share(const Linear *a, const Rows *f, const char *x, void *y, int64_
     return;
   }
 #endif
+  if (f->mode == ROUNDED) {
+    multiply_eights(x, a->weight, y, a->bias, n, a->in, a->out, from, to, a->half);
+    return;
+  }
   F sums[ROWS * BLOCKS];
   int64_t passes = (n + ROWS - 1) / ROWS, each = (n + passes - 1) / passes;  // rows of a pass
   int most = each > FEW_ROWS ? BLOCKS_OF_MANY : BLOCKS;
@@ -472,11 +491,9 @@ int linear(const Linear *a, const void *x, void *y, int64_t n) {
   if (!n) return DONE;
   Rows f = rows_for(a->in, a->form, a->half);
   char *copy = NULL;
-  if (f.width != f.in || padded(&f, n) != n || (f.half && f.size == 4)) {
-    copy = malloc(padded(&f, n) * f.width * f.size);
+  if (f.mode == ROUNDED || f.width != f.in || padded(&f, n) != n || (f.half && f.size == 4)) {
+    copy = malloc(padded(&f, n) * f.bytes);
     if (!copy) return NO_MEMORY;
-    for (int64_t r = 0; r < n; r++) read_row(&f, x, copy, r);
-    x = copy;
   }
   Team team = {};
   Linear shared = *a;
@@ -484,7 +501,11 @@ int linear(const Linear *a, const void *x, void *y, int64_t n) {
   double begun = omp_get_wtime();
 #pragma omp parallel num_threads(shared.threads)
   {
-    share_all(&shared, &f, x, y, n);
+    if (copy) {
+      for (int64_t r = first_item(n); r < end_item(n); r++) read_row(&f, x, copy, r);
+      meet(&team);
+    }
+    share_all(&shared, &f, copy ? copy : x, y, n);
     meet(&team);
   }
   end_region(&team, shared.threads, begun);

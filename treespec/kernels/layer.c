@@ -108,14 +108,17 @@ INLINE F silu(F x) {  // x / (1 + exp(-x)); in bfloat16 it has the bits of torch
   return y;
 }
 
-// Outputs of share t of `shares`: silu(gate) * up of n rows, as the last product reads them.
-static void activate(const Layer *a, const void *gate, const void *up, const Rows *as, char *rows, int64_t n,
-                     int shares, int t) {
+// Outputs of share t of `shares`: silu(gate) * up of n rows, as the last product reads them. Where it reads eight bits,
+// the shares may part a block: the numbers take the place of `gate`, and `round_rows` rounds them when all are there.
+static void activate(const Layer *a, void *gate, const void *up, const Rows *as, char *rows, int64_t n, int shares,
+                     int t) {
   int64_t from = first_of(a->inner, shares, t), to = first_of(a->inner, shares, t + 1);
+  int64_t size = as->size, width = as->width;
+  if (as->mode == ROUNDED) rows = gate, size = a->half ? 2 : 4, width = a->inner;
   for (int64_t r = 0; r < n; r++) {
     for (int64_t i = from; i < to; i += L) {
-      int64_t at = r * a->inner + i, size = as->size;
-      char *to_row = rows + (r * as->width + i) * size;
+      int64_t at = r * a->inner + i;
+      char *to_row = rows + (r * width + i) * size;
       if (i + L <= to) {
         F x = rounded(silu(load(gate, at, a->half)), a->half);
         store(to_row, 0, rounded(x * load(up, at, a->half), a->half), size == 2);
@@ -124,8 +127,16 @@ static void activate(const Layer *a, const void *gate, const void *up, const Row
         put(to_row, c, rounded(x * get(up, at + c, a->half), a->half)[0], size == 2);
       }
     }
-    if (!t) memset(rows + (r * as->width + as->in) * as->size, 0, (as->width - as->in) * as->size);
+    if (!t) memset(rows + (r * width + as->in) * size, 0, (width - as->in) * size);
   }
+}
+
+// Rounds n rows x to eight bits, a block at a time. All threads call it.
+static void round_rows(const Rows *as, const char *x, char *rows, int64_t n, Team *team) {
+  int64_t blocks = as->in / EIGHTS_BLOCK, row = as->in * (as->half ? 2 : 4);
+  meet(team);
+  for (int64_t i = first_item(n * blocks); i < end_item(n * blocks); i++)
+    round_block(x + i / blocks * row, rows + i / blocks * as->bytes, as->in, i % blocks, as->half);
 }
 
 // Where the steps of a layer write: rows as products read them, what the steps give, room for scores.
@@ -164,8 +175,8 @@ static int64_t plan_layer(const Layer *a, const Forward *f, const Cache *c, Plan
   const Rows *rows = plan->rows;
   int64_t all_rows = padded(&rows[QUERY], n), width = MAX(a->in, a->hidden), used = 0;
   int64_t sizes[PARTS] = {
-    all_rows * rows[QUERY].width * rows[QUERY].size, all_rows * rows[OUTPUT].width * rows[OUTPUT].size,
-    all_rows * rows[GATE].width * rows[GATE].size, all_rows * rows[DOWN].width * rows[DOWN].size, n * width * size,
+    all_rows * rows[QUERY].bytes, all_rows * rows[OUTPUT].bytes, all_rows * rows[GATE].bytes,
+    all_rows * rows[DOWN].bytes, n * width * size,
     n * all_heads * size, n * groups * size, n * groups * size, n * all_heads * size,
     n * a->hidden * size, n * a->hidden * size, n * a->inner * size, n * a->inner * size,
     bytes_of_attention(&plan->attention),
@@ -211,6 +222,7 @@ static void layer(const Layer *a, const Forward *f, const Cache *c, char *room, 
     share(&p[UP], &as[UP], at[ROWS_MID], at[U_], n, t);
     activate(a, at[G], at[U_], &as[DOWN], at[ROWS_DOWN], n, shares, t);
   }
+  if (as[DOWN].mode == ROUNDED) round_rows(&as[DOWN], at[G], at[ROWS_DOWN], n, team);
   meet(team);
   for (int t = first; t < shares; t += step) {
     share(&p[DOWN], &as[DOWN], at[ROWS_DOWN], at[ADDED], n, t);
@@ -242,11 +254,19 @@ int layers(const Layer *all, const Cache *caches, int64_t many, const Forward *f
   return DONE;
 }
 
-// A step of an EAGLE head over nodes of several texts: [embedding, feature] -> input -> layer -> state -> output -> logits.
+// A step of an EAGLE head over nodes of several texts. EAGLE-1 has a product before its layer, EAGLE-3 norms around it,
+// and adds the feature to what its attention gives:
+//
+//   [embedding, feature] -> input -> layer -> state -> output -> logits
+//   [norm(embedding), norm(feature)] -> layer -> state -> norm -> output -> logits
+enum { OF_EMBEDDINGS, OF_FEATURES, OF_STATES, HEAD_NORMS };
+
 typedef struct {
   Layer layer;
-  Linear input, output;
-  const void *embedding;  // [V, hidden]
+  Linear input, output;           // without a weight of `input` the layer reads the pair [embedding, feature] itself
+  const void *embedding;          // [V, hidden]
+  const void *norms[HEAD_NORMS];  // weights [hidden]; NULL for none
+  int64_t adds_normed, gives_normed;  // whether the feature is added normed; whether the states are given normed
 } HeadStep;
 
 typedef struct {
@@ -263,22 +283,34 @@ typedef struct {
   int64_t texts, n, rows, turned, columns, capacity, free, threads;  // n: the most nodes of a text
 } HeadNodes;
 
+// Copies a row [hidden], normed if the head has that norm.
+static void copy_row(const HeadStep *head, int norm, const void *from, void *to) {
+  const Layer *a = &head->layer;
+  if (head->norms[norm]) norm_row(from, head->norms[norm], to, 0, a->hidden, a->eps, a->half);
+  else memcpy(to, from, a->hidden * (a->half ? 2 : 4));
+}
+
 int head_step(const HeadStep *head, const HeadNodes *nodes) {
-  // 1. Pairs [embedding, feature], and room for what the input gives. Angles lie as [B, N].
+  // 1. Pairs [embedding, feature], and room for what the input gives, or else the features that are added, and for what
+  // the output reads. Angles lie as [B, N].
   const Layer *a = &head->layer;
   Linear input = head->input, output = head->output;
   int64_t n = nodes->n, all = nodes->starts[nodes->texts], size = a->half ? 2 : 4, row = a->hidden * size;
   int64_t angles = nodes->turned * size;
   if (!all) return DONE;
-  char *room = malloc(3 * all * row + 2 * nodes->texts * n * angles);
+  char *room = malloc((3 * all + nodes->rows) * row + 2 * nodes->texts * n * angles);
   if (!room) return NO_MEMORY;
-  char *pairs = room, *x = pairs + 2 * all * row, *cos = x + all * row, *sin = cos + nodes->texts * n * angles;
+  char *pairs = room, *x = pairs + 2 * all * row, *read = x + all * row;
+  char *cos = read + nodes->rows * row, *sin = cos + nodes->texts * n * angles;
   for (int64_t b = 0; b < nodes->texts; b++)
     for (int64_t i = nodes->starts[b]; i < nodes->starts[b + 1]; i++) {
       int64_t token = nodes->vocabulary ? nodes->vocabulary[nodes->tokens[i]] : nodes->tokens[i];
       int64_t place = (b * n + i - nodes->starts[b]) * angles, position = nodes->positions[i];
-      memcpy(pairs + 2 * i * row, (const char *)head->embedding + token * row, row);
-      memcpy(pairs + (2 * i + 1) * row, (const char *)nodes->features + nodes->parents[i] * row, row);
+      const char *feature = (const char *)nodes->features + nodes->parents[i] * row;
+      char *pair = pairs + 2 * i * row;
+      copy_row(head, OF_EMBEDDINGS, (const char *)head->embedding + token * row, pair);
+      copy_row(head, OF_FEATURES, feature, pair + row);
+      if (!input.weight) memcpy(x + i * row, head->adds_normed ? pair + row : feature, row);
       memcpy(cos + place, (const char *)nodes->cos + position * angles, angles);
       memcpy(sin + place, (const char *)nodes->sin + position * angles, angles);
     }
@@ -286,24 +318,31 @@ int head_step(const HeadStep *head, const HeadNodes *nodes) {
   // 2. The layer.
   int64_t masked = nodes->columns - nodes->free;
   Forward f = {
-    .x = x, .residual = x, .cos = cos, .sin = sin, .mask = nodes->mask, .y = nodes->states, .starts = nodes->starts,
-    .texts = nodes->texts, .n = n, .turned = nodes->turned, .masked = masked, .ab = n * nodes->turned,
-    .an = nodes->turned, .mb = n * masked, .mn = masked, .threads = nodes->threads,
+    .x = input.weight ? x : pairs, .residual = x, .cos = cos, .sin = sin, .mask = nodes->mask, .y = nodes->states,
+    .starts = nodes->starts, .texts = nodes->texts, .n = n, .turned = nodes->turned, .masked = masked,
+    .ab = n * nodes->turned, .an = nodes->turned, .mb = n * masked, .mn = masked, .threads = nodes->threads,
   };
   Cache c = {nodes->keys, nodes->values, nodes->columns, nodes->capacity, 0};
   input.threads = output.threads = nodes->threads;
-  int failed = linear(&input, pairs, x, all);
+  int failed = input.weight ? linear(&input, pairs, x, all) : DONE;
   if (!failed) failed = layers(a, &c, 1, &f);
+  if (failed) { free(room); return failed; }
 
-  // 3. The logits.
-  for (int64_t i = 0; i < nodes->rows && !failed; i++)
-    memcpy((char *)nodes->last + i * row, (const char *)nodes->states + nodes->drafted[i] * row, row);
-  if (!failed) failed = linear(&output, nodes->last, nodes->logits, nodes->rows);
+  // 3. The logits, from the normed states.
+  char *states = nodes->states, *last = nodes->last;
+  if (head->gives_normed)
+    for (int64_t i = 0; i < all; i++) norm_row(states, head->norms[OF_STATES], states, i, a->hidden, a->eps, a->half);
+  for (int64_t i = 0; i < nodes->rows; i++) {
+    memcpy(last + i * row, states + nodes->drafted[i] * row, row);
+    if (head->gives_normed) memcpy(read + i * row, last + i * row, row);
+    else copy_row(head, OF_STATES, last + i * row, read + i * row);
+  }
+  failed = linear(&output, read, nodes->logits, nodes->rows);
   free(room);
   return failed;
 }
 
-enum { ABI = 2 };  // counted up when a structure or a parameter changes, here and in structs.py
+enum { ABI = 3 };  // counted up when a structure or a parameter changes, here and in structs.py
 
 // Writes the sizes [7] of the structures in bytes; returns the ABI.
 int describe_abi(int64_t *sizes) {

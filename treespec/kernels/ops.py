@@ -25,7 +25,9 @@ from treespec.kernels.threads import count_threads
 # dtypes of rows -> the kernels' `half` argument
 BFLOAT16_FLAGS = {torch.bfloat16: 1, torch.float32: 0}
 # dtypes of packed weights; kernels.c numbers them in this order
-WEIGHT_FORMS = (torch.bfloat16, torch.float16, torch.float32)
+FLOAT_FORMS = (torch.bfloat16, torch.float16, torch.float32)
+WEIGHT_FORMS = (*FLOAT_FORMS, torch.uint8)
+EIGHT_BITS = 3  # blocks of 32 numbers with a scale (`treespec.kernels.eight_bits`)
 # kernels.c pads a packed weight to multiples of these numbers of outputs and inputs.
 BLOCK_OUTPUTS = 16
 BLOCK_INPUTS = 32
@@ -37,7 +39,8 @@ class PackedWeight(NamedTuple):
     """A weight [out, in] in the order of the kernels.
 
     Attributes:
-        numbers: [rows * columns], out padded to `BLOCK_OUTPUTS` and in to `BLOCK_INPUTS`.
+        numbers: [rows * columns], out padded to `BLOCK_OUTPUTS` and in to `BLOCK_INPUTS`; in eight bits with
+            the scales, 34 bytes for 32 numbers.
         outputs, inputs: out and in.
         form: the index of its dtype in `WEIGHT_FORMS`.
     """
@@ -50,20 +53,22 @@ class PackedWeight(NamedTuple):
     def check(self) -> None:
         """Raises KernelInputError if the numbers are not those of such a weight: another dtype, size or device."""
         size = round_up(self.outputs, BLOCK_OUTPUTS) * round_up(self.inputs, BLOCK_INPUTS)
+        if self.form == EIGHT_BITS:
+            size += size // BLOCK_INPUTS * 2
         check_dense(self.numbers, "the packed weight", (WEIGHT_FORMS[self.form],), (size,))
 
 
 def choose_form(weight: Tensor) -> int | None:
-    """Choose the form of a packed weight: the index of the narrowest of `WEIGHT_FORMS` that holds its values exactly.
+    """Choose the form of a packed weight: the index of the narrowest of `FLOAT_FORMS` that holds its values exactly.
 
     None for a dtype that the kernels do not take, and for an empty weight.
     """
-    if weight.dtype not in WEIGHT_FORMS or not weight.numel():
+    if weight.dtype not in FLOAT_FORMS or not weight.numel():
         return None
-    for form, dtype in enumerate(WEIGHT_FORMS[:2]):
+    for form, dtype in enumerate(FLOAT_FORMS[:2]):
         if torch.equal(weight.to(dtype).to(weight.dtype), weight):
             return form
-    return WEIGHT_FORMS.index(weight.dtype)
+    return FLOAT_FORMS.index(weight.dtype)
 
 
 def pack_weight(weight: Tensor, form: int) -> PackedWeight:

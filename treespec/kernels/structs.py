@@ -8,9 +8,10 @@ from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
 from typing import Any
 
 # Of kernels.c and layer.c; both sides count it up when a structure or a parameter changes.
-ABI_VERSION = 2
+ABI_VERSION = 3
 LAYER_PRODUCTS = 7  # queries, keys, values, output, gate, up, down
 LAYER_NORMS = 4  # before attention, before the MLP, of queries, of keys
+HEAD_NORMS = 3  # of embeddings, of features, of states
 
 
 def list_fields(kind: Any, names: str) -> list[tuple[str, Any]]:
@@ -80,6 +81,8 @@ class HeadStepStruct(ctypes.Structure):
         list_fields(LayerStruct, "layer")
         + list_fields(LinearStruct, "fc output")
         + list_fields(c_void_p, "embedding")
+        + list_fields(c_void_p * HEAD_NORMS, "norms")
+        + list_fields(c_int64, "adds_normed_feature returns_normed_states")
     )
 
 
@@ -110,6 +113,10 @@ KERNEL_PARAMETERS: dict[str, list[Any]] = {
     "pack": [c_void_p, c_void_p, c_int64, c_int64, c_int],
     # packed weight, weight; inputs, outputs; form
     "unpack": [c_void_p, c_void_p, c_int64, c_int64, c_int],
+    # blocks, packed weight; inputs, outputs
+    "pack_eights": [c_void_p, c_void_p, c_int64, c_int64],
+    # packed weight, blocks; inputs, outputs
+    "unpack_eights": [c_void_p, c_void_p, c_int64, c_int64],
     # the product; x, y; rows
     "linear": [ctypes.POINTER(LinearStruct), c_void_p, c_void_p, c_int64],
     "attention": [ctypes.POINTER(AttentionStruct)],

@@ -8,7 +8,14 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 from treespec.errors import InputError
-from treespec.options import DTYPE_ALIASES, LOAD_IN, LOAD_IN_FORMS, find_nearest_name, join_or
+from treespec.options import (
+    DTYPE_ALIASES,
+    EIGHT_BITS_NAME,
+    LOAD_IN,
+    LOAD_IN_FORMS,
+    find_nearest_name,
+    join_or,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -84,10 +91,15 @@ class Placement:
 
     @property
     def quantizer(self) -> str | None:
-        """The name in `LOAD_IN` of the quantiser that runs while weights are loaded; None: no quantiser."""
-        if self.gguf is not None:
+        """The name in `LOAD_IN` of transformers' quantiser that runs while weights are loaded; None: none does."""
+        if self.gguf is not None or self.is_rounded_here:
             return None
         return self.load_in
+
+    @property
+    def is_rounded_here(self) -> bool:
+        """Whether treespec itself quantises the weights when transformers has loaded them."""
+        return self.load_in == EIGHT_BITS_NAME
 
     def check_package(self) -> None:
         """Raise InputError if the package of the quantiser is not installed."""

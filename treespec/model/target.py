@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from treespec.errors import InputError, get_first_line
 from treespec.model.adapters import unwrap_adapter
 from treespec.model.cache import TreeCache
+from treespec.model.cpu.packed_layers import PackedLinear
 from treespec.model.cuda_graphs import build_graphs
 from treespec.model.masks import pad_trees, unpad_rows
 from treespec.model.output import OutputPath, TreeOutput
@@ -172,6 +173,9 @@ class Target:
 
         It is on the device of the features. Raises InputError as `copy_output_embedding_rows`.
         """
+        output = self.model.get_output_embeddings()
+        if isinstance(output, PackedLinear):
+            return output.copy_rows(tokens)
         return copy_output_embedding_rows(self.model, tokens, self.output_device)
 
     def compute_output_logits(self, hidden: Tensor, output: nn.Module | None = None) -> Tensor:

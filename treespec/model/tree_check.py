@@ -12,6 +12,7 @@ from torch import nn
 from treespec.errors import InputError
 from treespec.model.attention import ATTENTION_NAME
 from treespec.model.cpu.experts import PACKED
+from treespec.model.cpu.packed_layers import PackedLinear
 from treespec.model.output import captured
 from treespec.model.quantization.layers import is_plain_weight
 from treespec.trees.mask import build_ancestor_mask
@@ -144,6 +145,8 @@ def find_tolerance(target: Any) -> float:
     Models that read later tokens differ by 0.01 and more.
     """
     is_quantized = getattr(target.model, "hf_quantizer", None) is not None
+    for module in target.model.modules():
+        is_quantized = is_quantized or (isinstance(module, PackedLinear) and module.is_rounded)
     if is_quantized or target.dtype not in (torch.float32, torch.float64):
         return 0.1
     return 0.005

@@ -19,6 +19,7 @@ from treespec.demo.fetch import find_model_path
 from treespec.errors import InputError
 from treespec.files.quiet import quiet
 from treespec.model.adapters import apply_adapter
+from treespec.model.cpu.eight_bits import keep_eight_bits, quantize_model
 from treespec.model.folder import (
     MODEL_SIZE_FIELDS,
     check_fields,
@@ -55,14 +56,24 @@ def load_model(path: str, how: Placement = AS_IT_IS) -> PreTrainedModel:
     path: a directory or a hub id.
 
     Raises:
-        InputError: the model cannot be loaded, or its weights do not fit the config.
+        InputError: the model cannot be loaded, its weights do not fit the config, or they cannot be quantised.
     """
+    model = load_stored_model(path, how)
+    if how.is_rounded_here:
+        quantize_model(model)
+    if how.gguf is not None:
+        keep_eight_bits(model)
+    return model
+
+
+def load_stored_model(path: str, how: Placement) -> PreTrainedModel:
+    """As `load_model`, without the quantisation that is treespec's own."""
     path = find_model_path(path)
     with loading(path):
         # 1. The config first, so that its errors differ from those of the weights.
         base = find_adapter_base(path)
         if base:
-            return apply_adapter(load_model(base, how), path).eval()
+            return apply_adapter(load_stored_model(base, how), path).eval()
         config = load_config(path, how)
         file = find_gguf_file(path, how)
         source_options = resolve_model(path, how)

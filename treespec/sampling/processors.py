@@ -144,7 +144,7 @@ class Penalties:
         # 3. Penalise only these columns.
         columns = logits.index_select(1, tokens)  # [N, C]
         repeated = counts > 0
-        penalty = self.presence * repeated + self.frequency * counts
+        penalty = self.presence * repeated.to(counts.dtype) + self.frequency * counts
         repeated[:, : len(self.prompt)] = True
         factor = self.repetition
         scaled = torch.where(columns > 0, columns / factor, columns * factor)
@@ -185,7 +185,7 @@ class TransformersProcessor:
                 raise InputError(f"a logits processor must return scores of shape {shape}")
             if scores.isnan().any():
                 raise InputError("a logits processor returned scores that are not numbers")
-            processed[rows] = scores
+            processed[rows] = scores.to(processed.dtype)
         return processed
 
 

@@ -203,7 +203,8 @@ def bound_optimum(
         others = torch.ones(samples, dtype=torch.bool, device=p.device)
         others[columns] = False
         sizes = needed[:, others].sort(-1).values
-        held = torch.arange(1, sizes.shape[1] + 1, device=p.device) / sizes.shape[1]
+        count = sizes.shape[1]
+        held = torch.arange(1, count + 1, dtype=torch.float32, device=p.device) / count
         costs = pad(prefix_mass.gather(1, sizes) + 1 - held, (1, 0), value=1.0)
         chosen = pad(sizes, (1, 0)).gather(1, costs.argmin(-1, keepdim=True))
         values[:, columns] = prefix_mass.gather(1, chosen) + (needed[:, columns] > chosen).double()

@@ -1,20 +1,22 @@
 """Drafts with block heads, which compute all levels of a cycle's trees in one forward."""
 
+from collections.abc import Sequence
 from typing import final
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from treespec.draft.heads.base import AtOnceProposer
+from treespec.draft.drafter import Frontier, pad_frontiers
+from treespec.draft.heads.base import AtOnceProposer, PairProposer
+from treespec.heads.conditional import ConditionalBlockHead
 from treespec.heads.llama import BlockHead, Pairs
-from treespec.model.masks import Chunk
+from treespec.model.masks import Chunk, gather_rows, unpad_rows
 from treespec.trees.tree import to_device
 
 
-@final
-class BlockProposer(AtOnceProposer):
-    """Drafts with a block head and the target's output embedding; one sequence at first.
+class BlockRunner(PairProposer):
+    """Runs a block head over pairs; one sequence at first.
 
     `begin` runs the head over the waiting pairs and, after them in the same forward, over the block of S
     positions to draft. The block's keys and values are then dropped.
@@ -25,11 +27,6 @@ class BlockProposer(AtOnceProposer):
 
     head: BlockHead
     block: Tensor
-
-    def draft_all_levels(self, last: Tensor) -> Tensor:
-        return self.head.compute_logits(
-            self.head.select_drafted_states(last, self.block), self.target
-        )
 
     def run_layers(
         self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None
@@ -69,3 +66,59 @@ class BlockProposer(AtOnceProposer):
             pairs, roots, self.cache.tree_layers, self.target.embed_tokens
         )
         return states
+
+
+@final
+class BlockProposer(BlockRunner, AtOnceProposer):
+    """Drafts with a block head and the target's output embedding: a level is the same below all nodes."""
+
+    def draft_all_levels(self, last: Tensor) -> Tensor:
+        return self.head.compute_logits(
+            self.head.select_drafted_states(last, self.block), self.target
+        )
+
+
+@final
+class ConditionalProposer(BlockRunner):
+    """Drafts with a block head that rescores each level after the tokens of the nodes above.
+
+    Attributes:
+        level: the level that was drafted last.
+        hidden: [B, D, H] the block's states of all levels of this cycle.
+        level_logits: [B, D, N] their draft logits, before they are rescored.
+        memory: [B, F, M] of the nodes whose children were drafted last.
+    """
+
+    head: ConditionalBlockHead
+    level = 0
+    hidden: Tensor
+    level_logits: Tensor
+    memory: Tensor
+
+    def draft_first_level(self, last: Tensor, roots: Tensor) -> Tensor:
+        self.level = 0
+        self.hidden = self.head.select_drafted_states(last, self.block)
+        self.level_logits = self.head.project_levels(self.hidden, self.target)
+        memory = self.hidden.new_zeros(len(roots), 1, self.head.memory_size)
+        return self.adjust_level(roots[:, None], memory)
+
+    @torch.no_grad()
+    def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
+        tokens, above, sizes = pad_frontiers(frontiers, self.target.output_device)
+        if self.vocabulary is not None:
+            tokens = self.vocabulary[tokens]
+        self.level += 1
+        logits = self.adjust_level(tokens, gather_rows(self.memory, above))
+        return list(unpad_rows(logits, sizes).split(sizes))
+
+    def adjust_level(self, tokens: Tensor, memory: Tensor) -> Tensor:
+        """Returns [B, F, N] draft logits of this level below nodes.
+
+        tokens: [B, F] the nodes' tokens, of the target. memory: [B, F, M] of their parents.
+        """
+        level = self.level
+        hidden = self.hidden[:, level, None].expand(-1, tokens.shape[1], -1)
+        latent, self.memory = self.head.read_parents(
+            hidden, tokens, memory, level, self.target.embed_tokens
+        )
+        return self.head.adjust_logits(self.level_logits[:, level, None], latent, self.target)

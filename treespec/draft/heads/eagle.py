@@ -12,7 +12,8 @@ from torch import Tensor
 
 from treespec.draft.drafter import PREFILL_AT, Frontier, Grow, GrowthKey
 from treespec.draft.heads.base import DeepeningProposer
-from treespec.draft.heads.host_levels import HostLevels, find_head_step
+from treespec.draft.heads.host_levels import HostLevels
+from treespec.draft.heads.host_step import find_head_step
 from treespec.draft.models.branch import Levels
 from treespec.heads.eagle import FeatureHead
 from treespec.model.cache import TreeCache
@@ -64,6 +65,7 @@ class EagleProposer(DeepeningProposer):
             return None
         return find_head_step(self.head, self.target)
 
+    @torch.no_grad()
     def begin(self, roots: Tensor, cache: TreeCache | None = None) -> list[Tensor | None]:
         self.host_levels = None
         counts = list(map(len, self.states))
@@ -73,7 +75,9 @@ class EagleProposer(DeepeningProposer):
         self.states = [self.nothing] * len(pairs)
         size = self.cache.end + max(counts) + POSITIONS_AHEAD
         table = self.head.rotary.get_table(size, self.target.dtype, self.target.output_device)
-        self.host_levels = HostLevels(self.head_step, self.cache, table, self.vocabulary)
+        self.host_levels = HostLevels(
+            self.head_step, self.cache, table, self.vocabulary, self.fuse_features
+        )
         return list[Tensor | None](self.host_levels.read_pairs(pairs))
 
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:

@@ -1,80 +1,21 @@
 """Drafts the levels of B sequences on a CPU with an EAGLE head, a level by one C call.
 
-`EagleProposer` drafts the same without it, on any device.
+`EagleProposer` drafts the same without it, on any device. `find_head_step` says for which heads there is a call.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, final
+from typing import final
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from treespec.draft.drafter import Frontiers
 from treespec.draft.heads.base import WaitingPairs
-from treespec.heads.eagle import EagleHead
-from treespec.kernels import ops as kernels
 from treespec.model.cache import TreeCache
 from treespec.model.cache_layer import read_bits_on_host
-from treespec.model.cpu.fused_layers import FusedHeadForward
 from treespec.model.cpu.head_step import HeadStep
-from treespec.model.cpu.packed_layers import PackedLinear
-from treespec.model.target import Target
-
-
-def find_head_step(head: Any, target: Target) -> HeadStep | None:
-    """Returns the head's step as one C call; None if it has parts that the call does not compute.
-
-    head: attached to the target. The call computes EAGLE-1's layer, packed for a CPU without hooks.
-    """
-    # 1. The kind of the head, and its embedding.
-    kind = type(head)
-    dtype = target.dtype
-    if kind is not EagleHead or dtype not in kernels.BFLOAT16_FLAGS:
-        return None
-    embedding = head.embed_tokens
-    if not is_plain_embedding(embedding, dtype) or head.embed_scale != 1:
-        return None
-
-    # 2. The decoder layer.
-    (layer,) = head.decoder
-    if not is_fused(layer):
-        return None
-
-    # 3. The products. A head without an output layer has that of the target.
-    output = head.lm_head
-    if output is None:
-        output = target.output_path.find_product(embedding.weight[:1], head.output)
-    if not is_packed(head.fc, dtype) or not is_packed(output, dtype):
-        return None
-    return HeadStep(layer, head.fc, embedding.weight, output)
-
-
-def is_fused(layer: Any) -> bool:
-    """Whether a head's layer runs as one C call, and without a window or hooks."""
-    has_fused_forward = isinstance(vars(layer).get("forward"), FusedHeadForward)
-    return has_fused_forward and layer.self_attn.window is None and not has_hooks(layer)
-
-
-def is_packed(product: Any, dtype: torch.dtype) -> bool:
-    """Whether a linear layer is packed, for inputs and biases of that dtype, without hooks."""
-    if type(product) is not PackedLinear or has_hooks(product):
-        return False
-    return product.dtype == dtype
-
-
-def is_plain_embedding(embedding: Any, dtype: torch.dtype) -> bool:
-    """Whether an embedding only copies rows of a weight of that dtype in the memory of the CPU."""
-    if type(embedding) is not nn.Embedding or embedding.max_norm is not None:
-        return False
-    weight = embedding.weight
-    return weight.is_cpu and weight.is_contiguous() and weight.dtype == dtype
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether code runs before or after the module's forward."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 @lru_cache
@@ -150,6 +91,7 @@ class HostLevels:
         cache: of the head's only layer.
         table: [2, positions, R] rotary angles.
         vocabulary: [N] the target's token for each draft token; None: all of them.
+        fuse: projects the target's features [n, F] to the features [n, H] of a step.
         states: [R, H] of the present frontiers, one after the other.
         starts: [B + 1] int64, the first row of each frontier, then R.
         mask: [B, F, U] additive, of the last U columns, for each frontier node.
@@ -162,12 +104,18 @@ class HostLevels:
     positions: np.ndarray
 
     def __init__(
-        self, step: HeadStep, cache: TreeCache, table: Tensor, vocabulary: Tensor | None
+        self,
+        step: HeadStep,
+        cache: TreeCache,
+        table: Tensor,
+        vocabulary: Tensor | None,
+        fuse: Callable[[Tensor], Tensor],
     ) -> None:
         self.step = step
         self.cache = cache
         self.table = table
         self.vocabulary = vocabulary
+        self.fuse = fuse
 
     def read_pairs(self, pairs: Sequence[WaitingPairs]) -> list[Tensor]:
         """Reads new pairs of each sequence. Returns [1, N] draft logits of each root's children."""
@@ -192,7 +140,7 @@ class HostLevels:
         output = self.step.run(
             tokens=join_rows([row.tokens for row in pairs]),
             vocabulary=None,
-            features=join_rows([row.features for row in pairs]),
+            features=self.fuse(join_rows([row.features for row in pairs])),
             parents=numbers,
             positions=positions,
             starts=starts,

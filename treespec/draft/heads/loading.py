@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_utils import local_torch_dtype
 
 from treespec.draft.calibration import scale_by_sharpness
 from treespec.draft.drafter import Proposer
@@ -54,7 +55,9 @@ def build_new_head(kind: str, target: Target, **fields: Any) -> Any:
     offloaded, or the latter is no plain linear layer, and for features that the target does not have.
     """
     build = HEAD_KINDS[kind].build()
-    head: Head = build(build.build_config(target, **fields))
+    config = build.build_config(target, **fields)
+    with local_torch_dtype(torch.float32):
+        head: Head = build(config)
     target.check_aux_layers(head.aux_layers)
     head.embed_tokens = None
     if head.lacks_embedding:

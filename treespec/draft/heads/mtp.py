@@ -82,6 +82,7 @@ class MtpProposer(EagleProposer):
     """Drafts with an MTP layer and the target's embedding, rotary angles and output embedding."""
 
     head: Any  # None
+    head_step = None  # a step runs module by module: the layer is one of the target's class
 
     def __init__(self, layer: MtpLayer, target: Target) -> None:
         super().__init__(layer, target)

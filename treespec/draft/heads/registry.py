@@ -5,7 +5,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from treespec.draft.heads.base import PairProposer
-from treespec.draft.heads.block import BlockProposer
+from treespec.draft.heads.block import BlockProposer, ConditionalProposer
 from treespec.draft.heads.eagle import EagleProposer
 from treespec.draft.heads.hydra import HydraProposer
 from treespec.draft.heads.medusa import MedusaProposer
@@ -33,6 +33,10 @@ PROPOSER_BY_KIND: dict[str, ProposerFactory] = {
     "hydra": HydraProposer,
     "hydra++": HydraProposer,
     "dflash": BlockProposer,
+    "dspark": ConditionalProposer,
+    "dflash2": ConditionalProposer,
+    "domino": ConditionalProposer,
+    "dspine": ConditionalProposer,
     "p-eagle": BlockProposer,
     **load_installed_rows("proposers", read_proposer),
 }

@@ -5,20 +5,14 @@
 A step of a small head takes as long in Python as its weights take to be read, and a cycle has several steps.
 """
 
-from typing import Any, final
+from typing import final
 
 import numpy as np
 from torch import Tensor
 
 from treespec.kernels.head_step import HeadWeights, NodeArrays, StepOutput, run_head_step
 from treespec.model.cache_layer import TreeLayer
-from treespec.model.cpu.decoder_block import (
-    HEAD_NORM_NAMES,
-    HEAD_SIGN,
-    read_layer,
-    reserve_columns,
-)
-from treespec.model.cpu.packed_layers import PackedLinear
+from treespec.model.cpu.decoder_block import reserve_columns
 
 
 @final
@@ -30,26 +24,11 @@ class HeadStep:
         dtype: of embedding, features, states and logits.
     """
 
-    def __init__(
-        self, layer: Any, fc: PackedLinear, embedding: Tensor, output: PackedLinear
-    ) -> None:
-        """Reads the weights. Raises UnfusableError for a layer with other modules, as `read_layer` does.
-
-        Args:
-            layer: the head's packed decoder layer.
-            fc: 2 H -> H.
-            embedding: [V, H].
-            output: H -> Vd.
-        """
-        self.weights = HeadWeights(
-            layer=read_layer(layer, HEAD_NORM_NAMES, HEAD_SIGN),
-            fc=fc.read_weight(),
-            fc_bias=fc.bias,
-            embedding=embedding.detach(),
-            output=output.read_weight(),
-            output_bias=output.bias,
-        )
-        self.dtype = self.weights.layer.dtype
+    def __init__(self, weights: HeadWeights) -> None:
+        """Raises KernelInputError if the sizes or dtypes of the weights do not fit together."""
+        weights.check()
+        self.weights = weights
+        self.dtype = weights.layer.dtype
 
     def run(
         self,

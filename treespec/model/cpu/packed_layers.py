@@ -4,6 +4,7 @@ weight                              layer             kept as
 with a C compiler, values of
     bfloat16 or half precision      `PackedLinear`    16 bits
     single precision                `PackedLinear`    32 bits
+    any precision, by --load-in q8  `PackedLinear`    8 bits, rounded (`cpu.eight_bits`)
 any other                           unchanged         unchanged
 
 Each expert of a mixture is a `PackedLinear` too, and a router keeps its plain weight next to a packed one.
@@ -20,6 +21,12 @@ from transformers.pytorch_utils import Conv1D
 
 from treespec.kernels import ops as kernels
 from treespec.kernels.checks import KernelInputError
+from treespec.kernels.eight_bits import (
+    dequantize_blocks,
+    pack_blocks,
+    quantize_blocks,
+    unpack_blocks,
+)
 from treespec.model.cpu.experts import (
     PACKED,
     load_experts,
@@ -37,13 +44,15 @@ class PackedLinear(nn.Module):
     """`nn.Linear` for inference on a CPU by our kernels. It holds only the packed weight.
 
     A row of the output has the same bits for any number of rows. To code outside, it is a linear layer in float32,
-    bfloat16 or half precision: `weight` and `state_dict` unpack, loading and a change of dtype pack again.
+    bfloat16 or half precision: `weight` and `state_dict` unpack, loading and a change of dtype pack again. A layer in
+    eight bits shows its values in float32, which holds them exactly; what is loaded into it is rounded, and a change
+    of dtype changes only its bias.
 
     Attributes:
         packed: the weight in the order of the kernels.
         bias: [out]; None: no bias.
         dtype: of the weight that was packed.
-        form: of the packed weight (`treespec.kernels.ops.choose_form`).
+        form: of the packed weight (`treespec.kernels.ops.choose_form`, or `EIGHT_BITS`).
     """
 
     packed: nn.Parameter
@@ -58,7 +67,9 @@ class PackedLinear(nn.Module):
         self.pack_weight(weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out], no gradient."""
+        """[..., in] -> [..., out]. Only a layer in eight bits has a gradient: that of its weight's values."""
+        if self.is_rounded and x.requires_grad and torch.is_grad_enabled():
+            return RoundedProduct.apply(x, self)
         return kernels.multiply_packed(x, self.read_weight(), self.bias)
 
     def read_weight(self) -> kernels.PackedWeight:
@@ -66,9 +77,32 @@ class PackedLinear(nn.Module):
         return kernels.PackedWeight(self.packed, self.out_features, self.in_features, self.form)
 
     @property
+    def is_rounded(self) -> bool:
+        """Whether the layer multiplies in eight bits."""
+        return self.form == kernels.EIGHT_BITS
+
+    @property
+    def value_dtype(self) -> torch.dtype:
+        """The dtype of `weight`, which holds its values exactly."""
+        if self.is_rounded:
+            return torch.float32
+        return self.dtype
+
+    @property
     def weight(self) -> Tensor:
         """[out, in], a copy: a change of it does not change the layer."""
+        if self.is_rounded:
+            return dequantize_blocks(unpack_blocks(self.read_weight()))
         return kernels.unpack_weight(self.read_weight()).to(self.dtype)
+
+    def copy_rows(self, rows: Tensor) -> nn.Linear:
+        """Copies rows [N] of weight and bias to a plain linear layer of the layer's dtype."""
+        copied = nn.Linear(self.in_features, len(rows), self.bias is not None, device="meta")
+        weight = self.weight[rows.to("cpu")].to(self.dtype)
+        copied.weight = nn.Parameter(weight, requires_grad=False)
+        if self.bias is not None:
+            copied.bias = nn.Parameter(self.bias[rows.to("cpu")], requires_grad=False)
+        return copied
 
     def pack_weight(self, weight: Tensor) -> None:
         """Replaces the weight [out, in]; its dtype becomes that of the layer."""
@@ -78,10 +112,13 @@ class PackedLinear(nn.Module):
                 f"a packed layer of {self.out_features} outputs and {self.in_features} inputs cannot take a weight "
                 f"{tuple(weight.shape)} of {weight.dtype}"
             )
-        numbers = kernels.pack_weight(weight, form).numbers
-        self.packed = nn.Parameter(numbers, requires_grad=False)
-        self.dtype = weight.dtype
-        self.form = form
+        if self.is_rounded:
+            packed = pack_blocks(quantize_blocks(weight))
+        else:
+            packed = kernels.pack_weight(weight, form)
+            self.dtype = weight.dtype
+            self.form = form
+        self.packed = nn.Parameter(packed.numbers, requires_grad=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PackedLinear":
         """Applies `fn` of `Module.to`, `float` and the like: another dtype packs again, another device is refused."""
@@ -90,8 +127,9 @@ class PackedLinear(nn.Module):
             raise KernelInputError(
                 f"this model's weights are packed for a CPU: to use {probe.device}, load it there (--device-map)"
             )
-        if probe.dtype != self.dtype:
+        if probe.dtype != self.dtype and not self.is_rounded:
             self.pack_weight(fn(self.weight))
+        self.dtype = probe.dtype
         if self.bias is not None:
             bias = fn(self.bias.detach())
             self.bias = nn.Parameter(bias, requires_grad=False)
@@ -130,15 +168,31 @@ class PackedLinear(nn.Module):
             if value.shape != shape:
                 error_msgs.append(f"size mismatch for {name}: {tuple(value.shape)}, not {shape}")
                 continue
-            value = value.detach().to("cpu", self.dtype)
             if name.endswith("weight"):
-                self.pack_weight(value)
+                self.pack_weight(value.detach().to("cpu", self.value_dtype))
             else:
-                self.bias = nn.Parameter(value.clone(), requires_grad=False)
+                bias = value.detach().to("cpu", self.dtype, copy=True)
+                self.bias = nn.Parameter(bias, requires_grad=False)
         for name in state_dict:
             below = name.removeprefix(prefix)
             if strict and name.startswith(prefix) and "." not in below and name not in wanted:
                 unexpected_keys.append(name)
+
+
+@final
+class RoundedProduct(torch.autograd.Function):
+    """A product in eight bits, whose gradient is that of the product by the weight's values."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, layer: PackedLinear) -> Tensor:
+        """[..., in] -> [..., out]."""
+        context.layer = layer
+        return kernels.multiply_packed(x.detach(), layer.read_weight(), layer.bias)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """[..., out] -> [..., in]."""
+        return gradient @ context.layer.weight.to(gradient.dtype), None
 
 
 @final
@@ -249,8 +303,8 @@ def pack_matrix(layer: Any) -> nn.Module:
     return layer
 
 
-def pack_experts(experts: Any) -> None:
-    """Pack the products of experts, and free their plain weights."""
+def pack_experts(experts: Any, form: int | None = None) -> None:
+    """Pack the products of experts, and free their plain weights. form: of all; None: as `choose_form` says."""
     first = "up_proj"
     if experts.has_gate:
         first = "gate_up_proj"
@@ -261,7 +315,7 @@ def pack_experts(experts: Any) -> None:
         if experts.is_transposed:
             weights = weights.mT
         biases = getattr(experts, f"{name}_bias", [None] * len(weights))
-        experts.products.append(pack_matrices(weights, biases))
+        experts.products.append(pack_matrices(weights, biases, form))
         delattr(experts, name)
     experts.forward = partial(run_experts, experts)
     experts.register_state_dict_post_hook(save_experts)
@@ -269,13 +323,17 @@ def pack_experts(experts: Any) -> None:
     setattr(experts, PACKED, True)
 
 
-def pack_matrices(weights: Tensor, biases: Tensor | Sequence[None]) -> nn.ModuleList:
+def pack_matrices(
+    weights: Tensor, biases: Tensor | Sequence[None], form: int | None = None
+) -> nn.ModuleList:
     """Return a packed linear layer for each expert.
 
-    weights: [E, out, in]. biases: [E, out], or E times None.
+    weights: [E, out, in]. biases: [E, out], or E times None. form: as for `pack_experts`.
     """
     layers = nn.ModuleList()
     for weight, bias in zip(weights, biases, strict=True):
-        form: Any = kernels.choose_form(weight)
-        layers.append(PackedLinear(weight, bias, form))
+        expert_form: Any = form
+        if form is None:
+            expert_form = kernels.choose_form(weight)
+        layers.append(PackedLinear(weight, bias, expert_form))
     return layers

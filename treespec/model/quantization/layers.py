@@ -28,11 +28,11 @@ def is_plain_weight(weight: object) -> TypeGuard[nn.Parameter]:
 
 def get_linear_sizes(linear: Any) -> tuple[int, int]:
     """Return (out, in) of a linear layer."""
-    weight: Any = getattr(linear, "weight", None)
-    if is_plain_weight(weight) or not hasattr(linear, "out_features"):
-        out_features, in_features = weight.shape
-        return out_features, in_features
-    return linear.out_features, linear.in_features
+    own_weight = vars(linear)["_parameters"].get("weight")
+    if hasattr(linear, "out_features") and not is_plain_weight(own_weight):
+        return linear.out_features, linear.in_features
+    out_features, in_features = linear.weight.shape
+    return out_features, in_features
 
 
 @torch.no_grad()

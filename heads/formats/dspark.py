@@ -1,0 +1,119 @@
+"""Formats of DSpark heads: DeepSpec, NeMo AutoModel, SpecForge and speculators.
+
+All are DFlash heads (`formats.dflash`) with these tensors beside:
+
+    markov_head.markov_w1.weight           [V, r]
+    markov_head.markov_w2.weight           [N, r], a row for each row of lm_head; V rows if there is no lm_head
+    markov_head.gate_proj.{weight,bias}    [r, H + r], of type "gated"
+    markov_head.joint_proj.{weight,bias}   [3 r, 2 r + H], of type "rnn"
+    confidence_head.proj.{weight,bias}     [1, H], or [1, H + r] with `confidence_head_with_markov`
+
+SpecForge's first files have `logit_head.` before these names.
+
+| | DeepSpec, NeMo AutoModel | SpecForge | speculators |
+|---|---|---|---|
+| `architectures` | Qwen3DSparkModel | DSparkDraftModel | DSparkSpeculator, DSparkDraftModel |
+| DSpark's fields | at the top level | in `dflash_config` | at the top level |
+| layers that the features leave | `target_layer_ids` at the top level | in `dflash_config` | those they enter |
+| the last token's row drafts | yes | yes | `sample_from_anchor` |
+
+Which row drafts which token is the convention that nothing in the tensors shows. Positions of a block of four
+after the last token e; a misread head drafts each token one place off:
+
+    row                        e    m    m    m
+    sample_from_anchor         1    2    3    4       the level that it drafts
+    without                    -    1    2    3
+
+DeepSpec and SpecForge train the first, and SGLang serves it; neither writes the field. speculators writes it
+since 14 July 2026. Files of before train the second, and their number of `speculative_tokens` tells which it is.
+"""
+
+from treespec.heads.formats import fields
+from treespec.heads.formats.dflash import read_block
+from treespec.heads.head import Config, Stored, Tensors
+from treespec.heads.registry import DSPARK_KIND, SPECULATORS_KIND_FIELD
+
+MARKOV_FIELDS = (
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+)
+CONFIDENCE_WEIGHT = "confidence_head_alpha"  # of its loss
+LAYERS_FIELD = "target_layer_ids"
+FIRST_NAMES = "logit_head."
+
+NESTED_TABLE = fields.DFLASH_CONFIG_TABLE.extend(
+    used=MARKOV_FIELDS,
+    unused=(CONFIDENCE_WEIGHT,),
+    only={"projector_type": ("dspark",), "attention_mode": ("gqa", "mha")},
+)
+DSPARK_TABLE = fields.DFLASH_TABLE.extend(
+    used=(*MARKOV_FIELDS, LAYERS_FIELD),
+    unused=(CONFIDENCE_WEIGHT,),
+    only={"projector_type": ("dspark",)},
+    nested={"dflash_config": NESTED_TABLE},
+)
+SPECULATORS_DSPARK_TABLE = fields.SPECULATORS_DFLASH_TABLE.extend(
+    used=MARKOV_FIELDS,
+    only={"projector_type": ("dspark",), SPECULATORS_KIND_FIELD: ("dspark",)},
+)
+
+
+def read_dspark(config: Config, tensors: Tensors) -> Stored:
+    """Read a DSpark head. Raises ValueError as `read_dflash`, and for a convention of rows that nothing tells."""
+    plain = {name.removeprefix(FIRST_NAMES): value for name, value in tensors.items()}
+    flat_config, stored = read_block(
+        move_layers(config),
+        plain,
+        DSPARK_TABLE,
+        SPECULATORS_DSPARK_TABLE,
+        nested_fields=MARKOV_FIELDS,
+        token_rows=("markov_head.markov_w1.weight",),
+        drafted_rows=("markov_head.markov_w2.weight",),
+    )
+    return flat_config | {
+        "model_type": DSPARK_KIND,
+        "sample_from_anchor": read_convention(config),
+    }, stored
+
+
+def move_layers(config: Config) -> Config:
+    """Move DeepSpec's `target_layer_ids` into `dflash_config`, where SpecForge has them.
+
+    Raises ValueError if both places name layers, and other ones.
+    """
+    nested = config.get("dflash_config") or {}
+    ids = config.get(LAYERS_FIELD)
+    if not ids or not isinstance(nested, dict):
+        return config
+    if nested.get(LAYERS_FIELD, ids) != ids:
+        raise ValueError(
+            f"{LAYERS_FIELD} is {ids}, and dflash_config.{LAYERS_FIELD} is {nested[LAYERS_FIELD]}: "
+            "one head cannot read both"
+        )
+    moved = fields.drop_names(config, (LAYERS_FIELD,))
+    return moved | {"dflash_config": nested | {LAYERS_FIELD: ids}}
+
+
+def read_convention(config: Config) -> bool:
+    """Whether the last token's row drafts too.
+
+    Raises ValueError for a file of speculators that does not say it, and whose number of drafts does not tell.
+    """
+    nested = config.get("dflash_config") or {}
+    for place in (config, nested):
+        if place.get("sample_from_anchor") is not None:
+            return bool(place["sample_from_anchor"])
+    if SPECULATORS_KIND_FIELD not in config:
+        return True
+    size = config.get("block_size") or 0
+    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    drafted = methods[0].get("speculative_tokens")
+    if drafted == size:
+        return True
+    raise ValueError(
+        f"sample_from_anchor is missing, block_size is {size} and speculative_tokens is {drafted}: files of before "
+        "July 2026 were trained with false, today's speculators reads true; add the one that the head was trained "
+        "with"
+    )

@@ -115,7 +115,7 @@ def build_text_logprobs(tokens: Sequence[Fields], offset: int) -> Fields:
     for token in tokens:
         logprobs["tokens"].append(token["token"])
         logprobs["token_logprobs"].append(token["logprob"])
-        tops = None
+        tops: dict[str, float] | None = None
         if token["top_logprobs"] is not None:  # the first token of a prompt has none
             tops = {}
             for top in token["top_logprobs"]:  # of tokens with the same text the likeliest is told

@@ -62,8 +62,8 @@ class Eagle4Head(Eagle3Head):
         if not config.get("own_output", True):
             raise ValueError("own_output is false, and candidates get their logits by lm_head")
         drafted = self.lm_head.out_features
-        rank = read_count(config, "rank")
-        self.num_candidates = read_count(config, "num_candidates")
+        rank = read_candidate_count(config, "rank")
+        self.num_candidates = read_candidate_count(config, "num_candidates")
         self.lm_head = RowLinear(self.hidden_size, drafted, bias=False)
         self.efficient_lm_head_down_proj = nn.Linear(self.hidden_size, rank, bias=False)
         self.efficient_lm_head = nn.Linear(rank, drafted, bias=False)
@@ -98,7 +98,7 @@ class Eagle4Head(Eagle3Head):
         return torch.full_like(estimates, -torch.inf).scatter(-1, candidates, logits)
 
 
-def read_count(config: Config, name: str) -> int:
+def read_candidate_count(config: Config, name: str) -> int:
     """Read a number of `candidate_head`. Raises ValueError unless it is a whole number of at least 1."""
     candidate_head = config.get("candidate_head")
     count = None

@@ -51,7 +51,7 @@ def read_eagle4(config: Config, tensors: Tensors) -> Stored:
 
 def has_flag(config: Config, name: str) -> bool:
     """Whether a config says yes or no to a part, by the name of TensorRT-LLM too."""
-    names = [name, *(theirs for theirs, ours in NORM_FLAGS.items() if ours == name)]
+    names = [name] + [theirs for theirs, ours in NORM_FLAGS.items() if ours == name]
     objects = (config, fields.get_object(config, "eagle_config"))
     return any(part.get(flag) is not None for part in objects for flag in names)
 

@@ -61,7 +61,7 @@ class ResponseEvents:
             "total_tokens": usage["total_tokens"],
             "treespec": usage["treespec"],
         }
-        return [*events, self._build_event(kind, response=dict(self.response))]
+        return events + [self._build_event(kind, response=dict(self.response))]
 
     def _add_text(self, kind: str, text: str) -> list[Fields]:
         """Add text to the item of this kind, which begins with it if there is none."""
@@ -112,7 +112,7 @@ class ResponseEvents:
         if "content" in shown:
             shown["content"] = []
         added = self._build_event("response.output_item.added", output_index=index, item=shown)
-        return [*events, added]
+        return events + [added]
 
     def _end_item(self) -> list[Fields]:
         """End the item that grows; [] if there is none."""

@@ -77,16 +77,16 @@ enum { HIGH = 6, LOW = 4, STRIP = 64, TILES = STRIP / L, FEWEST = 24, MOST = 144
 
 // L rows of L numbers of 32 bits become L columns.
 INLINE void transpose(U *rows) {
-#pragma GCC unroll 16
+  UNROLL
   EXCHANGE(1)
-#pragma GCC unroll 16
+  UNROLL
   EXCHANGE(2)
 #if L > 4
-#pragma GCC unroll 16
+  UNROLL
   EXCHANGE(4)
 #endif
 #if L > 8
-#pragma GCC unroll 16
+  UNROLL
   EXCHANGE(8)
 #endif
 }
@@ -119,13 +119,6 @@ static void turn_rows(const void *x, const int64_t *at, int many, int64_t d, int
 #define KEEP(x) __asm__("" : "+x"(x))
 #else
 #define KEEP(x) (void)(x)
-#endif
-
-// Unrolls the whole loop that follows, so that an array of sums stays in registers; clang reads only its own words.
-#ifdef __clang__
-#define UNROLL _Pragma("clang loop unroll(full)")
-#else
-#define UNROLL _Pragma("GCC unroll 6")
 #endif
 
 // A product of two matrices that is added to `sums`.
@@ -334,10 +327,10 @@ static void find_largest(const Unit *u) {
 // rows, which take them key by key.
 INLINE F weigh_tile(const float *scores, const F *largest, int rows, float *weights, int64_t lot, F total) {
   U tile[L];
-#pragma GCC unroll 16
+  UNROLL
   for (int r = 0; r < L; r++) tile[r] = r < rows ? (U)exponential(*(const F *)(scores + r * L) - largest[r]) : (U){};
   transpose(tile);
-#pragma GCC unroll 16
+  UNROLL
   for (int c = 0; c < L; c++) {
     total += (F)tile[c];
     *(U *)(weights + c * lot) = tile[c];

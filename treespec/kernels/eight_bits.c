@@ -160,46 +160,46 @@ INLINE void eights_tile(const char *x, int64_t row_bytes, const char *w, const u
   for (int64_t b = 0; b < blocks; b++) {
     I part[EIGHTS_ROWS][EIGHTS_PANELS];
     const char *scale_row = x + in * sizeof(RowNumber) + b * sizeof(float);
-#pragma GCC unroll 8
+    UNROLL
     for (int r = 0; r < rows; r++) {
       int32_t start = 0;
       if (EIGHTS_SHIFT) start = *(const int32_t *)(scale_row + r * row_bytes + blocks * sizeof(float));
-#pragma GCC unroll 4
+      UNROLL
       for (int p = 0; p < panels; p++) part[r][p] = start - (I){};
     }
     if (!again && (blocks - b) * EIGHTS_BLOCK * L <= AHEAD) ahead = AHEAD + (panels - 1) * panel;
-#pragma GCC unroll 4
+    UNROLL
     for (int p = 0; p < panels; p++)
       for (int line = 0; line < EIGHTS_BLOCK * L; line += 64)
         __builtin_prefetch(w + p * panel + ahead + line, 0, 2);
 #pragma GCC unroll 2
     for (int s = 0; s < STEPS; s++) {
       Factors factors[EIGHTS_PANELS];
-#pragma GCC unroll 4
+      UNROLL
       for (int p = 0; p < panels; p++) factors[p] = factors_at(w + p * panel + s * EIGHTS_STEP * L);
-#pragma GCC unroll 8
+      UNROLL
       for (int r = 0; r < rows; r++) {
         int32_t numbers;
         memcpy(&numbers, x + r * row_bytes + (b * STEPS + s) * NUMBERS, 4);
-#pragma GCC unroll 4
+        UNROLL
         for (int p = 0; p < panels; p++) part[r][p] = add_products(part[r][p], factors[p], numbers);
       }
     }
     F weight_scales[EIGHTS_PANELS];
-#pragma GCC unroll 4
+    UNROLL
     for (int p = 0; p < panels; p++) weight_scales[p] = from_halves(*(const H *)(scales + (p * blocks + b) * L));
-#pragma GCC unroll 8
+    UNROLL
     for (int r = 0; r < rows; r++) {
       float row_scale = *(const float *)(scale_row + r * row_bytes);
-#pragma GCC unroll 4
+      UNROLL
       for (int p = 0; p < panels; p++)
         sum[r][p] += __builtin_convertvector(part[r][p], F) * (weight_scales[p] * row_scale);
     }
     w += EIGHTS_BLOCK * L;
   }
-#pragma GCC unroll 8
+  UNROLL
   for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
+    UNROLL
     for (int p = 0; p < panels; p++) sums[r * EIGHTS_PANELS + p] = sum[r][p];
 }
 

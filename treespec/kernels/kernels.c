@@ -40,6 +40,13 @@ enum { DONE, NO_MEMORY };  // what a kernel returns; without memory, what it wro
 // Room for `bytes`, from the beginning of a line of the cache on; NULL if there is none.
 static void *take_room(int64_t bytes) { return aligned_alloc(64, (bytes + 63) / 64 * 64); }
 
+// Unrolls the whole loop that follows, so that an array of sums stays in registers; clang reads only its own words.
+#ifdef __clang__
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
 INLINE F add(F a, F b, F c) {  // a * b + c, rounded once; a compiler that chooses itself would choose by loop
 #if defined(__AVX512F__)
   return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -289,15 +296,15 @@ INLINE void tile(const char *x, const char *w, F *sums, int64_t width, int rows,
   int64_t block = L * width * size, ahead = again ? blocks * block : AHEAD;
   for (int64_t i = 0; i < width; i += step, w += step * size * L) {
     if (!again && (width - i) * size * L <= AHEAD) ahead = AHEAD + (blocks - 1) * block;
-#pragma GCC unroll 4
+    UNROLL
     for (int b = 0; b < blocks; b++) __builtin_prefetch(w + b * block + ahead, 0, 2);
 #ifdef __AVX512BF16__
     if (mode == PAIRS) {
-#pragma GCC unroll 8
+      UNROLL
       for (int r = 0; r < rows; r++) {
         int two;
         memcpy(&two, x + 2 * (r * width + i), 4);
-#pragma GCC unroll 4
+        UNROLL
         for (int b = 0; b < blocks; b++)
           sum[r][b] = (F)_mm512_dpbf16_ps((__m512)sum[r][b], (__m512bh)_mm512_set1_epi32(two),
                                           *(const __m512bh *)(w + b * L * width * 2));
@@ -307,7 +314,7 @@ INLINE void tile(const char *x, const char *w, F *sums, int64_t width, int rows,
 #endif
     // Row by row: a number of a row is read into a register, and then needed no more.
     F even[BLOCKS], odd[BLOCKS] = {};
-#pragma GCC unroll 4
+    UNROLL
     for (int b = 0; b < blocks; b++) {
       const char *at = w + b * L * width * size;
       if (mode == FLOATS) even[b] = *(const F *)at;
@@ -316,19 +323,19 @@ INLINE void tile(const char *x, const char *w, F *sums, int64_t width, int rows,
         odd[b] = (F)(*(const U *)at & 0xffff0000u);
       } else even[b] = from_halves(*(const H *)at);
     }
-#pragma GCC unroll 8
+    UNROLL
     for (int r = 0; r < rows; r++) {
       const float *row = (const float *)x + r * width + i;
-#pragma GCC unroll 4
+      UNROLL
       for (int b = 0; b < blocks; b++) sum[r][b] = add(even[b], all(row[0]), sum[r][b]);
       if (mode != WIDE) continue;
-#pragma GCC unroll 4
+      UNROLL
       for (int b = 0; b < blocks; b++) sum[r][b] = add(odd[b], all(row[1]), sum[r][b]);
     }
   }
-#pragma GCC unroll 8
+  UNROLL
   for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
+    UNROLL
     for (int b = 0; b < blocks; b++) sums[r * BLOCKS + b] = sum[r][b];
 }
 

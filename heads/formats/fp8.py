@@ -63,7 +63,7 @@ def dequantize_head(config: Config, tensors: Tensors) -> Stored:
     if not any(value.dtype in FP8_DTYPES for value in tensors.values()):
         return config, tensors
     quantization = fields.get_object(config, QUANTIZATION_FIELD)
-    plain = dequantize_weights(tensors, read_block(quantization))
+    plain = dequantize_weights(tensors, read_block_size(quantization))
     rest = Counter(
         value.dtype
         for name, value in plain.items()
@@ -78,7 +78,7 @@ def dequantize_head(config: Config, tensors: Tensors) -> Stored:
     return fields.drop_names(config, (QUANTIZATION_FIELD,)), plain
 
 
-def read_block(quantization: Config) -> tuple[int, int] | None:
+def read_block_size(quantization: Config) -> tuple[int, int] | None:
     """Read the size of a block, rows and columns; None if the config names none.
 
     Raises ValueError for a part that treespec does not compute, and for groups with different sizes.

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor, nn
 
+from treespec.heads.conditional import read_count, select_candidates, spread_candidates
 from treespec.heads.eagle3 import Eagle3Head
 from treespec.heads.head import Config, TargetFacts, TargetOutputPath
 from treespec.heads.layers import SLIDING_ATTENTION
@@ -62,8 +63,9 @@ class Eagle4Head(Eagle3Head):
         if not config.get("own_output", True):
             raise ValueError("own_output is false, and candidates get their logits by lm_head")
         drafted = self.lm_head.out_features
-        rank = read_candidate_count(config, "rank")
-        self.num_candidates = read_candidate_count(config, "num_candidates")
+        candidate_head = config.get("candidate_head", {})
+        rank = read_count(candidate_head, "rank")
+        self.num_candidates = read_count(candidate_head, "num_candidates")
         self.lm_head = RowLinear(self.hidden_size, drafted, bias=False)
         self.efficient_lm_head_down_proj = nn.Linear(self.hidden_size, rank, bias=False)
         self.efficient_lm_head = nn.Linear(rank, drafted, bias=False)
@@ -92,18 +94,6 @@ class Eagle4Head(Eagle3Head):
     ) -> Tensor:
         """As `Head.project`. The logit of a token that is no candidate is -inf."""
         estimates = self.efficient_lm_head(self.efficient_lm_head_down_proj(states))
-        count = min(self.num_candidates, estimates.shape[-1])
-        candidates = estimates.topk(count).indices
+        _, candidates = select_candidates(estimates, self.num_candidates)
         logits = self.lm_head.multiply_rows(states, candidates)
-        return torch.full_like(estimates, -torch.inf).scatter(-1, candidates, logits)
-
-
-def read_candidate_count(config: Config, name: str) -> int:
-    """Read a number of `candidate_head`. Raises ValueError unless it is a whole number of at least 1."""
-    candidate_head = config.get("candidate_head")
-    count = None
-    if isinstance(candidate_head, dict):
-        count = candidate_head.get(name)
-    if type(count) is not int or count < 1:
-        raise ValueError(f"candidate_head.{name} is {count!r}, must be a whole number, at least 1")
-    return count
+        return spread_candidates(logits, candidates, estimates.shape[-1])

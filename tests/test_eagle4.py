@@ -29,8 +29,8 @@ def random_eagle4(window=WINDOW):
     torch.manual_seed(0)
     sizes = {"rank": 6, "num_candidates": CANDIDATES}
     head = build_new_head("eagle4", EIGHT_LAYERS, candidate_head=sizes, sliding_window=window).eval()
-    for parameter in head.parameters():
-        if parameter.requires_grad:
+    for name, parameter in head.named_parameters():
+        if name != "embed_tokens.weight":  # the target's
             parameter.data += 0.3 * torch.randn_like(parameter)
     return head
 

@@ -43,8 +43,8 @@ def write_kimi(folder, **changes):
     rope = YARN | {"rope_type": "yarn", "rope_theta": 50000.0}
     parts = SIZES | {"norm_output": True, "rope_parameters": rope, "model_type": "kimi_k2"}
     head = build_new_head("eagle3", EIGHT_LAYERS, **parts).eval()
-    for parameter in head.parameters():
-        if parameter.requires_grad:
+    for name, parameter in head.named_parameters():
+        if name != "embed_tokens.weight":  # the target's
             parameter.data += 0.3 * torch.randn_like(parameter)
     return write_head(folder, CONFIG | changes, rename_midlayer(head.state_dict()))
 

@@ -154,7 +154,7 @@ def spread_candidates(scores: Tensor, tokens: Tensor, size: int) -> Tensor:
 
     tokens: [..., K], of scores' shape or one that broadcasts to it.
     """
-    logits = scores.new_full((*scores.shape[:-1], size), -torch.inf)
+    logits = scores.new_full(scores.shape[:-1] + (size,), -torch.inf)
     return logits.scatter(-1, tokens.expand(scores.shape), scores)
 
 

@@ -111,8 +111,9 @@ class DSparkHead(ConditionalBlockHead):
             drafted = self.lm_head.out_features
         self.markov_head: MarkovHead | None = None
         if rank:
-            sizes = (self.hidden_size, self.vocab_size, drafted)
-            self.markov_head = MarkovHead(markov_type, rank, *sizes)
+            self.markov_head = MarkovHead(
+                markov_type, rank, self.hidden_size, self.vocab_size, drafted
+            )
         self.confidence_head: ConfidenceHead | None = None
         if config.get("enable_confidence_head"):
             width = self.hidden_size
@@ -149,7 +150,7 @@ class DSparkHead(ConditionalBlockHead):
         self, logits: Tensor, latent: Tensor, target: TargetOutputPath | None
     ) -> Tensor:
         if self.markov_head is None:
-            return logits.expand(*latent.shape[:-1], -1)
+            return logits.expand(latent.shape[:-1] + (-1,))
         return logits + self.markov_head.markov_w2(latent)
 
     def predict_acceptance(self, hidden: Tensor, tokens: Tensor) -> Tensor:

@@ -150,5 +150,5 @@ class DSpineHead(ConditionalBlockHead):
     ) -> Tensor:
         _, tokens = select_candidates(logits, self.candidates)
         scores = self.project_states(latent, target)
-        tokens = tokens.expand(*scores.shape[:-1], -1)
+        tokens = tokens.expand(scores.shape[:-1] + (-1,))
         return spread_candidates(scores.gather(-1, tokens), tokens, scores.shape[-1])

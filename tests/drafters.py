@@ -46,6 +46,7 @@ from treespec.draft.lookup.suffix import Suffix
 from treespec.draft.lookup.suffix_cache import SuffixCaches
 from treespec.draft.models.model import ModelProposer, OtherVocabulary
 from treespec.draft.models.other_vocabulary import SharedVocabulary
+from treespec.draft.models.pard import PardProposer
 from treespec.draft.registry import RestOptions, SuffixOptions
 from treespec.draft.source import DraftSource, load_source
 from treespec.draft.spec import DrafterSpec
@@ -139,13 +140,16 @@ def suffix_cache() -> OneHotDrafter:
     return OneHotDrafter(Suffix(chosen, SuffixCaches(chosen.tokens)))
 
 
+FEW_CANDIDATES = {"candidate_head": {"rank": 2, "num_candidates": 2}, "sliding_window": 4}
 DRAFTERS: dict[str, Callable[[Target], Any]] = {
     "none": lambda target: None,
     "eagle": lambda target: random_head(target, seed=2),
     "eagle, half the tokens": half,
     "eagle3": lambda target: random_eagle3(target, seed=2, drafted=torch.tensor([0, 1, 3])),
+    "eagle4": lambda target: random_eagle3(target, seed=2, kind="eagle4", **FEW_CANDIDATES),
     **{kind: lambda target, kind=kind: trained(kind, target) for kind in HEAD_KINDS if not kind.startswith("eagle")},
     "model": lambda target: ModelProposer(near(2), target),
+    "pard": lambda target: PardProposer(layered("llama", None), target, 2, 2),
     "other vocabulary": other_words,
     "recurrent": lambda target: ModelProposer(Target(random_model(target.config, seed=3)), target),
     "self": lambda target: source_of("self", target),

@@ -10,7 +10,9 @@ from training import CHAT_TEMPLATE, tokenizer
 from treespec.engine.request import Piece
 from treespec.serve.messages import encode_request
 from treespec.serve.schema import ChatRequest
-from treespec.serve.tools import ParsedToolCall, ToolCallParser, detect_tool_form
+from treespec.serve.tool_forms import detect_tool_form
+from treespec.serve.tool_syntax import ParsedToolCall
+from treespec.serve.tools import AnswerForm, AnswerParser
 
 HERMES = "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}"
 LLAMA = '{% if tools %}{"name": f, "parameters": {}}{{ tools | tojson }}{% endif %}'
@@ -56,24 +58,21 @@ def pieces_of(words, text, seed):
         before = upto
 
 
-class Letters:
-    """A tokenizer whose tokens are characters."""
-
-    all_special_tokens = ()
-
-    def get_added_vocab(self):
-        return {}
-
-    def decode(self, tokens, **options):
-        return "".join(map(chr, tokens))
+def read_answer(form, tokenizer, pieces):
+    """The text that an answer shows, and its calls."""
+    parser = AnswerParser(form, tokenizer)
+    parts = [parser.add(piece) for piece in pieces]
+    parts.append(parser.finish())
+    return "".join(part.text for part in parts), [call for part in parts for call in part.calls]
 
 
 def test_five_pieces_show_the_text_before_a_call():
-    parser = ToolCallParser(detect_tool_form(HERMES), Letters())
+    parser = AnswerParser(AnswerForm(detect_tool_form(HERMES)), None)
     pieces = ["Hi", " <to", "ol_call>", '{"name": "time", "arguments": {}}', "</tool_call>"]
-    shown = [parser.show(Piece(text, list(map(ord, text)), drafted=False)) for text in pieces]
-    assert shown == ["Hi", " ", "", "", ""]
-    assert parser.finish() == ("", [TIME])
+    parts = [parser.add(Piece(text, [], drafted=False)) for text in pieces]
+    assert [part.text for part in parts] == ["Hi", " ", "", "", ""]
+    assert parts[-1].calls == [TIME]
+    assert not parser.finish()
 
 
 @pytest.mark.parametrize("special", [False, True])
@@ -83,20 +82,15 @@ def test_calls_and_text_part_wherever_pieces_end(template, text, shown, calls, s
     if special:  # such as Mistral's, which leaves them out of the text
         words.add_special_tokens({"extra_special_tokens": ["[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]})
     for seed in range(12):
-        catcher = ToolCallParser(detect_tool_form(template), words)
-        said = ""
-        for piece in pieces_of(words, text, seed):
-            said += catcher.show(piece)
-        rest, found = catcher.finish()
-        assert (said + rest, found) == (shown, calls)
+        form = AnswerForm(detect_tool_form(template))
+        assert read_answer(form, words, pieces_of(words, text, seed)) == (shown, calls)
 
 
 def test_calls_of_a_template_without_tools_are_hermes():
     assert detect_tool_form(CHAT_TEMPLATE) is detect_tool_form(HERMES)
     assert detect_tool_form("{% if tools %}{% endif %}") is None  # it teaches a form that nobody knows
-    catcher = ToolCallParser(None, tokenizer())
-    assert catcher.show(Piece("<tool_call>", [5], drafted=False)) == "<tool_call>"
-    assert catcher.finish() == ("", [])
+    piece = Piece("<tool_call>", [5], drafted=False)
+    assert read_answer(AnswerForm(), tokenizer(), [piece]) == ("<tool_call>", [])
 
 
 ZUG = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Zug"}'}}
@@ -142,14 +136,7 @@ def test_tools_calls_and_results_are_written_for_templates_without_them():
         said = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zug"}}\n</tool_call>'
         result = "<tool_response>\nno\n</tool_response>"
         assert rest == ["user:rain?", f"assistant:{said}", f"user:{result}", ""]
-        assert detect_tool_form(CHAT_TEMPLATE).parse(said) == [ParsedToolCall("weather", '{"city": "Zug"}')]
-
-
-def test_without_parallel_calls_the_first_alone_is_told():
-    catcher = ToolCallParser(detect_tool_form(CHAT_TEMPLATE), tokenizer(), 1)
-    for piece in pieces_of(tokenizer(), CASES[1][1], 0):
-        catcher.show(piece)
-    assert catcher.finish()[1] == [WEATHER]
+        assert detect_tool_form(CHAT_TEMPLATE).parse(said, {}) == [ParsedToolCall("weather", '{"city": "Zug"}')]
 
 
 def test_a_choice_of_tools_is_kept_or_refused():

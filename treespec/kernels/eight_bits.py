@@ -78,6 +78,7 @@ def unpack_blocks(weight: PackedWeight) -> Tensor:
     weight.check()
     count = weight.inputs // BLOCK_NUMBERS
     blocks = torch.empty(weight.outputs, count, BLOCK_BYTES, dtype=torch.uint8, device=CPU_DEVICE)
-    sizes = (weight.inputs, weight.outputs)
-    load_kernels().unpack_eights(weight.numbers.data_ptr(), blocks.data_ptr(), *sizes)
+    load_kernels().unpack_eights(
+        weight.numbers.data_ptr(), blocks.data_ptr(), weight.inputs, weight.outputs
+    )
     return blocks

@@ -15,7 +15,7 @@ from fastapi import Request
 
 from treespec.engine.output import Completion
 from treespec.engine.request import Piece
-from treespec.errors import Busy, InputError, describe_os_error
+from treespec.errors import Busy, InputError, TooLong, describe_os_error
 from treespec.sampling.compiled_grammar import GRAMMAR_KINDS
 from treespec.serve.errors import ApiError, build_bad_request, to_api_error
 from treespec.serve.state import State
@@ -74,6 +74,8 @@ class Answers:
             raise self.state.build_timeout_error() from None
         except Busy as error:
             raise self.state.build_busy_error(str(error)) from error
+        except TooLong as error:
+            raise self.state.build_length_error(str(error), param) from error
         except InputError as error:
             raise build_bad_request(error, param) from error
 
@@ -83,6 +85,7 @@ class Answers:
         samples: int,
         seed: int | None,
         options: Mapping[str, Any],
+        after_thought: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
     ) -> None:
         """Submit all answers to the engine.
 
@@ -91,6 +94,7 @@ class Answers:
             samples: number of answers to each prompt.
             seed: seed of the first answer; each further answer takes the next seed. None: random seeds.
             options: further keywords of `Engine.submit_n`.
+            after_thought: lets the grammar in the options begin after a thought. Default: None.
 
         Raises: ApiError, after cancelling answers that were submitted already.
         """
@@ -130,6 +134,8 @@ class Answers:
             ):  # refuse a grammar that would hold up other requests
                 try_grammar = partial(state.trial.run, kind, options[kind])
                 await self.run(try_grammar, limiter=state.compiling)
+            if after_thought is not None:
+                options = after_thought(options)
             await self.run(submit)
         except BaseException:
             self.cancel()

@@ -15,7 +15,7 @@ from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from treespec.serve import completions, page
+from treespec.serve import completions, page, responses
 from treespec.serve.errors import ApiError, build_error_response, handle_error
 from treespec.serve.protocol import Fields
 from treespec.serve.state import State, get_state
@@ -43,6 +43,10 @@ class Guard:
         self.state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # 0. A path may end with a slash. A redirect would lose the scheme behind a proxy.
+        if scope["path"].endswith("/") and scope["path"] != "/":
+            scope["path"] = scope["path"][:-1]
+
         # 1. Bound the body, whatever Content-Length says; count responses, and add headers.
         received_bytes = 0
 
@@ -131,9 +135,11 @@ router = APIRouter()
 
 def build_app(state: State) -> FastAPI:
     """Build the FastAPI application with all routes, error handlers and middleware."""
-    app = FastAPI(title="treespec", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title="treespec", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
+    )
     app.state.treespec = state
-    for part in (router, completions.router, page.router):
+    for part in (router, completions.router, responses.router, page.router):
         app.include_router(part)
     app.mount("/static", StaticFiles(directory=page.STATIC_FOLDER))
     for kind in (HTTPException, RequestValidationError, Exception):

@@ -1,6 +1,6 @@
 """The endpoints /v1/chat/completions, /v1/completions and /tokenize."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,43 +9,63 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from treespec.api.spec import Spec
+from treespec.errors import InputError
 from treespec.serve.answers import Answers, keep
+from treespec.serve.echoes import build_echo_reply, score_prompts
 from treespec.serve.errors import ApiError
-from treespec.serve.messages import encode_request, parse_tool_choice
+from treespec.serve.messages import encode_request, list_schemas, parse_tool_choice
 from treespec.serve.protocol import Fields, build_chat_choice, build_text_choice
 from treespec.serve.schema import ChatRequest, CompletionRequest, Sampled, TokenizeRequest
 from treespec.serve.state import State, get_state
 from treespec.serve.streaming import Reply, ReplyFormat, stream_events
-from treespec.serve.tools import ToolCallParser, detect_tool_form
+from treespec.serve.thought_grammar import place_after_thought
+from treespec.serve.thoughts import (
+    ThoughtFormat,
+    ThoughtState,
+    detect_thought_form,
+    find_thought_state,
+)
+from treespec.serve.tool_forms import detect_tool_form
+from treespec.serve.tools import AnswerForm, AnswerParser
 from treespec.text.pictures import has_pictures
 from treespec.text.strings import check_fits_context, require_well_formed
 from treespec.text.templates import get_template_source
 
 router = APIRouter()
+PROMPT_END_TOKENS = 32  # decoded to see whether the prompt opens a thought
 DEFAULT_COMPLETION_TOKENS = 16  # tokens of a text completion without max_tokens, as in OpenAI's API
 
 
 @router.post("/v1/chat/completions")
 async def chat(request: Request, body: ChatRequest) -> Response:
     """Answer a conversation."""
-    # 1. Read the tools, and choose the format of their calls.
-    state = get_state(request)
-    spec = state.spec
+    reply = await begin_chat(request, body)
+    return await send_reply(reply, body)
+
+
+async def begin_chat(request: Request, body: ChatRequest) -> Reply:
+    """Begin to answer a conversation. Raises ApiError."""
+    # 1. Read the tools, and choose how thoughts and calls are read.
+    answers = Answers(get_state(request), request)
+    spec = answers.state.spec
     tokenizer = spec.target.tokenizer
     choice = parse_tool_choice(body)
-    form = choice.form
-    if choice.tools and form is None:
-        form = detect_tool_form(get_template_source(tokenizer, spec.template, choice.tools))
+    source = get_template_source(tokenizer, spec.template, choice.tools)
+    tool_form = choice.form
+    if choice.tools and tool_form is None:
+        tool_form = detect_tool_form(source)
     max_calls = None
     if body.parallel_tool_calls is False:
         max_calls = 1
+    thoughts = detect_thought_form(source)
+    form = AnswerForm(tool_form, thoughts, list_schemas(choice.tools), max_calls)
     options = body.to_options()
     if choice.schema is not None:
         options["json_schema"] = choice.schema
 
-    # 2. Encode the prompt, and answer.
+    # 2. Encode the prompt, and begin.
     def encode() -> list[list[int]]:
-        return [encode_request(spec, body.messages, choice.tools, body.chat_template_kwargs)]
+        return [encode_request(spec, body.messages, choice.tools, body.template_variables)]
 
     reply_format = ReplyFormat(
         build_choice=build_chat_choice,
@@ -53,18 +73,25 @@ async def chat(request: Request, body: ChatRequest) -> Response:
         chunk_name="chat.completion.chunk",
         id_prefix="chatcmpl",
         openings=[""],
-        build_parser=partial(ToolCallParser, form, tokenizer, max_calls),
+        build_parser=partial(build_parser, form, tokenizer),
+        thoughts=thoughts,
     )
-    return await respond(request, body, encode, reply_format, options)
+    prompts = await encode_prompts(answers, body, encode, "messages")
+    if body.store:
+        log_answers(answers, body)
+    return await begin_reply(answers, body, prompts, reply_format, options)
 
 
 @router.post("/v1/completions")
 async def complete(request: Request, body: CompletionRequest) -> Response:
     """Continue texts or token ids."""
-    # 1. List the prompts.
-    spec = get_state(request).spec
-    if body.echo and body.logprobs is not None:
-        raise ApiError(400, "echo goes without logprobs: prompts are not scored", "echo")
+    # 1. List the prompts, and encode them.
+    answers = Answers(get_state(request), request)
+    spec = answers.state.spec
+    if body.max_tokens == 0 and not body.echo:
+        raise ApiError(400, "max_tokens may be 0 only with echo", "max_tokens")
+    if body.prompt == []:
+        raise ApiError(400, "the prompt is an empty list: give text or token ids", "prompt")
     prompts: list[Any]
     if isinstance(body.prompt, str) or isinstance(
         body.prompt[0], int
@@ -73,22 +100,68 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
     else:
         prompts = list(body.prompt)
 
-    # 2. Encode them, and answer; with `echo` an answer begins with its prompt.
     def encode() -> list[list[int]]:
-        return [spec.encode(prompt) for prompt in prompts]
+        return [encode_completion(spec, prompt) for prompt in prompts]
 
+    ids = await encode_prompts(answers, body, encode, "prompt")
+
+    # 2. With `echo` an answer begins with its prompt.
     openings: list[str | None] = [None] * len(prompts)
+    prompt_tokens = None
     if body.echo:
         openings = [decode_prompt(spec.target.tokenizer, prompt) for prompt in prompts]
+        if body.logprobs is not None:
+            prompt_tokens = await score_prompts(answers, ids, body.logprobs)
+    if body.max_tokens == 0:
+        fields = build_echo_reply(
+            answers.state.name, ids, openings, prompt_tokens, samples=body.sample_count
+        )
+        if body.stream:
+            return stream_events(stream_one(fields))
+        return JSONResponse(fields)
+
+    # 3. Answer.
     reply_format = ReplyFormat(
         build_choice=build_text_choice,
         object_name="text_completion",
         chunk_name="text_completion",
         id_prefix="cmpl",
         openings=openings,
-        build_parser=partial(ToolCallParser, None, None),
+        build_parser=partial(build_parser, AnswerForm(), None),
+        prompt_tokens=prompt_tokens,
     )
-    return await respond(request, body, encode, reply_format, body.to_options())
+    reply = await begin_reply(answers, body, ids, reply_format, body.to_options())
+    return await send_reply(reply, body)
+
+
+def encode_completion(spec: Spec, prompt: str | list[int]) -> list[int]:
+    """Encode a prompt of /v1/completions; "" is the start token. Raises InputError if the target has none."""
+    if prompt != "":
+        return spec.encode(prompt)
+    start = getattr(spec.target.tokenizer, "bos_token_id", None)
+    if start is None:
+        raise InputError("the prompt is empty, and the target has no start token: give text")
+    return [start]
+
+
+async def stream_one(fields: Fields) -> AsyncIterator[Fields]:
+    """Yield the only chunk of a stream."""
+    yield fields
+
+
+def build_parser(form: AnswerForm, tokenizer: Any, prompt: Sequence[int]) -> AnswerParser:
+    """Build the parser of an answer. prompt: the token ids of its prompt, which may open a thought."""
+    state = read_thought_state(form.thoughts, tokenizer, prompt)
+    return AnswerParser(form, tokenizer, thinking=state == "open")
+
+
+def read_thought_state(
+    form: ThoughtFormat | None, tokenizer: Any, prompt: Sequence[int]
+) -> ThoughtState:
+    """Whether a prompt, given as token ids, has opened the thought of the answer, or closed it."""
+    if form is None or tokenizer is None:
+        return "none"
+    return find_thought_state(form, str(tokenizer.decode(prompt[-PROMPT_END_TOKENS:])))
 
 
 def decode_prompt(tokenizer: Any, prompt: str | list[int]) -> str:
@@ -100,55 +173,68 @@ def decode_prompt(tokenizer: Any, prompt: str | list[int]) -> str:
     return str(tokenizer.decode(prompt))
 
 
-async def respond(
-    request: Request,
+async def encode_prompts(
+    answers: Answers, body: Sampled, encode: Callable[[], list[list[int]]], param: str
+) -> list[list[int]]:
+    """Encode the prompts of a request, and check their lengths. Raises ApiError.
+
+    encode: returns the token ids of the prompts; runs on a thread. param: the field that holds them.
+    """
+    state = answers.state
+    state.check_model(body.model)
+    prompts = await answers.run(encode, limiter=state.tokenising, param=param)
+    for ids in prompts:
+        state.check_prompt(ids, param)
+    return prompts
+
+
+async def begin_reply(
+    answers: Answers,
     body: Sampled,
-    encode: Callable[[], list[list[int]]],
+    prompts: Sequence[Sequence[int]],
     reply_format: ReplyFormat,
     options: Fields,
-) -> Response:
-    """Answer a request to either completion endpoint, as one object or as a stream.
+) -> Reply:
+    """Submit the answers to a request of either completion endpoint.
 
     Args:
-        request: the HTTP request.
+        answers: of the HTTP request.
         body: the validated body of the request.
-        encode: returns the token ids of the prompts; runs on a thread.
+        prompts: token ids of each prompt.
         reply_format: how the endpoint writes its response.
         options: keywords of `Spec.generate` that the body sets.
 
     Raises: ApiError.
     """
-    # 1. Encode and check the prompts.
-    state = get_state(request)
-    answers = Answers(state, request)
-    state.check_model(body.model)
-    param = "prompt"
-    if isinstance(body, ChatRequest):
-        param = "messages"
-    prompts = await answers.run(encode, limiter=state.tokenising, param=param)
-    for ids in prompts:
-        state.check_prompt(ids, param)
-
-    # 2. Submit the answers.
-    if isinstance(body, ChatRequest) and body.store:
-        log_answers(answers, body)
+    # 1. Submit the answers.
+    state = answers.state
     options = {"temperature": state.config.temperature} | options
     options["max_new_tokens"] = choose_max_tokens(state, body, prompts)
-    options["memory"] = request.state.memory
-    samples = 1
-    if body.n is not None:
-        samples = body.n
-    await answers.submit(prompts, samples, body.seed, options)
+    options["memory"] = answers.request.state.memory
+    tokenizer = state.spec.target.tokenizer
+    after_thought = None
+    if reply_format.thoughts is not None and tokenizer is not None:
+        after_thought = partial(
+            place_after_thought,
+            form=reply_format.thoughts,
+            state=read_thought_state(reply_format.thoughts, tokenizer, prompts[0]),
+            added_tokens=tokenizer.get_added_vocab(),
+        )
+    await answers.submit(prompts, body.sample_count, body.first_seed, options, after_thought)
 
-    # 3. Respond.
+    # 2. What the response tells.
     include_usage = False
     if body.stream_options is not None:
         include_usage = bool(body.stream_options.include_usage)
     hidden_tokens = state.ends
-    if options.get("ignore_eos"):
+    if options.get("ignore_eos") or reply_format.prompt_tokens is not None:
         hidden_tokens = frozenset()
     return_token_ids = bool(body.return_token_ids)
-    reply = Reply(answers, reply_format, include_usage, return_token_ids, hidden_tokens)
+    return Reply(answers, reply_format, include_usage, return_token_ids, hidden_tokens)
+
+
+async def send_reply(reply: Reply, body: Sampled) -> Response:
+    """Send the response to a request, as one object or as a stream. Raises ApiError."""
     if body.stream:
         return stream_events(reply.stream_chunks())
     return JSONResponse(await reply.collect_reply())
@@ -157,25 +243,22 @@ async def respond(
 def choose_max_tokens(state: State, body: Sampled, prompts: Sequence[Sequence[int]]) -> int:
     """Choose the maximum number of tokens of an answer.
 
-    A chat without a limit may fill the engine's cache, up to the server's limit.
-
-    Raises: ApiError if the request asks for more than the server's limit.
+    A chat without a limit may fill the engine's cache, up to the server's limit. What exceeds either is cut, as vLLM
+    does.
     """
-    max_tokens = None
-    if body.max_tokens is not None:
-        max_tokens = state.check_tokens(body.max_tokens, "max_tokens")
+    max_tokens = body.max_tokens
     if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
-        max_tokens = state.check_tokens(body.max_completion_tokens, "max_completion_tokens")
-    if max_tokens is not None:
-        return max_tokens
-    max_tokens = state.config.max_tokens
+        max_tokens = body.max_completion_tokens
+    if max_tokens is None and not isinstance(body, ChatRequest):
+        max_tokens = DEFAULT_COMPLETION_TOKENS
+    limit = state.config.max_tokens
     columns = state.engine.columns
     if columns is not None:
         longest = max(len(ids) for ids in prompts)
-        max_tokens = min(max_tokens, max(1, columns - longest))
-    if not isinstance(body, ChatRequest):
-        max_tokens = min(max_tokens, DEFAULT_COMPLETION_TOKENS)
-    return max_tokens
+        limit = min(limit, max(1, columns - longest))
+    if max_tokens is None:
+        return limit
+    return min(max_tokens, limit)
 
 
 def log_answers(answers: Answers, body: ChatRequest) -> None:

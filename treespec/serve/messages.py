@@ -7,18 +7,19 @@ from functools import partial
 from typing import Any, final
 
 from treespec.api.spec import Spec
-from treespec.errors import InputError
+from treespec.errors import InputError, TooLong
 from treespec.sampling.compiled_grammar import GRAMMAR_KINDS
 from treespec.serve.errors import ApiError
 from treespec.serve.protocol import Fields
 from treespec.serve.schema import ChatRequest, Message, Tool, ToolCall
-from treespec.serve.tools import (
-    ParsedToolCall,
+from treespec.serve.tool_forms import (
+    JSON_CALLS,
     ToolFormat,
+    adapt_call_ids,
+    detect_tool_form,
     has_place,
-    parse_calls,
-    parse_json_values,
 )
+from treespec.serve.tool_syntax import ParsedToolCall, Schemas, parse_json_values
 from treespec.text import templates
 from treespec.text.pictures import has_pictures
 from treespec.text.prompts import encode_prompt
@@ -67,10 +68,42 @@ def encode_request(
     if not has_place(source):
         chat = _write_tools_as_text(chat, tools)
         tools = ()
-    context = spec.target.context_length
-    return templates.encode_messages(
-        tokenizer, chat, spec.template, context, tools=tools, chat_template_kwargs=variables
+    form = detect_tool_form(source)
+    if form is not None and form.id_pattern:
+        chat = adapt_call_ids(chat, form.id_pattern)
+    encode = partial(
+        templates.encode_messages,
+        tokenizer,
+        template=spec.template,
+        context=spec.target.context_length,
+        tools=tools,
+        chat_template_kwargs=variables,
     )
+    try:
+        return encode(chat)
+    except TooLong:
+        raise
+    except InputError:
+        # DeepSeek's templates write arguments as they come, and refuse objects: give them text.
+        text_chat = _write_arguments_as_text(chat)
+        if text_chat == chat:
+            raise
+        return encode(text_chat)
+
+
+def _write_arguments_as_text(messages: Sequence[Fields]) -> list[Fields]:
+    """Write the arguments of tool calls as JSON text."""
+    written = []
+    for message in messages:
+        fields = dict(message)
+        calls = []
+        for call in fields.get("tool_calls", []):
+            arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+            calls.append(call | {"function": call["function"] | {"arguments": arguments}})
+        if calls:
+            fields["tool_calls"] = calls
+        written.append(fields)
+    return written
 
 
 def _normalize_message(message: Message, index: int) -> Fields:
@@ -79,6 +112,10 @@ def _normalize_message(message: Message, index: int) -> Fields:
     index: the message's index in the request, for errors. Raises ApiError.
     """
     fields: Fields = {name: value for name, value in message.items() if value is not None}
+    if fields["role"] == "function":  # OpenAI's name before `tool`
+        fields["role"] = "tool"
+    if "function_call" in fields:
+        fields["tool_calls"] = [{"function": fields.pop("function_call")}]
     if "content" not in fields and fields["role"] != "assistant":
         raise ApiError(400, "a message without content", f"messages[{index}].content")
     calls = []
@@ -157,14 +194,37 @@ def parse_tool_choice(body: ChatRequest) -> ParsedToolChoice:
     Raises: ApiError for a choice that names no tool, and for a required call together with another response format.
     """
     tools = body.tools or []
-    if body.tool_choice == "none":
+    tool_choice: Any = body.tool_choice
+    if isinstance(tool_choice, dict) and tool_choice["type"] == "allowed_tools":
+        allowed = tool_choice["allowed_tools"]
+        tools = select_tools(tools, [tool["function"]["name"] for tool in allowed["tools"]])
+        tool_choice = allowed["mode"]
+    if tool_choice == "none":
         return ParsedToolChoice([])
-    if body.tool_choice is None or body.tool_choice == "auto":
+    if tool_choice is None or tool_choice == "auto":
         return ParsedToolChoice(tools)
     if not set(GRAMMAR_KINDS).isdisjoint(body.to_options()):
         message = "a tool that must be called fixes the format of the answer: leave out another"
         raise ApiError(400, message, "tool_choice")
-    return require_call(tools, body.tool_choice)
+    return require_call(tools, tool_choice)
+
+
+def select_tools(tools: Sequence[Tool], names: Sequence[str]) -> list[Tool]:
+    """Select tools by their names. Raises ApiError for a name that no tool has."""
+    functions = {tool["function"]["name"]: tool for tool in tools}
+    for name in names:
+        if name not in functions:
+            raise ApiError(400, f"tool_choice allows {name!r:.80}, which no tool is", "tool_choice")
+    return [functions[name] for name in dict.fromkeys(names)]
+
+
+def list_schemas(tools: Sequence[Tool]) -> dict[str, Fields]:
+    """Map each function's name to the JSON schema of its arguments."""
+    schemas: dict[str, Fields] = {}
+    for tool in tools:
+        function = tool["function"]
+        schemas[function["name"]] = function.get("parameters") or {"type": "object"}
+    return schemas
 
 
 def require_call(tools: Sequence[Tool], tool_choice: str | Tool) -> ParsedToolChoice:
@@ -173,13 +233,9 @@ def require_call(tools: Sequence[Tool], tool_choice: str | Tool) -> ParsedToolCh
     tool_choice: the tool to call, or "required" for any tool. Raises ApiError for a choice that names no tool.
     """
     # 1. Any tool.
-    schemas: dict[str, Fields] = {}
-    for tool in tools:
-        function = tool["function"]
-        schemas[function["name"]] = function.get("parameters") or {"type": "object"}
+    schemas = list_schemas(tools)
     if tool_choice == "required" and tools:
-        form = ToolFormat("", "", parse_calls, at_start=True)
-        return ParsedToolChoice(tools, form, _build_any_call_schema(schemas))
+        return ParsedToolChoice(tools, JSON_CALLS, _build_any_call_schema(schemas))
 
     # 2. The named tool.
     name = ""
@@ -191,11 +247,11 @@ def require_call(tools: Sequence[Tool], tool_choice: str | Tool) -> ParsedToolCh
             f"tool_choice is {tool_choice!r:.80}: take auto, none, required or a tool ({names})"
         )
         raise ApiError(400, message, "tool_choice")
-    form = ToolFormat("", "", partial(_parse_arguments, name), at_start=True)
+    form = ToolFormat("", "", ("",), partial(_parse_arguments, name), at_start=True)
     return ParsedToolChoice(tools, form, schemas[name])
 
 
-def _parse_arguments(name: str, text: str) -> list[ParsedToolCall]:
+def _parse_arguments(name: str, text: str, schemas: Schemas) -> list[ParsedToolCall]:
     """The call of the tool `name`, with the whole text as its arguments; [] for an empty text."""
     if not parse_json_values(text):
         return []

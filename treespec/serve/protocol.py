@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, final
 
-from treespec.engine.request import Piece
+from treespec.engine.request import Piece, TokenLogprob
 from treespec.text.strings import INCOMPLETE_CHARACTER, decode_after
 
 Fields = dict[str, Any]
@@ -23,8 +23,10 @@ class AnswerDelta:
     Attributes:
         index: index of the choice.
         text: new text; None if there is none.
+        thought: new text of the thought; None if there is none.
         tokens: new tokens with their log-probabilities; None unless the request asks for them.
         calls: tool calls.
+        first_call: number of the choice's earlier calls.
         end: finish reason; None before the end.
         begins: whether this is the first delta of the choice.
         offset: number of characters of the choice's earlier tokens.
@@ -33,8 +35,10 @@ class AnswerDelta:
 
     index: int
     text: str | None = None
+    thought: str | None = None
     tokens: list[Fields] | None = None
     calls: Sequence[Fields] = ()
+    first_call: int = 0
     end: str | None = None
     begins: bool = False
     offset: int = 0
@@ -50,27 +54,35 @@ class AnswerDelta:
 
 def build_chat_choice(delta: AnswerDelta, whole: bool) -> Fields:
     """Build the fields of a choice of /v1/chat/completions. whole: not streamed, so `delta` is the whole choice."""
-    message: Fields = {}
-    if whole or delta.begins:
-        message = {"role": "assistant", "refusal": None}
-    if delta.text is not None:
-        message["content"] = delta.text
-    if delta.calls and whole:
-        text = delta.text or ""
-        message["content"] = text.strip() or None
-        message["tool_calls"] = list(delta.calls)
-    elif delta.calls:
-        message["tool_calls"] = [{"index": i} | call for i, call in enumerate(delta.calls)]
     logprobs: Fields | None = None
     if delta.tokens is not None:
         logprobs = {"content": delta.tokens, "refusal": None}
     return {
         "index": delta.index,
-        "message" if whole else "delta": message,
+        "message" if whole else "delta": build_chat_message(delta, whole),
         "logprobs": logprobs,
         "finish_reason": delta.end,
         **delta.told_ids,
     }
+
+
+def build_chat_message(delta: AnswerDelta, whole: bool) -> Fields:
+    """Build the fields of a message, or of what a delta adds to it. whole: as for `build_chat_choice`."""
+    message: Fields = {}
+    if whole or delta.begins:
+        message = {"role": "assistant", "refusal": None}
+    if delta.text is not None:
+        message["content"] = delta.text
+    if delta.thought:
+        message["reasoning_content"] = delta.thought
+    if delta.calls and whole:
+        text = delta.text or ""
+        message["content"] = text.strip() or None
+        message["tool_calls"] = list(delta.calls)
+    elif delta.calls:
+        first = delta.first_call
+        message["tool_calls"] = [{"index": i} | call for i, call in enumerate(delta.calls, first)]
+    return message
 
 
 def build_text_choice(delta: AnswerDelta, whole: bool) -> Fields:
@@ -103,7 +115,11 @@ def build_text_logprobs(tokens: Sequence[Fields], offset: int) -> Fields:
     for token in tokens:
         logprobs["tokens"].append(token["token"])
         logprobs["token_logprobs"].append(token["logprob"])
-        tops = {top["token"]: top["logprob"] for top in token["top_logprobs"]}
+        tops: dict[str, float] | None = None
+        if token["top_logprobs"] is not None:  # the first token of a prompt has none
+            tops = {}
+            for top in token["top_logprobs"]:  # of tokens with the same text the likeliest is told
+                tops.setdefault(top["token"], top["logprob"])
         logprobs["top_logprobs"].append(tops)
         logprobs["text_offset"].append(offset)
         offset += len(token["token"])
@@ -115,6 +131,7 @@ def merge_deltas(deltas: Sequence[AnswerDelta]) -> AnswerDelta:
     return AnswerDelta(
         index=deltas[-1].index,
         text="".join(delta.text for delta in deltas if delta.text),
+        thought="".join(delta.thought for delta in deltas if delta.thought),
         tokens=concat_lists(delta.tokens for delta in deltas),
         calls=[call for delta in deltas for call in delta.calls],
         end=deltas[-1].end,
@@ -145,8 +162,15 @@ def format_logprobs(
     """
     if piece.logprobs is None:
         return None
+    return format_tokens(tokenizer, piece.logprobs, before, hidden)
+
+
+def format_tokens(
+    tokenizer: Any, logprobs: Sequence[TokenLogprob], before: int, hidden: frozenset[int]
+) -> list[Fields]:
+    """Format tokens with their log-probabilities. tokenizer, before, hidden: as for `format_logprobs`."""
     tokens: list[Fields] = []
-    for entry in piece.logprobs:
+    for entry in logprobs:
         if entry.token in hidden:
             continue
         fields = describe_token(tokenizer, before, entry.token, entry.logprob)
@@ -156,7 +180,7 @@ def format_logprobs(
     return tokens
 
 
-def describe_token(tokenizer: Any, before: int, token: int, logprob: float) -> Fields:
+def describe_token(tokenizer: Any, before: int | None, token: int, logprob: float) -> Fields:
     """Describe a token by its text after the token `before`, its log-probability, and its bytes.
 
     `bytes` is None for a token that holds only a part of a character.

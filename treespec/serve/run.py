@@ -15,6 +15,8 @@ from treespec.api.spec import Spec
 from treespec.serve.app import build_app
 from treespec.serve.options import ServeConfig
 from treespec.serve.state import State
+from treespec.serve.tool_forms import TOOL_FORMS, detect_tool_form
+from treespec.text.templates import get_template_source
 
 ARRIVAL_SECONDS = 30.0  # for headers and body of a request
 READING_SECONDS = 30.0  # after --timeout, for a client to read the end of its answer
@@ -168,6 +170,8 @@ def serve(spec: Spec, config: ServeConfig, listening: socket.socket) -> Served:
             host = f"[{host}]"
         url = f"http://{host}:{port}"
         print(f"{state.name} at {url}/v1, a page at {url}/ ({spec.drafting_sentence})", flush=True)
+        for warning in list_form_warnings(spec):
+            print(warning, file=sys.stderr)
         HttpServer(state).run([listening])
     finally:
         state.engine.close(finish=False)
@@ -176,6 +180,21 @@ def serve(spec: Spec, config: ServeConfig, listening: socket.socket) -> Served:
     tokens = read_count("treespec_completion_tokens_total") or 0
     cycles = read_count("treespec_cycles_total") or 0
     return Served(int(tokens), int(cycles))
+
+
+def list_form_warnings(spec: Spec) -> list[str]:
+    """List what clients should know of the chat template: that the form of its tool calls is unknown."""
+    tokenizer = spec.target.tokenizer
+    if tokenizer is None or spec.template is not None or not tokenizer.chat_template:
+        return []
+    probe = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    if detect_tool_form(get_template_source(tokenizer, None, probe)) is not None:
+        return []
+    families = ", ".join(form.family for form in TOOL_FORMS)
+    return [
+        "the chat template shows tools in a form that is not known: tool calls come back as text, unless "
+        f"a request's tool_choice demands one (known: {families})"
+    ]
 
 
 def build_uvicorn_config(state: State) -> uvicorn.Config:

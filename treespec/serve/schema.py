@@ -4,6 +4,7 @@ Null means that a field is absent. An unknown field, a wrong type or a wrong ran
 `RequestOptions` checks the values of `OPTION_FIELDS`; the schemas check all other fields.
 """
 
+import json
 from typing import (
     Annotated,
     Any,
@@ -29,7 +30,7 @@ OPTION_FIELDS = (  # fields with the same name and meaning as an option
 HARMLESS_FIELDS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prediction"}
 HARMLESS_FIELDS |= {"prompt_cache_key", "prompt_cache_retention"}
 # Fields that are accepted only with the value that this server has anyway.
-FULFILLED_FIELDS = {"modalities": ["text"], "verbosity": "medium", "best_of": 1, "suffix": ""}
+FULFILLED_FIELDS = {"modalities": ["text"], "best_of": 1, "suffix": ""}
 
 
 class Body(BaseModel):
@@ -65,6 +66,43 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
+class StructuredOutputs(Body):
+    """vLLM's name for the grammar of an answer: one of these fields."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    json_schema: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = Field(None, min_length=1)
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def to_options(self) -> dict[str, Any]:
+        """The keyword of `Spec.generate` that the one field sets. Raises ApiError for none or several."""
+        options: dict[str, Any] = {}
+        count = 0
+        for name in ("json_schema", "regex", "grammar"):
+            value = getattr(self, name)
+            if value is not None:
+                options[name] = value
+                count += 1
+        if self.choice is not None:
+            options["grammar"] = "start: " + " | ".join(map(write_lark_string, self.choice))
+            count += 1
+        if self.json_object:
+            options["json_schema"] = {"type": "object"}
+            count += 1
+        if count != 1:
+            message = "give one of json, regex, choice, grammar and json_object"
+            raise ApiError(400, message, "structured_outputs")
+        return options
+
+
+def write_lark_string(text: str) -> str:
+    """Write a text as a string of a Lark grammar."""
+    return json.dumps(text, ensure_ascii=False)
+
+
 class Sampled(StrictBody):
     """The fields of chat and text completions, in addition to `OPTION_FIELDS`.
 
@@ -76,7 +114,8 @@ class Sampled(StrictBody):
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
     n: int | None = Field(None, ge=1)
-    seed: int | None = Field(None, ge=0, lt=1 << 63)
+    seed: int | None = Field(None, ge=-1, lt=1 << 63)
+    structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     top_k: int | None = Field(None, ge=-1)
@@ -88,7 +127,27 @@ class Sampled(StrictBody):
         options = {name: extra[name] for name in OPTION_FIELDS if extra.get(name) is not None}
         if self.top_k is not None:
             options["top_k"] = max(self.top_k, 0)  # -1 is off in vLLM, 0 in treespec
+        if self.structured_outputs is not None:
+            structured = self.structured_outputs.to_options()
+            if not structured.keys().isdisjoint(options):
+                message = "structured_outputs and another field fix the answer: leave one out"
+                raise ApiError(400, message, "structured_outputs")
+            options |= structured
         return options
+
+    @property
+    def sample_count(self) -> int:
+        """The number of answers to each prompt."""
+        if self.n is None:
+            return 1
+        return self.n
+
+    @property
+    def first_seed(self) -> int | None:
+        """The seed of the first answer; None for random seeds, which vLLM writes as -1."""
+        if self.seed == -1:
+            return None
+        return self.seed
 
 
 class Function(TypedDict):
@@ -113,6 +172,8 @@ def parse_content(content: object) -> Any:
 
     Raises: ValueError.
     """
+    if isinstance(content, list):
+        content = [read_refusal(part) for part in content]
     if not has_pictures([{"content": content}]):
         return join_text_parts(content)
     parts = list[dict[str, Any]]()
@@ -128,12 +189,20 @@ def parse_content(content: object) -> Any:
     return parts
 
 
+def read_refusal(part: object) -> object:
+    """A part of a message's content; that of a refusal as text."""
+    if isinstance(part, dict) and part.get("type") == "refusal":
+        return {"type": "text", "text": part.get("refusal")}
+    return part
+
+
 class Message(TypedDict):
     """A message. Further fields, such as `reasoning_content`, are passed to the template."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: NotRequired[Annotated[Any, AfterValidator(parse_content)] | None]
     tool_calls: NotRequired[list[ToolCall] | None]
+    function_call: NotRequired[Function | None]  # OpenAI's name before `tool_calls`
 
 
 class ToolFunction(TypedDict):
@@ -148,6 +217,33 @@ class Tool(TypedDict):
 
     type: Literal["function"]
     function: ToolFunction
+
+
+class NamedFunction(TypedDict):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(TypedDict):
+    """A tool by its name."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedToolNames(TypedDict):
+    """The tools that may be called. mode: whether one must be."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class AllowedTools(TypedDict):
+    """A choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedToolNames
 
 
 class JsonSchema(Body):
@@ -182,10 +278,24 @@ class ChatRequest(Sampled):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["auto", "none", "required"] | Tool | None = None
+    tool_choice: Literal["auto", "none", "required"] | AllowedTools | Tool | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None  # changes no token
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     store: bool | None = None  # with --log-completions
+
+    @property
+    def template_variables(self) -> dict[str, Any] | None:
+        """The variables of the chat template. Without effort, templates of all families are told not to think."""
+        variables: dict[str, Any] = {}
+        if self.reasoning_effort == "none":
+            variables = {"enable_thinking": False, "thinking": False}
+        elif self.reasoning_effort is not None:
+            variables = {"reasoning_effort": self.reasoning_effort}
+        if self.chat_template_kwargs is not None:
+            variables |= self.chat_template_kwargs
+        return variables or None
 
     def to_options(self) -> dict[str, Any]:
         """The keywords of `Spec.generate` that the request sets. Raises ApiError."""
@@ -195,13 +305,17 @@ class ChatRequest(Sampled):
         if self.logprobs:
             options |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
         schema = self.response_format and self.response_format.schema_of_answer
+        if schema is not None and self.structured_outputs is not None:
+            message = "response_format and structured_outputs fix the answer: leave one out"
+            raise ApiError(400, message, "structured_outputs")
         return options if schema is None else options | {"json_schema": schema}
 
 
 class CompletionRequest(Sampled):
     """The body of /v1/completions. prompt: text, token ids, or a list of either."""
 
-    prompt: str | list[str] | list[int] | list[list[int]] = Field(min_length=1)
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = Field(None, ge=0)
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
 

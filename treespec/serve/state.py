@@ -149,6 +149,12 @@ class State:
         seconds = self.config.timeout
         return ApiError(504, f"the answer took longer than this server's limit of {seconds:g} s")
 
+    def build_length_error(self, problem: str, param: str | None) -> ApiError:
+        """Build the 400 for a prompt beyond the context, in OpenAI's words, which clients look for."""
+        context = self.spec.target.context_length
+        message = f"This model's maximum context length is {context} tokens. However, {problem}"
+        return ApiError(400, message, param, "context_length_exceeded")
+
     def check_tokens(self, tokens: int, param: str) -> int:
         """Return the number of tokens. Raises ApiError if it exceeds this server's --max-tokens."""
         if tokens > self.config.max_tokens:
@@ -162,8 +168,8 @@ class State:
         if self.config.max_prompt is not None:
             limit = min(limit, self.config.max_prompt)
         if len(ids) > limit:
-            message = f"the prompt has {len(ids)} tokens, this server takes {limit}: shorten it"
-            raise ApiError(400, message, param, "context_length_exceeded")
+            problem = f"the prompt has {len(ids)} tokens, and this server takes {limit}: shorten it"
+            raise self.build_length_error(problem, param)
 
 
 def get_state(request: Request) -> State:

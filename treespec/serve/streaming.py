@@ -15,7 +15,8 @@ from treespec.files.distribution import find_version
 from treespec.serve.answers import Answers
 from treespec.serve.errors import to_api_error
 from treespec.serve.protocol import AnswerDelta, Fields, format_logprobs, merge_deltas
-from treespec.serve.tools import ToolCallParser
+from treespec.serve.thoughts import ThoughtFormat
+from treespec.serve.tools import AnswerParser, Parts
 
 
 @final
@@ -29,7 +30,9 @@ class ReplyFormat:
         chunk_name: value of the field `object` in a chunk of a stream.
         id_prefix: first part of a response's id.
         openings: for each prompt, the text of the first delta of its choices; None sends no such delta.
-        build_parser: builds the tool-call parser of one choice.
+        build_parser: builds the parser of one choice from the token ids of its prompt.
+        thoughts: the format of thoughts, after which a grammar begins. Default: None, there are none.
+        prompt_tokens: described tokens of each prompt, which its opening tells. Default: None, none.
     """
 
     build_choice: Callable[[AnswerDelta, bool], Fields]
@@ -37,7 +40,9 @@ class ReplyFormat:
     chunk_name: str
     id_prefix: str
     openings: Sequence[str | None]
-    build_parser: Callable[[], ToolCallParser]
+    build_parser: Callable[[Sequence[int]], AnswerParser]
+    thoughts: ThoughtFormat | None = None
+    prompt_tokens: Sequence[list[Fields]] | None = None
 
 
 @final
@@ -47,32 +52,34 @@ class ChoiceStream:
 
     Attributes:
         index: index of the choice.
-        parser: splits the text into shown text and tool calls.
+        parser: splits the text into thoughts, shown text and tool calls.
         tokenizer: decodes tokens for their log-probabilities; None if the target has none.
         hidden_tokens: ids of tokens that are no part of the text, such as the end-of-sequence token.
         return_token_ids: whether deltas hold token ids.
         previous_token: id of the token before the next piece.
         offset: number of characters of the tokens so far.
+        call_count: number of tool calls so far.
     """
 
     index: int
-    parser: ToolCallParser
+    parser: AnswerParser
     tokenizer: Any
     hidden_tokens: frozenset[int]
     return_token_ids: bool
     previous_token: int
     offset: int = 0
+    call_count: int = 0
 
     def add_piece(self, piece: Piece) -> AnswerDelta | None:
         """Convert a piece to a delta; None if there is nothing to show yet."""
-        text = self.parser.show(piece)
+        parts = self.parser.add(piece)
         tokens = format_logprobs(self.tokenizer, piece, self.previous_token, self.hidden_tokens)
         ids = None
         if self.return_token_ids:
             ids = piece.token_ids
         delta = None
-        if text or tokens or ids:
-            delta = AnswerDelta(self.index, text, tokens, offset=self.offset, ids=ids)
+        if parts or tokens or ids:
+            delta = self._build_delta(parts, parts.text, tokens, ids)
         self.previous_token = piece.token_ids[-1]
         for token in tokens or []:
             self.offset += len(token["token"])
@@ -84,17 +91,38 @@ class ChoiceStream:
         truncated: whether a token limit ended the answer.
         """
         deltas = []
-        text, calls = self.parser.finish()
-        if text or calls:
-            fields = [call.fields for call in calls]
-            deltas.append(AnswerDelta(self.index, text or None, calls=fields))
+        parts = self.parser.finish()
+        if parts:
+            deltas.append(self._build_delta(parts, parts.text or None))
         reason = "stop"
-        if calls:
+        if self.call_count:
             reason = "tool_calls"
         elif truncated:
             reason = "length"
         deltas.append(AnswerDelta(self.index, end=reason))
         return deltas
+
+    def _build_delta(
+        self,
+        parts: Parts,
+        text: str | None,
+        tokens: list[Fields] | None = None,
+        ids: list[int] | None = None,
+    ) -> AnswerDelta:
+        """Build the delta of parts. text: theirs, or None for a delta without the field."""
+        calls = [call.to_fields(self.parser.id_pattern) for call in parts.calls]
+        delta = AnswerDelta(
+            self.index,
+            text,
+            thought=parts.thought,
+            tokens=tokens,
+            calls=calls,
+            first_call=self.call_count,
+            offset=self.offset,
+            ids=ids,
+        )
+        self.call_count += len(calls)
+        return delta
 
 
 @final
@@ -160,7 +188,12 @@ class Reply:
             choices.append(self._open_choice(index, prompt_index))
             opening = self.format.openings[prompt_index]
             if opening is not None:
-                yield AnswerDelta(index, opening, begins=True)
+                tokens = None
+                if self.format.prompt_tokens is not None:
+                    tokens = self.format.prompt_tokens[prompt_index]
+                for token in tokens or []:
+                    choices[index].offset += len(token["token"])
+                yield AnswerDelta(index, opening, tokens=tokens, begins=True)
 
         # 2. Yield the pieces, and the end of each choice.
         async for arrival in self.answers:
@@ -180,7 +213,7 @@ class Reply:
         """Build the stream of a choice. prompt_index: index of the prompt that it answers."""
         return ChoiceStream(
             index,
-            self.format.build_parser(),
+            self.format.build_parser(self.answers.prompts[prompt_index]),
             self.answers.state.spec.target.tokenizer,
             self.hidden_tokens,
             self.return_token_ids,
@@ -237,5 +270,8 @@ def stream_events(chunks: AsyncIterator[Fields | None]) -> StreamingResponse:
 
 
 def format_event(fields: Fields) -> bytes:
-    """Format a JSON object as a server-sent event."""
-    return b"data: " + json.dumps(fields, separators=(",", ":")).encode() + b"\n\n"
+    """Format a JSON object as a server-sent event; those of the Responses API have their type as its name."""
+    name = b""
+    if "sequence_number" in fields:
+        name = b"event: " + fields["type"].encode() + b"\n"
+    return name + b"data: " + json.dumps(fields, separators=(",", ":")).encode() + b"\n\n"

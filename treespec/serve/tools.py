@@ -1,227 +1,257 @@
-"""Parse tool calls in the text of an answer, in the format that the model's chat template shows.
+"""Split the pieces of an answer into thoughts, text and tool calls."""
 
-<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>     Hermes, Qwen, SmolLM
-[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}]              Mistral
-{"name": "f", "parameters": {"x": 1}}                           Llama 3
-"""
-
-import json
-import re
-import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, final
 
 from treespec.engine.request import Piece
+from treespec.serve.thoughts import ThoughtFormat, ThoughtSplitter
+from treespec.serve.tool_forms import ToolFormat
+from treespec.serve.tool_syntax import ParsedToolCall, Schemas
 from treespec.text.strings import count_suffix_overlap
+from treespec.text.templates import list_special_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-@dataclass(frozen=True)
-class ParsedToolCall:
-    """A tool call. arguments: a JSON text."""
-
-    name: str
-    arguments: str
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """The call in the fields of OpenAI's API, with a new id."""
-        function = {"name": self.name, "arguments": self.arguments}
-        return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+WINDOW_TOKENS = 16  # decoded before new tokens: by itself a token may lose its leading space
 
 
 @dataclass(frozen=True)
-class ToolFormat:
-    """How answers write tool calls.
+class AnswerForm:
+    """How a model writes thoughts and calls.
 
     Attributes:
-        mark: a template whose source holds this text uses this format.
-        opening: the text or special token at which calls begin.
-        parse: parses the text from `opening` on into calls; returns [] or raises ValueError if it holds none.
-        at_start: whether calls may begin only at the start of an answer.
+        tools: the format of calls; None takes them for text.
+        thoughts: the format of thoughts; None takes them for text.
+        schemas: the JSON schema of each tool's arguments, by its name.
+        most: maximum number of calls to return; None: all.
     """
 
-    mark: str
-    opening: str
-    parse: Callable[[str], list[ParsedToolCall]]
-    at_start: bool = False
+    tools: ToolFormat | None = None
+    thoughts: ThoughtFormat | None = None
+    schemas: Schemas = field(default_factory=dict)
+    most: int | None = None
+
+    @property
+    def tokens(self) -> set[str]:
+        """The special tokens of both formats."""
+        tokens = set[str]()
+        for form in (self.tools, self.thoughts):
+            if form is not None:
+                tokens.update(form.tokens)
+        return tokens
 
 
-def parse_json_values(text: str) -> list[Any]:
-    """Parse JSON values that are separated by whitespace, commas or semicolons; lists are flattened.
+@dataclass(frozen=True)
+class Parts:
+    """What an answer goes on with. All may be empty."""
 
-    Raises: ValueError if any other text is between them.
-    """
-    decoder = json.JSONDecoder()
-    values = []
-    while text := text.lstrip(" \t\r\n,;"):
-        value, end = decoder.raw_decode(text)
-        if isinstance(value, list):
-            values += value
-        else:
-            values.append(value)
-        text = text[end:]
-    return values
+    text: str = ""
+    thought: str = ""
+    calls: Sequence[ParsedToolCall] = ()
 
-
-def _read_tool_call(value: Any) -> ParsedToolCall:
-    """Convert a value such as {"name": …, "arguments": …} to a call. Raises ValueError for any other value."""
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        raise ValueError("no call")
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, dict):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    if not isinstance(arguments, str):
-        raise ValueError("no call")
-    return ParsedToolCall(value["name"], arguments)
-
-
-def _parse_hermes(text: str) -> list[ParsedToolCall]:
-    """Parse calls such as <tool_call>{"name": …, …}</tool_call>."""
-    calls = []
-    for body in re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL):
-        for value in parse_json_values(body):
-            calls.append(_read_tool_call(value))
-    return calls
-
-
-def _parse_mistral(text: str) -> list[ParsedToolCall]:
-    """Parse calls such as [TOOL_CALLS][{"name": …, …}] or [TOOL_CALLS]name[ARGS]{…}."""
-    calls = []
-    for part in text.split("[TOOL_CALLS]")[1:]:
-        name, separator, arguments = part.partition("[ARGS]")
-        if separator:
-            for value in parse_json_values(arguments):
-                calls.append(_read_tool_call({"name": name.strip(), "arguments": value}))
-        else:
-            for value in parse_json_values(part):
-                calls.append(_read_tool_call(value))
-    return calls
-
-
-def parse_calls(text: str) -> list[ParsedToolCall]:
-    """Parse a text that holds only calls, written as JSON."""
-    text = text.strip().removeprefix("<|python_tag|>")
-    return [_read_tool_call(value) for value in parse_json_values(text)]
-
-
-TOOL_FORMS = (
-    ToolFormat("<tool_call>", "<tool_call>", _parse_hermes),
-    ToolFormat("[TOOL_CALLS]", "[TOOL_CALLS]", _parse_mistral),
-    ToolFormat('"parameters"', "{", parse_calls, at_start=True),
-)
-
-
-def detect_tool_form(source: str) -> ToolFormat | None:
-    """Detect the tool format of a template from its source; None if it is unknown.
-
-    For a template that cannot show tools the server writes them in Hermes' format.
-    """
-    if not has_place(source):
-        return TOOL_FORMS[0]
-    for form in TOOL_FORMS:
-        if form.mark in source:
-            return form
-    return None
-
-
-def has_place(source: str) -> bool:
-    """Whether a template's source can show tools."""
-    return re.search(r"\btools\b", source) is not None
+    def __bool__(self) -> bool:
+        return bool(self.text or self.thought or self.calls)
 
 
 @final
-class ToolCallParser:
-    """Splits the pieces of an answer into text to show and tool calls.
-
-    Text from the opening on is held back until the answer ends, when it is parsed. Five pieces in Hermes' format:
-
-        piece   Hi   " <to"   ol_call>   {"name": …}   </tool_call>
-        shown   Hi   " "      -          -             -              then one call
+class MarkedText:
+    """Puts the special tokens of a format back into the text of pieces, from which they are left out.
 
     Args:
-        form: the format of calls; None shows all text.
-        tokenizer: decodes the tokens; None shows all text.
-        most: maximum number of calls to return. Default: None, all.
+        tokenizer: decodes the tokens; None takes the text as it is.
+        tokens: the texts of the special tokens.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase | None", tokens: set[str]) -> None:
+        self.tokenizer = tokenizer
+        self.marks: dict[int, str] = {}
+        if tokenizer and tokens:
+            for token, token_id in list_special_tokens(tokenizer).items():
+                if token in tokens:
+                    self.marks[token_id] = token
+        self.before: list[int] = []  # last tokens without marks
+        self.lag = 0  # characters of tokens so far that no piece has brought yet
+
+    def add(self, piece: Piece) -> str:
+        """The text of a piece with its special tokens."""
+        if not self.marks:
+            return piece.text
+        text = ""
+        rest = piece.text
+        run: list[int] = []
+        for token in piece.token_ids:
+            if token not in self.marks:
+                run.append(token)
+                continue
+            size = self._measure(run) + self.lag
+            self.lag = max(size - len(rest), 0)
+            text += rest[:size] + self.marks[token]
+            rest = rest[size:]
+            run = []
+        self.lag = max(self._measure(run) + self.lag - len(rest), 0)
+        return text + rest
+
+    def _measure(self, tokens: list[int]) -> int:
+        """Count the characters that tokens add to the text."""
+        assert self.tokenizer
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        sizes = []
+        for ids in (self.before, self.before + tokens):
+            sizes.append(len(str(self.tokenizer.decode(ids, **options))))
+        self.before = (self.before + tokens)[-WINDOW_TOKENS:]
+        return sizes[1] - sizes[0]
+
+
+@final
+class ToolCallSplitter:
+    """Splits a stream of text into text to show and bursts of calls, each parsed as soon as it has ended.
+
+    Five texts in Hermes' format:
+
+        added   Hi   " <to"   ol_call>   {"name": …}   </tool_call>
+        shown   Hi   " "      -          -             one call
+
+    A burst that holds no call is shown as text once the answer has ended.
+    """
+
+    def __init__(self, form: AnswerForm) -> None:
+        self.tools = form.tools
+        self.schemas = form.schemas
+        self.most = form.most
+        self.held = ""
+        self.opened = False
+        self.searched = 0  # characters of the held text without an end of a burst
+        self.count = 0  # calls so far
+        self.after_call = False  # whether no text has followed the last call
+
+    def add(self, text: str, ended: bool = False) -> tuple[str, list[ParsedToolCall]]:
+        """Add text. Returns (text to show, calls). ended: whether the answer ends here."""
+        shown = ""
+        calls = list[ParsedToolCall]()
+        self.held += text
+        while self.held:
+            if not self.opened:
+                border = self._find_border(ended)
+                shown += self._show(border)
+            if not self.opened:
+                break
+            burst_calls = self._take_burst(ended)
+            if not burst_calls:
+                break
+            calls += burst_calls
+        if ended:
+            shown += self._show(len(self.held))
+        if self.most is not None:
+            calls = calls[: max(self.most - self.count, 0)]
+        self.count += len(calls)
+        return shown, calls
+
+    def _show(self, size: int) -> str:
+        """Take characters off the held text to show them; no whitespace directly after a call."""
+        text = self.held[:size]
+        self.held = self.held[size:]
+        if self.after_call:
+            text = text.lstrip()
+        if text:
+            self.after_call = False
+        return text
+
+    def _take_burst(self, ended: bool) -> list[ParsedToolCall]:
+        """Take a complete burst off the held text, and parse it; [] if there is none, or none that holds calls."""
+        assert self.tools
+        # 1. Try each end of a burst: a string within a call may hold that text, too.
+        ends = list[int]()
+        for closing in self.tools.closings:
+            start = self.held.find(closing, max(self.searched - len(closing), 0))
+            while start >= 0:
+                ends.append(start + len(closing))
+                start = self.held.find(closing, start + 1)
+        self.searched = len(self.held)
+        if ended and len(self.held) not in ends:
+            ends.append(len(self.held))
+
+        # 2. The first that parses.
+        for end in sorted(ends):
+            calls = self._parse(self.held[:end])
+            if calls:
+                self.held = self.held[end:]
+                self.opened = False
+                self.after_call = True
+                self.searched = 0
+                return calls
+        return []
+
+    def _parse(self, text: str) -> list[ParsedToolCall]:
+        """Parse a burst; [] for a text that holds no call."""
+        assert self.tools
+        try:
+            return self.tools.parse(text, self.schemas)
+        except (ValueError, RecursionError, LookupError):
+            return []
+
+    def _find_border(self, ended: bool) -> int:
+        """Count the held characters that may be shown: those before an opening, or before a possible start of one."""
+        # 1. If calls begin only at the start of an answer, decide by its first character.
+        if self.tools is None:
+            return len(self.held)
+        if self.tools.at_start:
+            answer_start = self.held.lstrip()
+            self.opened = answer_start.startswith(self.tools.openings)
+            if self.opened or not answer_start:
+                return 0
+            self.tools = None
+            return len(self.held)
+
+        # 2. Else an opening may be anywhere.
+        starts = []
+        for opening in self.tools.openings:
+            start = self.held.find(opening)
+            if start >= 0:
+                starts.append(start)
+        if starts:
+            self.opened = True
+            return min(starts)
+        overlaps = [count_suffix_overlap(self.held, opening) for opening in self.tools.openings]
+        if ended:
+            return len(self.held)
+        return len(self.held) - max(overlaps)
+
+
+@final
+class AnswerParser:
+    """Splits the pieces of one answer into thoughts, text and tool calls.
+
+    Args:
+        form: how the model writes them.
+        tokenizer: decodes the tokens; None takes the text as it is.
+        thinking: whether the prompt has opened a thought already.
     """
 
     def __init__(
         self,
-        form: ToolFormat | None,
+        form: AnswerForm,
         tokenizer: "PreTrainedTokenizerBase | None",
-        most: int | None = None,
+        thinking: bool = False,
     ) -> None:
-        self.form = form
-        self.tokenizer = tokenizer
-        self.most = most
-        self.opened = False
-        self.held = ""
-        self.shown = 0
-        self.tokens: list[int] = []
-        self.opening_id: int | None = None  # id of the opening, if that is a special token
-        if tokenizer and form:
-            self.opening_id = tokenizer.get_added_vocab().get(form.opening)
+        self.marked = MarkedText(tokenizer, form.tokens)
+        self.thoughts = ThoughtSplitter(form.thoughts, thinking)
+        self.tools = ToolCallSplitter(form)
+        self.id_pattern = ""
+        if form.tools is not None:
+            self.id_pattern = form.tools.id_pattern
 
-    def show(self, piece: Piece) -> str:
-        """Add a piece. Returns the text that may be shown now."""
-        self.tokens += piece.token_ids
-        self.held += piece.text
-        border = len(self.held)
-        if self.form:
-            border = self._find_border(self.form, piece)
-        text = self.held[:border]
-        self.held = self.held[border:]
-        self.shown += border
-        return text
+    def add(self, piece: Piece) -> Parts:
+        """Add a piece. Returns what may be shown now."""
+        return self._split(self.marked.add(piece), ended=False)
 
-    def finish(self) -> tuple[str, list[ParsedToolCall]]:
-        """End the answer. Returns (text that is still to be shown, calls)."""
-        # 1. Parse the calls.
-        if self.form is None or self.tokenizer is None or not self.opened:
-            return self.held, []
-        decode = partial(self.tokenizer.decode, clean_up_tokenization_spaces=False)
-        text = str(decode(self.tokens))
-        for special in self.tokenizer.all_special_tokens:
-            text = text.removesuffix(special)
-        if not self.form.at_start:
-            text = text[text.find(self.form.opening) :]
-        try:
-            calls = self.form.parse(text)[: self.most]
-        except (ValueError, RecursionError):
-            calls = []
+    def finish(self) -> Parts:
+        """End the answer. Returns what was held back."""
+        return self._split("", ended=True)
 
-        # 2. Show the rest of the text before them. Only the piece with a special opening token may have held some back.
-        if not calls:
-            return self.held, []
-        if self.opening_id not in self.tokens:
-            return "", calls
-        tokens_before = self.tokens[: self.tokens.index(self.opening_id)]
-        text = str(decode(tokens_before, skip_special_tokens=True))
-        return text[self.shown :], calls
-
-    def _find_border(self, form: ToolFormat, piece: Piece) -> int:
-        """Count the held characters that may be shown: those before the opening, or before a possible start of it."""
-        # 1. Show nothing once calls have begun.
-        if self.opened or self.opening_id in piece.token_ids:
-            self.opened = True
-            return 0
-
-        # 2. If calls begin only at the start of an answer, decide by its first character.
-        if form.at_start:
-            answer_start = self.held.lstrip()
-            self.opened = answer_start.startswith(form.opening)
-            if answer_start and not self.opened:
-                self.form = None
-                return len(self.held)
-            return 0
-
-        # 3. Else the opening may be anywhere.
-        opening_start = self.held.find(form.opening)
-        if opening_start >= 0:
-            self.opened = True
-            return opening_start
-        return len(self.held) - count_suffix_overlap(self.held, form.opening)
+    def _split(self, text: str, ended: bool) -> Parts:
+        """Split text. ended: whether the answer ends with it."""
+        thought, text = self.thoughts.add(text, ended)
+        text, calls = self.tools.add(text, ended)
+        return Parts(text, thought, calls)

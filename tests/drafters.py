@@ -304,11 +304,8 @@ def build_p_eagle(name="llama", **changes):
 
 def sharpen(head):
     """Weights far from 0, norms far from 1, so that a wrong mask or position shows."""
-    for parameter in filter(lambda parameter: parameter.requires_grad, head.parameters()):
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.25)
-        else:
-            parameter.data.add_(0.2 * torch.randn_like(parameter))
+    for part in filter(lambda part: part.requires_grad, head.parameters()):
+        part.data = 0.25 * torch.randn_like(part) + (part.data if part.ndim == 1 else 0)
     return head.eval()
 
 
@@ -371,7 +368,6 @@ def block_states_plainly(head, model, text, around=lambda name, x, compute: comp
 
 
 def draft_dflash_plainly(head, model, text):
-    """[D, V] the draft logits after a text, without a cache."""
     return model.compute_output_logits(block_states_plainly(head, model, text))
 
 

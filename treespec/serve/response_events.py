@@ -61,7 +61,7 @@ class ResponseEvents:
             "total_tokens": usage["total_tokens"],
             "treespec": usage["treespec"],
         }
-        return [*events, self._build_event(kind, response=dict(self.response))]
+        return events + [self._build_event(kind, response=dict(self.response))]
 
     def _add_text(self, kind: str, text: str) -> list[Fields]:
         """Add text to the item of this kind, which begins with it if there is none."""
@@ -104,7 +104,7 @@ class ResponseEvents:
         """End the item before, and begin another."""
         events = self._end_item()
         item_id = f"{ITEM_PREFIXES[kind]}_{uuid.uuid4().hex}"
-        self.item = {"type": kind, "id": item_id, "status": "in_progress", **fields}
+        self.item = {"type": kind, "id": item_id, "status": "in_progress"} | fields
         self.response["output"].append(self.item)
         place = self._place()
         index = place["output_index"]
@@ -112,7 +112,7 @@ class ResponseEvents:
         if "content" in shown:
             shown["content"] = []
         added = self._build_event("response.output_item.added", output_index=index, item=shown)
-        return [*events, added]
+        return events + [added]
 
     def _end_item(self) -> list[Fields]:
         """End the item that grows; [] if there is none."""
@@ -149,6 +149,6 @@ class ResponseEvents:
 
     def _build_event(self, kind: str, **fields: Any) -> Fields:
         """Build the next event."""
-        event = {"type": kind, "sequence_number": self.number, **fields}
+        event = {"type": kind, "sequence_number": self.number} | fields
         self.number += 1
         return event

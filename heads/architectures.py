@@ -26,6 +26,7 @@ class Architecture:
         kind: treespec's kind of head that reads it; "": treespec does not read it yet.
         reason: why treespec does not read it, and what to use instead.
         version: what was read to write the reader, and the day; "": before November 2026.
+        drafter: of what is no head, the drafter that takes its directory; "": it is a head.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Architecture:
     kind: str = ""
     reason: str = ""
     version: str = ""
+    drafter: str = ""
 
 
 IS_LANGUAGE_MODEL = "it is a language model of its own, no head"
@@ -108,9 +110,16 @@ KNOWN_ARCHITECTURES = (
     Architecture("UBTree", "", r"ubtree.*", reason="treespec was not compared with it"),
     Architecture(
         "EAGLE-4",
+        "NeMo AutoModel, TokenSpeed",
+        r"llamaforcausallmeagle4",
+        "eagle4",
+        version="NeMo AutoModel's documentation, nightly, 2026-11-29",
+    ),
+    Architecture(
+        "EAGLE-4 of other layouts",
         "",
         r".*eagle-?4(?!\d).*",
-        reason="treespec was not compared with it",
+        reason="treespec reads the layout that NeMo AutoModel documents, LlamaForCausalLMEagle4",
     ),
     Architecture(
         "Falcon",
@@ -122,13 +131,16 @@ KNOWN_ARCHITECTURES = (
         "PARD, PARD-2",
         "AMD, vLLM, speculators",
         r"pard.*",
-        reason=f"{IS_LANGUAGE_MODEL}: it drafts several tokens from mask tokens in one forward",
+        reason=f"{IS_LANGUAGE_MODEL}: name its directory with --drafter pard:DIR",
+        version="AMD-AIG-AIMA/PARD at 5dfe809, 2026-11-29; not PARD-2's projection of the target's states",
+        drafter="pard",
     ),
     Architecture(
         "Independent draft models of speculators",
         "speculators",
         r"independent",
         reason=f"{IS_LANGUAGE_MODEL}: name its directory with --drafter model:DIR",
+        drafter="model",
     ),
     Architecture(
         "MLP and LSTM speculators",
@@ -140,7 +152,15 @@ KNOWN_ARCHITECTURES = (
         "MTP",
         "speculators, vLLM, SGLang",
         r"mtp|fast_?mtp|.*mtp(draftmodel|model|speculator)?",
-        reason="it is a layer of the target's own checkpoint: --drafter mtp reads it there",
+        reason="it is a layer of the target: --drafter mtp reads it in the target's files, mtp:DIR in others",
+        version="speculators at c05b95b3, FastMTP at 5875b70, 2026-11-29",
+        drafter="mtp",
+    ),
+    Architecture(
+        "Gemma 4's assistant",
+        "Google, transformers, vLLM, SGLang",
+        r"gemma4(unified)?assistant.*",
+        reason="it has no keys and values of its own: it drafts on those of the target's last layers",
     ),
     Architecture(
         "Gumiho", "vLLM", r"gumiho.*", reason="it has serial layers before parallel heads"
@@ -158,7 +178,14 @@ KNOWN_ARCHITECTURES = (
         reason="it has a norm before its layer and one behind it",
     ),
     Architecture(
-        "EAGLE-1 and 3 with latent attention (MLA)",
+        "EAGLE-3 with latent attention (MLA)",
+        "vLLM, SGLang",
+        r"eagle3deepseekv[23]forcausallm",
+        "eagle3",
+        version="vLLM at 03590193, 2026-11-29",
+    ),
+    Architecture(
+        "EAGLE-1 and 3 with latent attention (MLA), other layouts",
         "ModelOpt, NeMo AutoModel, vLLM, SGLang",
         r"(eagle3?.*|.*eagle3?)(deepseek|kimi|mistrallarge3).*|(deepseek|kimi).*eagle3?.*",
         reason="it has attention over compressed keys and values",

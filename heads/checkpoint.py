@@ -28,6 +28,7 @@ from treespec.heads.folder import (
     read_head_config,
     strip_wrappers,
 )
+from treespec.heads.formats.fp8 import dequantize_head
 from treespec.heads.head import Config, Head, Tensors
 from treespec.heads.registry import HEAD_KINDS, detect_kind
 
@@ -61,7 +62,7 @@ def load_head(
     config = read_head_config(folder)
     tensors = read_head_tensors(folder)
     try:
-        tensors = strip_all_wrappers(tensors)
+        config, tensors = dequantize_head(config, strip_all_wrappers(tensors))
         kind = HEAD_KINDS[detect_kind(config, tensors)]
     except ValueError as error:
         raise InputError(f"{folder}: {error}") from error

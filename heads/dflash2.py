@@ -54,9 +54,8 @@ class BlockConvolution(nn.Module):
             raise ValueError(f"conv_group_size is {group}, must divide hidden_size, {width}")
         self.taps = taps
         self.groups = width // group
-        base = torch.zeros(2, taps, width)
-        base[:, 0] = 1.0
-        self.base_kernel = nn.Parameter(base)
+        self.base_kernel = nn.Parameter(torch.zeros(2, taps, width))
+        self.base_kernel.data[:, 0] = 1.0  # of a new head: the input itself
         self.kernel_projection = nn.Linear(width, 2 * taps * self.groups, bias=False)
 
     def enter(self, x: Tensor, blocks: BlockRows) -> Convolved:

@@ -39,12 +39,13 @@ class DominoHead(ConditionalBlockHead):
         if self.lm_head is not None:
             drafted = self.lm_head.out_features
         self.prefix_gru = nn.GRU(width, self.memory_size, bias=False, batch_first=True)
+        bias_layer = nn.Linear(self.latent_size, drafted, bias=False)
+        nn.init.zeros_(bias_layer.weight)  # a new head drafts as DFlash
         self.embed_proj = nn.Sequential(
             nn.Linear(width + self.memory_size, self.latent_size, bias=False),
             nn.SiLU(),
-            nn.Linear(self.latent_size, drafted, bias=False),
+            bias_layer,
         )
-        nn.init.zeros_(self.embed_proj[2].weight)  # a new head drafts as DFlash
 
     @classmethod
     def build_config(cls, target: TargetFacts, levels: int = 7, **fields: Any) -> Config:

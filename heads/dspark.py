@@ -89,7 +89,7 @@ class DSparkHead(ConditionalBlockHead):
         # 1. Read the config.
         super().__init__(config)
         rank = read_count(config, "markov_rank", least=0)
-        markov_type = config.get("markov_head_type") or MARKOV_TYPES[0]
+        markov_type = config.get("markov_head_type", MARKOV_TYPES[0])
         if markov_type not in MARKOV_TYPES:
             kinds = ", ".join(map(repr, MARKOV_TYPES))
             raise ValueError(f"markov_head_type is {markov_type!r}, must be one of {kinds}")

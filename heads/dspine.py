@@ -49,8 +49,8 @@ class Injection(nn.Module):
         self.receiver_gate = nn.Linear(rank, message, bias=False)
         self.predecessor_gate = nn.Linear(rank, message, bias=False)
         self.bias = nn.Parameter(torch.zeros(message))
-        for write in self.writes:
-            nn.init.zeros_(write.weight)  # a new head drafts as DFlash
+        for write in self.writes.parameters():
+            nn.init.zeros_(write)  # a new head drafts as DFlash
 
     def read(self, hidden: Tensor, layer: int) -> Tensor:
         """Read the features [..., r] of rows [..., H] behind a layer."""

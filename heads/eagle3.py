@@ -15,6 +15,7 @@ Five tokens:
     and returns   b2   b3   b4                 for d, e and the token after e
 """
 
+import copy
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, cast
 
@@ -23,7 +24,15 @@ from torch import Tensor, nn
 
 from treespec.heads.eagle import FeatureHead
 from treespec.heads.head import Config, TargetFacts
-from treespec.heads.layers import Attend, Eagle3Layer, Layer, RMSNorm, list_layer_windows
+from treespec.heads.latent import LatentAttention, read_latent_sizes
+from treespec.heads.layers import (
+    Attend,
+    Eagle3Layer,
+    Layer,
+    RMSNorm,
+    Rotary,
+    list_layer_windows,
+)
 
 AUX_LAYERS = 3
 
@@ -43,6 +52,7 @@ class Eagle3Head(FeatureHead):
       `sliding_window` positions, its own included.
     - `qkv_bias`, `norm_before_residual` (false if absent): options of the first layer.
     - `qk_norm` (false if absent): all layers are Qwen3's.
+    - `kv_lora_rank` and the further sizes of `LatentSizes`: the only layer has a latent attention.
     - EAGLE-3.1's norms (false if absent). `norm_before_fc`: one norm over all aux hidden states together, before
       `fc`. `fc_norm`: a norm for each aux hidden state. `norm_output`: the next step's feature is the state
       after the last norm, not the one before it. The logits come from the normed state in both cases.
@@ -81,12 +91,31 @@ class Eagle3Head(FeatureHead):
             qk_norm=qk_norm,
             window=windows[0],
         )
+        self.use_latent_attention(windows)
         self.layers = nn.ModuleDict()
         for number, window in enumerate(windows[1:], start=1):
             self.layers[str(number)] = Layer(self.llama, qk_norm=qk_norm, window=window)
         self.norm = RMSNorm(width, eps=self.llama.rms_norm_eps)
         if config.get("own_output", True):
             self.draft_first(drafted)
+
+    def use_latent_attention(self, windows: Sequence[int | None]) -> None:
+        """Give the layer a latent attention, if the config has `kv_lora_rank`, and its rotary angles.
+
+        windows: of each layer. Raises ValueError for a second layer, and as `read_latent_sizes`.
+        """
+        sizes = read_latent_sizes(self.config)
+        if sizes is None:
+            return
+        if len(windows) > 1:
+            raise ValueError(
+                "num_hidden_layers is more than 1: with latent attention one layer is read"
+            )
+        attention = LatentAttention(self.llama, 2 * self.hidden_size, sizes, windows[0])
+        self.midlayer.self_attn = attention
+        rotated = copy.deepcopy(self.llama)
+        rotated.head_dim = sizes.qk_rope_head_dim
+        self.rotary = Rotary(rotated)
 
     def add_fusion_norms(self, count: int, width: int) -> None:
         """Add the norms before `fc`: one over all aux hidden states together, one for each, or none.

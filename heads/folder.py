@@ -183,15 +183,13 @@ def count_dspark_levels(config: Config, names: Collection[str]) -> int:
 
     A file that does not say whether the last token's row drafts is taken to say yes; its reader looks closer.
     """
-    nested = config.get("dflash_config") or {}
-    from_anchor = config.get("sample_from_anchor", nested.get("sample_from_anchor"))
-    if from_anchor is None:
-        from_anchor = True
+    nested = config.get("dflash_config", {})
+    from_anchor = config.get("sample_from_anchor", nested.get("sample_from_anchor", True))
     return count_dflash_levels(config | {"sample_from_anchor": from_anchor}, names)
 
 
 def count_domino_levels(config: Config, names: Collection[str]) -> int:
     """Count the levels that a Domino head drafts, as `count_dflash_levels`."""
-    nested = config.get("dflash_config") or {}
+    nested = config.get("dflash_config", {})
     shifted = nested.get("shift_label", config.get("shift_label"))
     return count_dflash_levels({"sample_from_anchor": shifted} | config, names)

@@ -131,6 +131,11 @@ class Head(nn.Module, ABC):
             return []
         return [self.lm_head]
 
+    @property
+    def token_layers(self) -> list[nn.Linear]:
+        """The layers with a row for each draft token, by default the output layers: `restrict` keeps some rows."""
+        return self.output_layers
+
     @classmethod
     @abstractmethod
     def build_config(cls, target: TargetFacts, **fields: Any) -> Config:
@@ -249,7 +254,7 @@ class Head(nn.Module, ABC):
         if drafted is not None:
             rows = torch.isin(drafted, tokens).nonzero().squeeze(1)
             kept_tokens = drafted[rows]
-        for layer in self.output_layers:
+        for layer in self.token_layers:
             layer.out_features = len(rows)
             for name, value in list(layer.named_parameters()):
                 part = value.detach()[rows.to(value.device)]

@@ -52,7 +52,12 @@ MTP_LAYOUTS = (
         "layers.0.",
     ),
     MtpLayout(
-        "MiMo",
+        "speculators",
+        "mtp_layers.0.",
+        "token_layernorm hidden_layernorm input_proj final_layernorm",
+    ),
+    MtpLayout(
+        "MiMo and FastMTP",
         "model.mtp_layers.0.",
         "token_layernorm hidden_layernorm input_proj final_layernorm",
         embedding_first=False,
@@ -66,12 +71,15 @@ TARGET_COPY_PATTERN = re.compile(r"\.(embed_tokens|shared_head\.head)\.")
 LANGUAGE_MODEL_PREFIX = "language_model."  # prefix in multimodal models
 
 
-def find_mtp_layer(names: Collection[str], layers: int) -> tuple[MtpLayout, Mapping[str, str]]:
+def find_mtp_layer(
+    names: Collection[str], layers: int, holder: str = "the target"
+) -> tuple[MtpLayout, Mapping[str, str]]:
     """Find the first MTP layer of a checkpoint: its layout, and a map of treespec's tensor names to the file's.
 
     Args:
         names: the names of the checkpoint's tensors.
         layers: L, the number of the target's decoder layers, without MTP layers.
+        holder: the name of what holds the tensors, for messages.
 
     Raises:
         InputError: for a checkpoint without MTP layers, and for an unknown layout.
@@ -93,6 +101,6 @@ def find_mtp_layer(names: Collection[str], layers: int) -> tuple[MtpLayout, Mapp
             f"of {KNOWN_MTP_MODELS}"
         )
     raise InputError(
-        f"--drafter mtp: the target holds no MTP layer: no tensor such as model.layers.{layers}.eh_proj.weight, "
+        f"--drafter mtp: {holder} holds no MTP layer: no tensor such as model.layers.{layers}.eh_proj.weight, "
         "mtp.fc.weight or model.mtp_layers.0.input_proj.weight"
     )

@@ -145,6 +145,13 @@ HEAD_KINDS: dict[str, HeadKind] = {
         ),
         excludes="model_type=eagle$",
     ),
+    "eagle4": HeadKind(
+        head="treespec.heads.eagle4:Eagle4Head",
+        read=f"{FORMATS_PACKAGE}.eagle4:read_eagle4",
+        summary="EAGLE-3.1 with a window, and logits for candidates",
+        source="EAGLE-4, as NeMo AutoModel documents it",
+        marks=r"architectures=.*eagle-?4(?!\d)|tensor efficient_lm_head\.",
+    ),
     "medusa": HeadKind(
         head="treespec.heads.medusa:MedusaHead",
         read=f"{FORMATS_PACKAGE}.depths:read_medusa",

@@ -46,6 +46,7 @@ from treespec.draft.lookup.suffix import Suffix
 from treespec.draft.lookup.suffix_cache import SuffixCaches
 from treespec.draft.models.model import ModelProposer, OtherVocabulary
 from treespec.draft.models.other_vocabulary import SharedVocabulary
+from treespec.draft.models.pard import PardProposer
 from treespec.draft.registry import RestOptions, SuffixOptions
 from treespec.draft.source import DraftSource, load_source
 from treespec.draft.spec import DrafterSpec
@@ -139,13 +140,16 @@ def suffix_cache() -> OneHotDrafter:
     return OneHotDrafter(Suffix(chosen, SuffixCaches(chosen.tokens)))
 
 
+FEW_CANDIDATES = {"candidate_head": {"rank": 2, "num_candidates": 2}, "sliding_window": 4}
 DRAFTERS: dict[str, Callable[[Target], Any]] = {
     "none": lambda target: None,
     "eagle": lambda target: random_head(target, seed=2),
     "eagle, half the tokens": half,
     "eagle3": lambda target: random_eagle3(target, seed=2, drafted=torch.tensor([0, 1, 3])),
+    "eagle4": lambda target: random_eagle3(target, seed=2, kind="eagle4", **FEW_CANDIDATES),
     **{kind: lambda target, kind=kind: trained(kind, target) for kind in HEAD_KINDS if not kind.startswith("eagle")},
     "model": lambda target: ModelProposer(near(2), target),
+    "pard": lambda target: PardProposer(layered("llama", None), target, 2, 2),
     "other vocabulary": other_words,
     "recurrent": lambda target: ModelProposer(Target(random_model(target.config, seed=3)), target),
     "self": lambda target: source_of("self", target),
@@ -285,40 +289,26 @@ def extrapolate(head, text, features, path=()):
 BLOCK_TEXT = torch.tensor([7, 3, 9, 12, 5, 40, 8, 21, 33])
 
 
-def build_dflash(name="llama", **changes):
-    torch.manual_seed(0)
-    head = build_new_head("dflash", target(name), block_size=5, num_hidden_layers=2, own_output=False)
-    head = type(head)(head.config | changes)
-    head.embed_tokens = None
-    return sharpen(head)
-
-
-def build_conditional(kind, name="llama", **changes):
-    """A block head whose levels read the tokens above. changes: of its config."""
+def build_dflash(name="llama", kind="dflash", **changes):
     torch.manual_seed(0)
     sizes = {"block_size": 5, "num_hidden_layers": 2, "own_output": False}
     head = build_new_head(kind, target(name), **sizes | changes)
     head.embed_tokens = None
-    for parameter in sharpen(head).parameters():
-        if parameter.ndim == 1:
-            parameter.data.add_(0.2 * torch.randn_like(parameter))
-    return head
+    return sharpen(head)
 
 
 def build_p_eagle(name="llama", **changes):
     torch.manual_seed(0)
-    head = build_new_head("p-eagle", target(name), levels=4)
-    embedding = head.embed_tokens
-    head = type(head)(head.config | changes)
-    head.embed_tokens = embedding
-    return sharpen(head)
+    return sharpen(build_new_head("p-eagle", target(name), **{"levels": 4} | changes))
 
 
 def sharpen(head):
-    """Weights far from 0, so that a wrong mask or position shows."""
-    for parameter in head.parameters():
-        if parameter.requires_grad and parameter.ndim > 1:
+    """Weights far from 0, norms far from 1, so that a wrong mask or position shows."""
+    for parameter in filter(lambda parameter: parameter.requires_grad, head.parameters()):
+        if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.25)
+        else:
+            parameter.data.add_(0.2 * torch.randn_like(parameter))
     return head.eval()
 
 
@@ -371,8 +361,8 @@ def block_states_plainly(head, model, text, around=lambda name, x, compute: comp
         if head.windows[number]:
             seen = seen & (places > places[n:, None] - head.windows[number])
 
-        def attend(rows, layer=layer, seen=seen):
-            return attend_plainly(layer.self_attn, rows, torch.cat([context, rows]), places, seen, head.rotary)
+        def attend(rows, attention=layer.self_attn, seen=seen):
+            return attend_plainly(attention, rows, torch.cat([context, rows]), places, seen, head.rotary)
 
         x = x + around(f"layers.{number}.attention", layer.input_layernorm(x), attend)
         x = x + around(f"layers.{number}.mlp", layer.post_attention_layernorm(x), layer.mlp)

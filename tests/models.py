@@ -154,10 +154,10 @@ def random_head(target, seed=0) -> EagleHead:
     return build_new_head("eagle", target).eval()
 
 
-def random_eagle3(target, seed=0, drafted=None) -> Eagle3Head:
+def random_eagle3(target, seed=0, drafted=None, kind="eagle3", **fields) -> Eagle3Head:
     """drafted: [Vd] the tokens that it drafts, None is all."""
     torch.manual_seed(seed)
-    head = build_new_head("eagle3", target).eval()
+    head = build_new_head(kind, target, **fields).eval()
     nn.init.normal_(head.lm_head.weight)
     if drafted is not None:
         restrict(head, target, drafted)

@@ -2,25 +2,20 @@
 
 import pytest
 import torch
-from commands import complains
 from drafters import (
     BLOCK_TEXT,
     DRAFT_PATHS,
     block_states_plainly,
-    build_conditional,
+    build_dflash,
     draft_paths,
     list_token_paths,
 )
-from head_files import QWEN3_CONFIG, SPECULATORS_DFLASH, Z_LAB, write_head
 from models import close, draft_tree, seeded, target
 
 from treespec.api.spec import Spec
 from treespec.draft.drafter import Frontier
 from treespec.draft.heads.block import ConditionalProposer
-from treespec.draft.heads.loading import load_trained_head
 from treespec.draft.vocabulary import restrict
-from treespec.heads.checkpoint import load_head, save_head
-from treespec.heads.registry import HEAD_KINDS, detect_kind
 from treespec.sampling.probs import SamplingParams
 
 MARKOV = "markov_head."
@@ -50,6 +45,11 @@ def bias_plainly(tensors, states, logits, tokens):
 def dspark_plainly(head, model, text, tokens):
     states = block_states_plainly(head, model, text)
     return bias_plainly(head.state_dict(), states, model.compute_output_logits(states), tokens)
+
+
+def rankless_plainly(head, model, text, tokens):
+    """DeepSpec's DFlash heads: the architecture of DSpark, and no Markov head."""
+    return model.compute_output_logits(block_states_plainly(head, model, text))[: len(tokens)]
 
 
 def domino_plainly(head, model, text, tokens):
@@ -141,6 +141,7 @@ def dspine_plainly(head, model, text, tokens):
 
 
 RANK = {"markov_rank": 3}
+DSPARK = RANK | {"enable_confidence_head": True, "confidence_head_with_markov": True}
 DOMINO = {"gru_hidden_dim": 6, "emb_dim": 5, "pure_draft_prefix_len": 1}
 DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 3, "selector_top_k": 9}
 DSPINE = {"transfer_rank": 6, "message_size": 5, "top_k": 9}
@@ -150,6 +151,7 @@ HEADS = {  # kind, fields of its config, the plain reading
     "dspark after the anchor": ("dspark", RANK | {"sample_from_anchor": False}, dspark_plainly),
     "dspark, gated": ("dspark", RANK | {"markov_head_type": "gated"}, dspark_plainly),
     "dspark, rnn": ("dspark", RANK | {"markov_head_type": "rnn"}, dspark_plainly),
+    "dspark of rank 0": ("dspark", {"markov_rank": 0}, rankless_plainly),
     "domino": ("domino", DOMINO, domino_plainly),
     "domino after the anchor": (
         "domino",
@@ -177,14 +179,14 @@ def draft_plainly(name, head, model, text, path):
 def test_each_nodes_children_come_from_its_own_path(name):
     """A tree below a text that was observed in two parts; siblings and cousins differ."""
     kind, changes, _ = HEADS[name]
-    head = build_conditional(kind, **changes)
+    head = build_dflash(kind=kind, **changes)
     model = target("llama")
     features = model.compute_features(BLOCK_TEXT[None, :-1], head.aux_layers)[0]
     drafted = draft_paths(ConditionalProposer(head, model), model, BLOCK_TEXT[1:], features)
     for logits, path in zip(drafted, DRAFT_PATHS, strict=True):
         close(logits, draft_plainly(name, head, model, BLOCK_TEXT, path)[-1], 2e-4, 1e-4)
-    cousins = [DRAFT_PATHS.index((5, 8)), DRAFT_PATHS.index((7, 9))]
-    assert not torch.equal(drafted[cousins[0]], drafted[cousins[1]])
+    cousins = [drafted[DRAFT_PATHS.index(path)] for path in ((5, 8), (7, 9))]
+    assert torch.equal(*cousins) is (name == "dspark of rank 0")
 
 
 @torch.no_grad()
@@ -192,7 +194,7 @@ def test_each_nodes_children_come_from_its_own_path(name):
 def test_the_verifier_divides_by_the_conditional_that_was_drawn_from(name):
     """At temperature 1 the q of each node is that of its own path, at every node of a sampled tree."""
     kind, changes, _ = HEADS[name]
-    head = build_conditional(kind, **changes)
+    head = build_dflash(kind=kind, **changes)
     model = target("llama")
     drafter = Spec(model, head, "2x2", "rrs-wo").decoder.drafter
     drafter.observe([model.compute_features(BLOCK_TEXT[None, :-1], head.aux_layers)[0]], [BLOCK_TEXT])
@@ -208,7 +210,7 @@ def test_the_verifier_divides_by_the_conditional_that_was_drawn_from(name):
 @pytest.mark.parametrize("name", HEADS)
 def test_training_reads_the_tokens_of_the_text_as_a_draft_there_does(name):
     kind, changes, _ = HEADS[name]
-    head = build_conditional(kind, **changes)
+    head = build_dflash(kind=kind, **changes)
     model = target("llama")
     rows = len(BLOCK_TEXT) - 2
     counts = torch.ones(1, rows, dtype=torch.bool)
@@ -224,7 +226,7 @@ def test_training_reads_the_tokens_of_the_text_as_a_draft_there_does(name):
 
 @torch.no_grad()
 def test_two_texts_of_a_batch_draft_as_alone():
-    head = build_conditional("dspark", **RANK | {"markov_head_type": "rnn"})
+    head = build_dflash(kind="dspark", **RANK | {"markov_head_type": "rnn"})
     model = target("llama")
     texts = [BLOCK_TEXT, torch.tensor([4, 44, 2])]
     proposer = ConditionalProposer(head, model)
@@ -239,84 +241,10 @@ def test_two_texts_of_a_batch_draft_as_alone():
     assert last[1].shape == (0, 64)
 
 
-def own_output(rows=64):
-    """An output layer, and tokens of its rows: in another order than ascending, if there are few."""
-    torch.manual_seed(5)
-    tensors = {"lm_head.weight": torch.randn(rows, 32)}
-    if rows < 64:
-        tokens = torch.randperm(64)[:rows]
-        tensors["d2t"] = tokens - torch.arange(rows)
-        tensors["t2d"] = torch.zeros(64, dtype=torch.bool).index_fill(0, tokens, True)
-    return tensors
-
-
-CONFIDENT = {"enable_confidence_head": True, "confidence_head_with_markov": True}
-DSPARK = RANK | CONFIDENT | {"markov_head_type": "vanilla"}
-DEEPSPEC = {name: value for name, value in Z_LAB.items() if name != "dflash_config"} | DSPARK
-DEEPSPEC |= {"architectures": ["Qwen3DSparkModel"], "mask_token_id": 63, "num_anchors": 512}
-DEEPSPEC |= {"target_layer_ids": [-1, 0, 1], "tie_word_embeddings": False}
-NESTED = Z_LAB["dflash_config"] | DSPARK | {"projector_type": "dspark", "confidence_head_alpha": 1.0}
-SPECFORGE = Z_LAB | {"architectures": ["DSparkDraftModel"], "dflash_config": NESTED | {"attention_mode": "gqa"}}
-DRAFTED = {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5}]}
-SPECULATORS = SPECULATORS_DFLASH | DSPARK | {"speculators_model_type": "dspark", "architectures": ["DSparkSpeculator"]}
-AFTER = {"sample_from_anchor": False}
-FILES = {  # config.json, further tensors, fields of the head that it is built from, what is before some names
-    "DeepSpec": (DEEPSPEC, own_output(), {}, ""),
-    "DeepSpec, gated": (DEEPSPEC | {"markov_head_type": "gated"}, own_output(), {"markov_head_type": "gated"}, ""),
-    "DeepSpec, rnn": (DEEPSPEC | {"markov_head_type": "rnn"}, own_output(), {"markov_head_type": "rnn"}, ""),
-    "SpecForge": (SPECFORGE, {}, {}, ""),
-    "SpecForge, early": (SPECFORGE, {}, {}, "logit_head."),
-    "speculators": (SPECULATORS | {"sample_from_anchor": True}, own_output(), {}, ""),
-    "speculators, few tokens": (
-        SPECULATORS | AFTER | {"draft_vocab_size": 20},
-        own_output(20),
-        AFTER | {"draft_vocab_size": 20, "own_output": True},
-        "",
-    ),
-    "speculators, by its number of drafts": (SPECULATORS | {"speculators_config": DRAFTED}, own_output(), {}, ""),
-}
-
-
-def drafted_tokens(tensors):
-    if "d2t" in tensors:
-        return tensors["d2t"] + torch.arange(len(tensors["d2t"]))
-    return torch.arange(64)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", FILES)
-def test_a_projects_directory_drafts_as_its_documentation_says(name, tmp_path):
-    config, more, changes, before = FILES[name]
-    head = build_conditional("dspark", **DSPARK | changes)
-    tensors = {**dict(head.state_dict()), **more}
-    inside = ("markov_head", "confidence_head")
-    stored = {before * key.startswith(inside) + key: value for key, value in tensors.items()}
-    folder = write_head(tmp_path / "head", config, stored)
-    model = target("llama")
-    loaded = load_trained_head(str(folder), model)
-    assert detect_kind(config, stored) == loaded.kind == "dspark"
-    assert HEAD_KINDS["dspark"].levels(config, stored) == loaded.max_depth
-
-    states = block_states_plainly(head, model, BLOCK_TEXT)
-    logits = model.compute_output_logits(states)
-    if more:
-        logits = states @ more["lm_head.weight"].T
-    features = model.compute_features(BLOCK_TEXT[None, :-1], loaded.aux_layers)[0]
-    order = drafted_tokens(tensors).argsort()
-    tokens = drafted_tokens(tensors)[order].tolist()
-    save_head(loaded, tmp_path / "again")
-    for read in (loaded, load_head(tmp_path / "again")):
-        drafted = draft_paths(ConditionalProposer(read, model), model, BLOCK_TEXT[1:], features)
-        for row, path in zip(drafted, DRAFT_PATHS, strict=True):
-            texts = [int(BLOCK_TEXT[-1]), *(tokens[token] for token in path)]
-            close(row, bias_plainly(tensors, states, logits, texts)[-1][order], 2e-4, 1e-4)
-        assert read.confidence_head is not None
-
-
 @torch.no_grad()
 def test_the_confidence_head_reads_the_state_and_the_token_above():
     for reads_token in (True, False):
-        head = build_conditional("dspark", **DSPARK | {"confidence_head_with_markov": reads_token})
+        head = build_dflash(kind="dspark", **DSPARK | {"confidence_head_with_markov": reads_token})
         tensors = head.state_dict()
         state = torch.randn(32)
         features = state
@@ -327,23 +255,9 @@ def test_the_confidence_head_reads_the_state_and_the_token_above():
 
 
 @torch.no_grad()
-def test_a_head_without_a_markov_head_drafts_as_dflash(tmp_path):
-    """DeepSpec's DFlash heads: its architecture, rank 0, and the last token's row drafts."""
-    head = build_conditional("dspark", markov_rank=0)
-    config = DEEPSPEC | {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": None}
-    loaded = load_trained_head(str(write_head(tmp_path / "head", config, head.state_dict())), target("llama"))
-    model = target("llama")
-    features = model.compute_features(BLOCK_TEXT[None, :-1], loaded.aux_layers)[0]
-    drafted = draft_paths(ConditionalProposer(loaded, model), model, BLOCK_TEXT[1:], features)
-    expected = model.compute_output_logits(block_states_plainly(head, model, BLOCK_TEXT))
-    for row, path in zip(drafted, DRAFT_PATHS, strict=True):
-        close(row, expected[len(path)], 2e-4, 1e-4)
-
-
-@torch.no_grad()
 def test_few_draft_tokens_and_another_padding_keep_the_rows_of_the_bias():
     model = target("llama")
-    head = build_conditional("dspark", **DSPARK)
+    head = build_dflash(kind="dspark", **DSPARK)
     features = model.compute_features(BLOCK_TEXT[None, :-1], head.aux_layers)[0]
     full = draft_paths(ConditionalProposer(head, model), model, BLOCK_TEXT[1:], features)
     head.fit_vocabulary(65)
@@ -358,165 +272,3 @@ def test_few_draft_tokens_and_another_padding_keep_the_rows_of_the_bias():
     close(few.begin(BLOCK_TEXT[-1:])[0][0], full[0][tokens], 1e-5)
     below = few.extend([Frontier(torch.tensor([3]), torch.tensor([0]))])
     close(below[0][0], full[DRAFT_PATHS.index((6,))][tokens], 1e-5)
-
-
-PUBLISHED_NAMES = {  # the projects' names of tensors that treespec names otherwise
-    "candidate_selector.predecessor_codebook.weight": "candidate_selector.predecessor_codebook",
-    "candidate_selector.successor_codebook.weight": "candidate_selector.successor_codebook",
-    "transfer_codes.weight": "transfer_codes",
-}
-IN_DFLASH = Z_LAB["dflash_config"]
-SHIFTED = {"projector_type": "domino", "shift_label": True}
-DOMINO_FILE = Z_LAB | {
-    "emb_dim": 5,
-    "architectures": ["DominoDraftModel"],
-    "dflash_config": IN_DFLASH | DOMINO | SHIFTED,
-}
-NOT_SHIFTED = IN_DFLASH | DOMINO | {"projector_type": "domino"}
-DFLASH2_FILE = Z_LAB | {"architectures": ["DFlash2DraftModel"], "dflash_config": IN_DFLASH | DFLASH2}
-OF_SPECULATORS = SPECULATORS_DFLASH | DFLASH2 | {"speculators_model_type": "dflash2"}
-OF_SPECULATORS |= {"architectures": ["DFlash2DraftModel"]}
-DSPINE_FILE = Z_LAB | {"architectures": ["DSpineDraftModel"], "dspine_config": DSPINE | {"ce_weight": 0.1}}
-OTHER_FILES = {  # kind, config.json, fields of the head that it is built from
-    "Domino of SpecForge": ("domino", DOMINO_FILE, DOMINO),
-    "Domino of SpecForge, exported": ("domino", DOMINO_FILE | {"architectures": ["DFlashDraftModel"]}, DOMINO),
-    "Domino of NeMo AutoModel": (
-        "domino",
-        Z_LAB | {"architectures": ["Qwen3DFlashDraftModel"], "dflash_config": NOT_SHIFTED},
-        DOMINO | {"sample_from_anchor": False},
-    ),
-    "DFlash 2 of z-lab": (
-        "dflash2",
-        DFLASH2_FILE | {"is_causal": False, "use_sliding_window": True} | WINDOWS,
-        DFLASH2 | WINDOWS | {"causal": [False, False]},
-    ),
-    "DFlash 2 of NeMo AutoModel": ("dflash2", DFLASH2_FILE | {"architectures": ["Qwen3DFlash2DraftModel"]}, DFLASH2),
-    "DFlash 2 of speculators": (
-        "dflash2",
-        OF_SPECULATORS | {"transformer_layer_config": QWEN3_CONFIG | WINDOWS, "sample_from_anchor": False},
-        DFLASH2 | WINDOWS | {"causal": [False, False]},
-    ),
-    "DSpine of SpecForge": ("dspine", DSPINE_FILE, DSPINE),
-}
-
-
-def by_published_names(kind, head):
-    tensors = {PUBLISHED_NAMES.get(name, name): value for name, value in head.state_dict().items()}
-    if kind == "dspine":
-        tensors["transfer_ready"] = torch.tensor(True)
-    return tensors
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", OTHER_FILES)
-def test_a_directory_drafts_as_the_head_that_it_was_built_from(name, tmp_path):
-    kind, config, changes = OTHER_FILES[name]
-    head = build_conditional(kind, **changes)
-    tensors = by_published_names(kind, head)
-    model = target("llama")
-    loaded = load_trained_head(str(write_head(tmp_path / "head", config, tensors)), model)
-    assert detect_kind(config, tensors) == loaded.kind == kind
-    assert HEAD_KINDS[kind].levels(config, tensors) == loaded.max_depth == head.max_depth
-    features = model.compute_features(BLOCK_TEXT[None, :-1], loaded.aux_layers)[0]
-    save_head(loaded, tmp_path / "again")
-    for read in (loaded, load_head(tmp_path / "again")):
-        drafted = draft_paths(ConditionalProposer(read, model), model, BLOCK_TEXT[1:], features)
-        for row, path in zip(drafted, DRAFT_PATHS, strict=True):
-            close(row, HEADS[kind][2](head, model, BLOCK_TEXT, [int(BLOCK_TEXT[-1]), *path])[-1], 2e-4, 1e-4)
-
-
-REFUSED = {  # config.json, the reason
-    "no word of the convention": (SPECULATORS, "sample_from_anchor is missing, block_size is 5"),
-    "an older file": (
-        SPECULATORS
-        | {"speculators_config": {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 4}]}},
-        "speculative_tokens is 4: files of before",
-    ),
-    "an unknown type": (DEEPSPEC | {"markov_head_type": "lstm"}, "markov_head_type is 'lstm', must be one of"),
-    "no rank": (DEEPSPEC | {"markov_rank": None}, "markov_rank is None"),
-    "a memory of an unknown beginning": (
-        SPECULATORS | {"markov_head_type": "rnn"} | AFTER,
-        "'rnn' and sample_from_anchor is false",
-    ),
-    "a confidence head of no rank": (DEEPSPEC | {"markov_rank": 0}, "confidence_head_with_markov is true"),
-    "two lists of layers": (
-        SPECFORGE | {"target_layer_ids": [0, 1, 2]},
-        r"target_layer_ids is \[0, 1, 2\], and dflash_config.target_layer_ids",
-    ),
-    "a field of tomorrow": (DEEPSPEC | {"markov_order": 2}, "markov_order is 2: treespec does not know"),
-    "a nested field of tomorrow": (
-        SPECFORGE | {"dflash_config": NESTED | {"markov_order": 2}},
-        "dflash_config.markov_order is 2",
-    ),
-    "another projector": (
-        DEEPSPEC | {"dflash_config": {"projector_type": "dflash"}},
-        "dflash_config.projector_type is 'dflash'",
-    ),
-    "layers of Gemma": (DEEPSPEC | {"architectures": ["Gemma4DSparkModel"]}, "is DSpark of other layers"),
-    "layers of another family": (
-        SPECULATORS | AFTER | {"transformer_layer_config": QWEN3_CONFIG | {"model_type": "gemma3_text"}},
-        "model_type 'gemma3_text'",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_dspark_file_that_asks_for_more_is_refused_by_its_field(name, tmp_path):
-    config, reason = REFUSED[name]
-    tensors = build_conditional("dspark", **DSPARK).state_dict()
-    with complains(reason):
-        load_head(write_head(tmp_path / "head", config, {**dict(tensors), **own_output()}))
-
-
-ASKING = {  # kind, config.json, the reason
-    "a conflict of two places": (
-        "domino",
-        DOMINO_FILE | {"emb_dim": 7},
-        "emb_dim is 7, and dflash_config.emb_dim is 5",
-    ),
-    "no width": (
-        "domino",
-        DOMINO_FILE | {"emb_dim": None, "dflash_config": NOT_SHIFTED | {"emb_dim": None}},
-        "emb_dim",
-    ),
-    "a cap on the logits": (
-        "dflash2",
-        DFLASH2_FILE | {"dflash_config": IN_DFLASH | DFLASH2 | {"final_logit_softcapping": 20.0}},
-        "dflash_config.final_logit_softcapping is 20.0: treespec does not cap",
-    ),
-    "a factor on the logits": (
-        "dflash2",
-        DFLASH2_FILE | {"dflash_config": IN_DFLASH | DFLASH2 | {"output_multiplier": 0.2}},
-        "output_multiplier is 0.2: treespec does not scale",
-    ),
-    "groups that do not fit": (
-        "dflash2",
-        DFLASH2_FILE | {"dflash_config": IN_DFLASH | DFLASH2 | {"conv_group_size": 7}},
-        "conv_group_size is 7, must divide hidden_size, 32",
-    ),
-    "no taps": ("dflash2", DFLASH2_FILE | {"dflash_config": IN_DFLASH}, "conv_kernel_size"),
-    "an anchor that drafts": ("dflash2", OF_SPECULATORS | {"sample_from_anchor": True}, "sample_from_anchor is True"),
-    "rows that see later ones": ("dspine", DSPINE_FILE | {"is_causal": False}, "is_causal is False"),
-    "a part of tomorrow": ("dspine", DSPINE_FILE | {"dspine_config": DSPINE | {"hops": 2}}, "dspine_config.hops is 2"),
-}
-
-
-@pytest.mark.parametrize("name", ASKING)
-def test_a_block_head_that_asks_for_more_is_refused_by_its_field(name, tmp_path):
-    kind, config, reason = ASKING[name]
-    sizes = {"domino": DOMINO, "dflash2": DFLASH2, "dspine": DSPINE}[kind]
-    tensors = by_published_names(kind, build_conditional(kind, **sizes))
-    with complains(reason):
-        load_head(write_head(tmp_path / "head", config, tensors))
-
-
-@pytest.mark.parametrize("ready, reason", [(None, "lacks transfer_codes"), (False, "transfer_ready is false")])
-def test_a_dspine_directory_without_its_codes_is_refused(ready, reason, tmp_path):
-    """Tencent's own directories have them in another file."""
-    tensors = by_published_names("dspine", build_conditional("dspine", **DSPINE))
-    if ready is None:
-        del tensors["transfer_codes"], tensors["transfer_ready"]
-    else:
-        tensors["transfer_ready"] = torch.tensor(ready)
-    with complains(reason):
-        load_head(write_head(tmp_path / "head", DSPINE_FILE, tensors))

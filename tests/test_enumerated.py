@@ -24,9 +24,9 @@ SURE = "block-optimal:threshold=0,extra=0"
 WIDE = [(name, "2x2") for name in ("topk", "rrs-wo", "traversal", "greedy", "spechub")]
 REPLACED = [(name, "2x1") for name in ("rrs", "kseq", "is-lp", SURE)]
 CHAINS = [(name, "chain:2") for name in ("single", "block", "rrs", "is-lp:s=2")]
-HEADS = ["eagle", "eagle, half the tokens", "eagle3", "medusa", "hydra", "hydra++", "dflash", "p-eagle"]
+HEADS = ["eagle", "eagle, half the tokens", "eagle3", "eagle4", "medusa", "hydra", "hydra++", "dflash", "p-eagle"]
 CONDITIONAL = ["dspark", "dflash2", "domino", "dspine"]  # levels of a block that depend on the tokens above
-MODELS = ["other vocabulary", "suffix+model"]
+MODELS = ["other vocabulary", "suffix+model", "pard"]
 UNSURE_CHAIN = "confident:depth=2,threshold=0.5,step=0.4,goal=0.6,threshold_memory=0"
 GROWN = [
     ("model", "topk", "auto:depth=2,topk=2"),

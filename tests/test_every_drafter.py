@@ -23,6 +23,7 @@ DRAFTERS = {
     **{kind: f"{kind}:{{home}}/{kind}" for kind in HEAD_KINDS},
     "head": "head:{home}/eagle3",
     "model": "model:{home}/small",
+    "pard": "pard:{home}/pard,tokens=5",
     "sparse": "sparse:window=8,snapkv=4",
     "suffix": "suffix:{home}/memory",
     "rest": "rest:{home}/store",
@@ -45,6 +46,7 @@ def home(tmp_path_factory):
     model.save_pretrained(folder)
     add_tensors(folder, mtp_tensors(model, "mimo"))
     save_model(home / "small", num_hidden_layers=1)
+    save_model(home / "pard", num_hidden_layers=1, pard_token=3)
     (home / "texts.txt").write_text(TEXT * 9)
     assert treespec(f"datastore build --target {folder} --data {home}/texts.txt --out {home}/store") == 0
     target = Target(AutoModelForCausalLM.from_pretrained(folder))

@@ -22,6 +22,7 @@ STEPS = 3
 SOME = torch.arange(1, 64, 2)  # a draft vocabulary, of which all texts are
 NEW_EAGLE3 = {"fc_norm": True, "norm_output": True, "qk_norm": True, "num_hidden_layers": 2}
 SPECULATORS = {"norm_before_fc": True, "norm_before_residual": True, "norm_output": True}
+LATENT = {"q_lora_rank": 6, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
 WINDOW = {"layer_types": ["sliding_attention"], "sliding_window": 4}
 # by name: the kind, fields of its config, and whether it drafts SOME alone
 VARIANTS: dict[str, tuple[str, dict, bool]] = {
@@ -30,6 +31,7 @@ VARIANTS: dict[str, tuple[str, dict, bool]] = {
     "eagle with biases": ("eagle", {"qkv_bias": True}, False),
     "EAGLE-3.1": ("eagle3", NEW_EAGLE3, True),
     "EAGLE-3 with biases": ("eagle3", {"qkv_bias": True}, False),
+    "EAGLE-3 with latent attention": ("eagle3", LATENT, True),
     "speculators' EAGLE-3": ("eagle3", SPECULATORS | WINDOW, True),
     "EAGLE-3, half of it rotated": ("eagle3", {"partial_rotary_factor": 0.5}, False),
     "DFlash from its anchor": ("dflash", {"sample_from_anchor": True, "own_output": False}, True),

@@ -7,13 +7,14 @@ import torch
 import transformers as hf
 from commands import complains
 from drafters import source_of
-from head_files import add_tensors, decoder_layer, mtp_names, mtp_tensors
+from head_files import add_tensors, decoder_layer, mtp_names, mtp_tensors, write_head
 from models import GROUPED, MODELS, close, ones, randn, random_model, tiny
 from safetensors.torch import load_file
+from training import change_json
 from transformers import AutoModelForCausalLM
 
 from treespec.draft.drafter import Frontier
-from treespec.draft.heads.mtp import dequantize_fp8, join_experts, load_mtp
+from treespec.draft.heads.mtp import join_experts, load_mtp
 from treespec.draft.spec import DrafterSpec
 from treespec.heads.mtp_layouts import find_mtp_layer
 from treespec.model.target import Target
@@ -201,10 +202,43 @@ def test_experts_of_a_tensor_each_are_joined():
     assert torch.equal(joined["mlp.experts.down_proj"], parts["down_proj"])
 
 
-def test_weights_in_fp8_are_multiplied_by_the_factors_of_their_blocks():
-    weight = randn(5, 6).to(torch.float8_e4m3fn)
-    scales = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float32)
-    read = dequantize_fp8({"a.weight": weight, "a.weight_scale_inv": scales}, 4)
-    expected = weight.float() * torch.tensor([[1, 1, 1, 1, 2, 2]] * 4 + [[3, 3, 3, 3, 4, 4]])
-    assert read.keys() == {"a.weight"}
-    assert torch.equal(read["a.weight"], expected)
+def test_a_finetuned_layer_of_speculators_drafts_from_its_own_directory(folders, tmp_path):
+    """The names are those of its converter; the target's own layer is not read."""
+    target = loaded(folders["qwen"])
+    tensors = load_file(folders["qwen"] / "model.safetensors")
+    renamed = {"mtp.fc.": "input_proj.", "mtp.norm.": "final_layernorm.", "mtp.layers.0.": ""}
+    renamed |= {"mtp.pre_fc_norm_hidden.": "hidden_layernorm.", "mtp.pre_fc_norm_embedding.": "token_layernorm."}
+    finetuned = {}
+    for name, value in tensors.items():
+        for start, other in renamed.items():
+            if name.startswith(start):
+                finetuned[f"mtp_layers.0.{other}{name.removeprefix(start)}"] = value
+    config = {"speculators_model_type": "mtp", "architectures": ["MTPDraftModel"], "num_nextn_predict_layers": 1}
+    layer = {"model_type": "qwen3_next", "rms_norm_eps": 1e-6}
+    folder = write_head(tmp_path / "layer", config | {"transformer_layer_config": layer}, finetuned)
+    spec = DrafterSpec.parse(f"mtp:{folder}")
+    spec.check(str(folders["qwen"]))
+    text = torch.tensor([7, 3, 9, 12, 5])
+    features = target.compute_features(text[None, :-1])[0]
+    logits = []
+    for drafter in (spec, MTP):
+        proposer = load_mtp(drafter, target)
+        proposer.observe([features], [text])
+        logits += proposer.begin(text[-1:])
+    assert torch.equal(*logits)
+
+    for changes, complaint in (
+        (
+            {"transformer_layer_config": layer | {"model_type": "qwen3"}},
+            "its model_type is 'qwen3', the target's 'qwen3_n",
+        ),
+        ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is more than 1"),
+        ({"speculators_model_type": "eagle3"}, "is a eagle3 head of speculators: name it as head:DIR"),
+    ):
+        change_json(folder, **config | changes)
+        with complains(complaint):
+            load_mtp(spec, target)
+    with complains("holds no MTP layer"):
+        DrafterSpec.parse(f"mtp:{write_head(tmp_path / 'none', config, {'a.weight': text})}").check(
+            str(folders["qwen"])
+        )

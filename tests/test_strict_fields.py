@@ -202,7 +202,7 @@ NAMED = {  # architectures as projects write them, in config.json: how the refus
     "Qwen3DSpineModel": "DSpine of other projects",
     "UBTreeDraftModel": "UBTree",
     "Eagle4LlamaForCausalLM": "EAGLE-4",
-    "LlamaForCausalLMEagle4": "EAGLE-4",
+    "Eagle4DeepseekV2ForCausalLM": "EAGLE-4",
     "PARDForCausalLM": "PARD, PARD-2",
     "FalconDraftModel": "Falcon",
     "MLPSpeculatorPreTrainedModel": "MLP and LSTM",
@@ -211,8 +211,9 @@ NAMED = {  # architectures as projects write them, in config.json: how the refus
     "LlamaEagleDraftModel": "EAGLE-1 of NeMo",
     "EagleLlama4ForCausalLM": "EAGLE-1 and 3 with layers of Llama 4",
     "LlamaForCausalLMEagle3Deep": "EAGLE-3 of several layers",
-    "Eagle3DeepseekV2ForCausalLM": "EAGLE-1 and 3 with",
+    "DeepseekV3Eagle3DraftModel": "EAGLE-1 and 3 with",
     "GumihoModel": "Gumiho",
+    "Gemma4AssistantForCausalLM": "Gemma 4's assistant",
     "DFlashLagunaForCausalLM": "DFlash of other layers",
 }
 
@@ -238,7 +239,7 @@ def test_the_page_has_a_row_for_every_architecture():
     page = (Path(__file__).parent.parent / "docs" / "formats.md").read_text()
     for row in KNOWN_ARCHITECTURES:
         line = next((line for line in page.splitlines() if line.startswith(f"| {row.name} |")), "")
-        assert ("known, not read" in line) is not bool(row.kind), row.name
+        assert ("known, not read" in line) is not bool(row.kind or row.drafter), row.name
     assert {row.kind for row in KNOWN_ARCHITECTURES if row.kind} == {*HEAD_KINDS} - {"hydra++"}
     assert find_architecture("Qwen3ForCausalLM") is find_architecture("GPT2LMHeadModel") is None
 
@@ -286,7 +287,7 @@ REFUSED = {  # what cannot be read rightly: config.json, tensors, the reason
     "quantised weights": (
         EAGLE3_CONFIG | {"quantization_config": {"quant_method": "fp8"}},
         EAGLE3_TENSORS,
-        "quantization_config is .*treespec reads heads in floats",
+        "quantization_config is .*treespec reads heads in floats and in fp8, and this",
     ),
     "no aux hidden states": (
         EAGLE3_CONFIG | {"eagle_config": {"use_aux_hidden_state": False}},

@@ -189,7 +189,11 @@ def list_architectures() -> str:
     """Make the table of draft heads' architectures, and of the kinds that they are loaded as."""
     rows = []
     for architecture in KNOWN_ARCHITECTURES:
-        read_as = f"`{architecture.kind}`" if architecture.kind else "known, not read yet"
+        read_as = "known, not read yet"
+        if architecture.kind:
+            read_as = f"`{architecture.kind}`"
+        elif architecture.drafter:
+            read_as = f"`--drafter {architecture.drafter}:DIR`"
         projects = architecture.projects or "–"
         rows.append([architecture.name, projects, read_as, architecture.version])
     return table(["architecture", "written or served by", "read as", "what was read"], rows)

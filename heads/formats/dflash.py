@@ -74,13 +74,7 @@ def read_block(
     nested: Config = config.get("dflash_config") or {}
     flat_config = read_rotary(as_qwen3(flatten_speculators(config)))
     flat_config.pop("dflash_config", None)
-    for name, value in fields.select_names(nested, (*NESTED_FIELDS, *nested_fields)).items():
-        outer = config.get(name)
-        if name in nested_fields and outer is not None and outer != value:
-            raise ValueError(
-                f"{name} is {outer!r}, and dflash_config.{name} is {value!r}: one head cannot be both"
-            )
-        flat_config[name] = value
+    flat_config |= move_nested_fields(config, nested, nested_fields)
     if flat_config.get("attention_bias"):
         raise ValueError("attention_bias is true: a part that treespec's head does not have")
 
@@ -110,6 +104,23 @@ def read_block(
         "model_type": DFLASH_KIND,
         "own_output": OUTPUT_TENSOR in tensors,
     }, tensors
+
+
+def move_nested_fields(config: Config, nested: Config, names: Collection[str]) -> Config:
+    """The fields of `dflash_config` that move to the top level.
+
+    Args:
+        config: config.json.
+        nested: its `dflash_config`.
+        names: of the fields besides DFlash's. Raises ValueError for one that differs between its two places.
+    """
+    for name, value in fields.select_names(nested, names).items():
+        outer = config.get(name)
+        if outer is not None and outer != value:
+            raise ValueError(
+                f"{name} is {outer!r}, and dflash_config.{name} is {value!r}: one head cannot be both"
+            )
+    return fields.select_names(nested, (*NESTED_FIELDS, *names))
 
 
 def derive_windows(flat_config: Config, config: Config, nested: Config) -> Config:

@@ -18,24 +18,25 @@ from treespec.heads.formats.dflash import read_block
 from treespec.heads.head import Config, Stored, Tensors
 from treespec.heads.registry import DFLASH2_KIND, SPECULATORS_KIND_FIELD
 
-PART_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-SELECTOR = "candidate_selector."
-PREDECESSORS = f"{SELECTOR}predecessor_codebook"
-SUCCESSORS = f"{SELECTOR}successor_codebook"
+DFLASH2_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+SELECTOR_PREFIX = "candidate_selector."
+PREDECESSOR_ROWS = f"{SELECTOR_PREFIX}predecessor_codebook"
+SUCCESSOR_ROWS = f"{SELECTOR_PREFIX}successor_codebook"
 # Factors and caps on what the target computes: the projects apply them to its output layer alone, without the target's.
-NEUTRAL = {
+NEUTRAL_FACTORS = {
     "output_multiplier": (1,),
     "input_embedding_scale": (1,),
     "final_logit_softcapping": (0,),
 }
 
-NESTED_TABLE = fields.DFLASH_CONFIG_TABLE.extend(used=PART_FIELDS, only=NEUTRAL)
+NESTED_DFLASH2_TABLE = fields.DFLASH_CONFIG_TABLE.extend(used=DFLASH2_FIELDS, only=NEUTRAL_FACTORS)
 DFLASH2_TABLE = fields.DFLASH_TABLE.extend(
-    used=PART_FIELDS, only=NEUTRAL, nested={"dflash_config": NESTED_TABLE}
+    used=DFLASH2_FIELDS, only=NEUTRAL_FACTORS, nested={"dflash_config": NESTED_DFLASH2_TABLE}
 )
 SPECULATORS_DFLASH2_TABLE = fields.SPECULATORS_DFLASH_TABLE.extend(
-    used=PART_FIELDS,
-    only=NEUTRAL | {"sample_from_anchor": (False,), SPECULATORS_KIND_FIELD: (DFLASH2_KIND,)},
+    used=DFLASH2_FIELDS,
+    only=NEUTRAL_FACTORS
+    | {"sample_from_anchor": (False,), SPECULATORS_KIND_FIELD: (DFLASH2_KIND,)},
 )
 
 
@@ -44,7 +45,7 @@ def read_dflash2(config: Config, tensors: Tensors) -> Stored:
     if SPECULATORS_KIND_FIELD in config:
         config = {"sliding_window_non_causal": True} | config
     renamed = dict(tensors)
-    for name in (PREDECESSORS, SUCCESSORS):
+    for name in (PREDECESSOR_ROWS, SUCCESSOR_ROWS):
         if name in renamed:
             renamed[f"{name}.weight"] = renamed.pop(name)
     flat_config, stored = read_block(
@@ -52,8 +53,8 @@ def read_dflash2(config: Config, tensors: Tensors) -> Stored:
         renamed,
         DFLASH2_TABLE,
         SPECULATORS_DFLASH2_TABLE,
-        nested_fields=PART_FIELDS,
-        token_rows=(f"{PREDECESSORS}.weight",),
-        drafted_rows=(f"{SUCCESSORS}.weight",),
+        nested_fields=DFLASH2_FIELDS,
+        token_rows=(f"{PREDECESSOR_ROWS}.weight",),
+        drafted_rows=(f"{SUCCESSOR_ROWS}.weight",),
     )
     return flat_config | {"model_type": DFLASH2_KIND}, stored

@@ -18,16 +18,16 @@ from treespec.heads.formats.dspark import FIRST_NAMES
 from treespec.heads.head import Config, Stored, Tensors
 from treespec.heads.registry import DOMINO_KIND
 
-SIZE_FIELDS = ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len")
+DOMINO_FIELDS = ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len")
 SHIFT_FIELD = "shift_label"
 
-NESTED_TABLE = fields.DFLASH_CONFIG_TABLE.extend(
-    used=(*SIZE_FIELDS, SHIFT_FIELD), only={"projector_type": ("domino",)}
+NESTED_DOMINO_TABLE = fields.DFLASH_CONFIG_TABLE.extend(
+    used=(*DOMINO_FIELDS, SHIFT_FIELD), only={"projector_type": ("domino",)}
 )
 DOMINO_TABLE = fields.DFLASH_TABLE.extend(
-    used=(*SIZE_FIELDS, SHIFT_FIELD),
+    used=(*DOMINO_FIELDS, SHIFT_FIELD),
     only={"projector_type": ("domino",)},
-    nested={"dflash_config": NESTED_TABLE},
+    nested={"dflash_config": NESTED_DOMINO_TABLE},
 )
 
 
@@ -39,7 +39,7 @@ def read_domino(config: Config, tensors: Tensors) -> Stored:
         plain,
         DOMINO_TABLE,
         DOMINO_TABLE,
-        nested_fields=(*SIZE_FIELDS, SHIFT_FIELD),
+        nested_fields=(*DOMINO_FIELDS, SHIFT_FIELD),
         drafted_rows=("embed_proj.2.weight",),
     )
     from_anchor = flat_config.pop(SHIFT_FIELD, flat_config.get("sample_from_anchor"))

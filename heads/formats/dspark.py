@@ -40,19 +40,19 @@ MARKOV_FIELDS = (
     "confidence_head_with_markov",
 )
 CONFIDENCE_WEIGHT = "confidence_head_alpha"  # of its loss
-LAYERS_FIELD = "target_layer_ids"
+DEEPSPEC_LAYERS_FIELD = "target_layer_ids"
 FIRST_NAMES = "logit_head."
 
-NESTED_TABLE = fields.DFLASH_CONFIG_TABLE.extend(
+NESTED_DSPARK_TABLE = fields.DFLASH_CONFIG_TABLE.extend(
     used=MARKOV_FIELDS,
     unused=(CONFIDENCE_WEIGHT,),
     only={"projector_type": ("dspark",), "attention_mode": ("gqa", "mha")},
 )
 DSPARK_TABLE = fields.DFLASH_TABLE.extend(
-    used=(*MARKOV_FIELDS, LAYERS_FIELD),
+    used=(*MARKOV_FIELDS, DEEPSPEC_LAYERS_FIELD),
     unused=(CONFIDENCE_WEIGHT,),
     only={"projector_type": ("dspark",)},
-    nested={"dflash_config": NESTED_TABLE},
+    nested={"dflash_config": NESTED_DSPARK_TABLE},
 )
 SPECULATORS_DSPARK_TABLE = fields.SPECULATORS_DFLASH_TABLE.extend(
     used=MARKOV_FIELDS,
@@ -83,17 +83,18 @@ def move_layers(config: Config) -> Config:
 
     Raises ValueError if both places name layers, and other ones.
     """
-    nested = config.get("dflash_config") or {}
-    ids = config.get(LAYERS_FIELD)
+    nested = config.get("dflash_config", {})
+    ids = config.get(DEEPSPEC_LAYERS_FIELD)
     if not ids or not isinstance(nested, dict):
         return config
-    if nested.get(LAYERS_FIELD, ids) != ids:
+    nested_ids = nested.get(DEEPSPEC_LAYERS_FIELD, ids)
+    if nested_ids != ids:
+        name = DEEPSPEC_LAYERS_FIELD
         raise ValueError(
-            f"{LAYERS_FIELD} is {ids}, and dflash_config.{LAYERS_FIELD} is {nested[LAYERS_FIELD]}: "
-            "one head cannot read both"
+            f"{name} is {ids}, and dflash_config.{name} is {nested_ids}: one head cannot read both"
         )
-    moved = fields.drop_names(config, (LAYERS_FIELD,))
-    return moved | {"dflash_config": nested | {LAYERS_FIELD: ids}}
+    moved = fields.drop_names(config, (DEEPSPEC_LAYERS_FIELD,))
+    return moved | {"dflash_config": nested | {DEEPSPEC_LAYERS_FIELD: ids}}
 
 
 def read_convention(config: Config) -> bool:
@@ -101,16 +102,20 @@ def read_convention(config: Config) -> bool:
 
     Raises ValueError for a file of speculators that does not say it, and whose number of drafts does not tell.
     """
-    nested = config.get("dflash_config") or {}
-    for place in (config, nested):
+    places = [config]
+    if config.get("dflash_config"):
+        places.append(config["dflash_config"])
+    for place in places:
         if place.get("sample_from_anchor") is not None:
             return bool(place["sample_from_anchor"])
     if SPECULATORS_KIND_FIELD not in config:
         return True
-    size = config.get("block_size") or 0
-    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    drafted = methods[0].get("speculative_tokens")
-    if drafted == size:
+    size = config.get("block_size")
+    drafted = None
+    served = config.get("speculators_config")
+    if served and served.get("proposal_methods"):
+        drafted = served["proposal_methods"][0].get("speculative_tokens")
+    if drafted is not None and drafted == size:
         return True
     raise ValueError(
         f"sample_from_anchor is missing, block_size is {size} and speculative_tokens is {drafted}: files of before "

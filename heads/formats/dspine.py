@@ -20,20 +20,20 @@ from treespec.heads.formats.dflash import read_block
 from treespec.heads.head import Config, Stored, Tensors
 from treespec.heads.registry import DSPINE_KIND
 
-PART_FIELDS = ("transfer_rank", "message_size", "top_k")
-DEFAULTS = {"transfer_rank": 1024, "message_size": 512, "top_k": 16}  # SpecForge's
-TRAINING_FIELDS = fields.split_names("""
+DSPINE_FIELDS = ("transfer_rank", "message_size", "top_k")
+DSPINE_DEFAULTS = {"transfer_rank": 1024, "message_size": 512, "top_k": 16}  # SpecForge's
+DSPINE_TRAINING_FIELDS = fields.split_names("""
     ce_weight alignment_weight alignment_warmup_steps replacement_layers replacement_probability
     replacement_hold_ratio replacement_end_ratio candidate_mass_threshold
     """)
-PART_FIELD = "dspine_config"
-CODES = "transfer_codes"
-READY = "transfer_ready"
+DSPINE_OBJECT = "dspine_config"
+CODES_TENSOR = "transfer_codes"
+READY_TENSOR = "transfer_ready"
 IS_CAUSAL = {"causal": (True,), "causal_head": (True,), "is_causal": (True,)}
 ANCHOR_DRAFTS_NOTHING = {"sample_from_anchor": (False,)}
 
 DSPINE_TABLE = fields.DFLASH_TABLE.extend(
-    used=PART_FIELDS,
+    used=DSPINE_FIELDS,
     only={
         "projector_type": ("dspine",),
         "is_causal": (True,),
@@ -44,7 +44,9 @@ DSPINE_TABLE = fields.DFLASH_TABLE.extend(
         "dflash_config": fields.DFLASH_CONFIG_TABLE.extend(
             only={"projector_type": ("dspine",)} | IS_CAUSAL | ANCHOR_DRAFTS_NOTHING
         ),
-        PART_FIELD: fields.FieldTable(used=frozenset(PART_FIELDS), unused=TRAINING_FIELDS),
+        DSPINE_OBJECT: fields.FieldTable(
+            used=frozenset(DSPINE_FIELDS), unused=DSPINE_TRAINING_FIELDS
+        ),
     },
 )
 
@@ -52,14 +54,16 @@ DSPINE_TABLE = fields.DFLASH_TABLE.extend(
 def read_dspine(config: Config, tensors: Tensors) -> Stored:
     """Read a DSpine head. Raises ValueError as `read_dflash`, and for codes that were not computed."""
     renamed = dict(tensors)
-    ready = renamed.pop(READY, None)
+    ready = renamed.pop(READY_TENSOR, None)
     if ready is not None and not bool(ready):
-        raise ValueError(f"{READY} is false: the codes of the tokens were not computed")
-    if CODES in renamed:
-        renamed[f"{CODES}.weight"] = renamed.pop(CODES)
+        raise ValueError(f"{READY_TENSOR} is false: the codes of the tokens were not computed")
+    if CODES_TENSOR in renamed:
+        renamed[f"{CODES_TENSOR}.weight"] = renamed.pop(CODES_TENSOR)
     flat_config, stored = read_block(
-        config, renamed, DSPINE_TABLE, DSPINE_TABLE, token_rows=(f"{CODES}.weight",)
+        config, renamed, DSPINE_TABLE, DSPINE_TABLE, token_rows=(f"{CODES_TENSOR}.weight",)
     )
-    part = flat_config.pop(PART_FIELD, None) or {}
-    sizes = DEFAULTS | fields.select_names(part, PART_FIELDS)
+    sizes = dict(DSPINE_DEFAULTS)
+    part = flat_config.pop(DSPINE_OBJECT, None)
+    if part:
+        sizes |= fields.select_names(part, DSPINE_FIELDS)
     return sizes | flat_config | {"model_type": DSPINE_KIND}, stored

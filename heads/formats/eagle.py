@@ -165,7 +165,7 @@ def flatten_eagle_config(config: Config) -> Config:
     Raises ValueError if `num_aux_hidden_states` is not the number of aux layers.
     """
     flat = fields.drop_names(config, ("eagle_config",))
-    inner = config.get("eagle_config") or {}
+    inner = fields.get_object(config, "eagle_config")
     for name, flag in NORM_FLAGS.items():
         if inner.get(name) or flat.get(name):
             flat[flag] = True

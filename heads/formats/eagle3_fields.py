@@ -22,6 +22,7 @@ PARTS_BY_ENGINE = {
     "fc_norm": ("sglang", "tensorrt-llm", "vllm", "speculators"),
     "norm_output": ("sglang", "tensorrt-llm", "vllm", "speculators"),
     "num_hidden_layers": ("sglang", "tensorrt-llm", "vllm", "speculators", "mlx"),
+    "kv_lora_rank": (),
 }
 
 
@@ -38,6 +39,8 @@ def check_parts(head: Eagle3Head, to: str) -> None:
     """Raises ValueError for a part of a head that the format `to` cannot describe."""
     for name in sorted(list_head_parts(head)):
         formats = PARTS_BY_ENGINE[name]
+        if not formats:
+            raise ValueError(f"its config.json has {name}, which no export writes")
         if to not in formats:
             format_names = f"{', '.join(formats[:-1])} and {formats[-1]}"
             raise ValueError(f"its config.json has {name}, which only {format_names} know")

@@ -20,7 +20,7 @@ UNKNOWN_FIELD = (
     "if its project says that it changes nothing, delete it from config.json"
 )
 FIELD_REASONS = {  # why treespec refuses fields of parts that its heads do not have
-    "quantization_config": "treespec reads heads in floats, not quantised ones",
+    "quantization_config": "treespec reads heads in floats and in fp8, and this file has no fp8 weight",
     "shift_label": "treespec's DFlash head has no shifted labels",
     "pure_draft_prefix_len": "treespec's DFlash head has no prefix of drafts",
     "attention_sink_bias": "treespec's attention has no sinks",
@@ -103,6 +103,14 @@ def as_object(value: object, path: str) -> Config:
     if not isinstance(value, dict):
         raise ValueError(f"{path} is {value!r}, must be an object")
     return value
+
+
+def get_object(config: Config, name: str) -> Config:
+    """The object in a field; an empty one if the field is missing, null or false."""
+    value = config.get(name)
+    if not value:
+        return {}
+    return as_object(value, name)
 
 
 def is_set(value: object) -> bool:
@@ -224,7 +232,17 @@ EAGLE3_BASE_TABLE = LLAMA_TABLE.extend(
     only={"is_causal": (True,), "bias": (False,)},
     nested={"eagle_config": EAGLE_CONFIG_TABLE},
 )
-EAGLE3_TABLE = EAGLE3_BASE_TABLE.extend(only={"parallel_drafting": (False,)})
+LATENT_FIELDS = split_names("q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim")
+EAGLE3_TABLE = EAGLE3_BASE_TABLE.extend(
+    used=LATENT_FIELDS,
+    unused=("first_k_dense_replace", "moe_layer_freq", "n_routed_experts", "n_shared_experts"),
+    only={"parallel_drafting": (False,), "rope_interleave": (True,)},
+)
+CANDIDATE_COUNT = "num_candidates"
+EAGLE4_TABLE = EAGLE3_TABLE.extend(
+    used=(CANDIDATE_COUNT,),
+    nested={"candidate_head": FieldTable(used=frozenset(("rank", CANDIDATE_COUNT)))},
+)
 PROPOSAL_TABLE = FieldTable(
     used=frozenset(("speculative_tokens",)),
     unused=split_names(

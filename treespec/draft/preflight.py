@@ -67,11 +67,19 @@ def check_model(spec: DrafterSpec, target: str) -> None:
 
 
 def check_mtp(spec: DrafterSpec, target: str) -> None:
-    """Check that a target's folder has MTP layers. A hub id passes; loading checks it. Raises InputError."""
+    """Check that the folder of a target, or the one that is named, has MTP layers.
+
+    A hub id passes; loading checks it. Raises InputError.
+    """
     layers = read_config_number(target, "num_hidden_layers")
+    holder = "the target"
     folder = Path(target).expanduser()
+    if spec.place:
+        check_there(spec.place, "directory of MTP layers")
+        holder = spec.place
+        folder = Path(spec.place).expanduser()
     if layers is not None and folder.is_dir():
-        find_mtp_layer(list_tensor_files(str(folder)), layers)
+        find_mtp_layer(list_tensor_files(str(folder)), layers, holder)
 
 
 def list_tensor_files(name: str, revision: str | None = None) -> dict[str, Path]:

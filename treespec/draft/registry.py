@@ -98,6 +98,11 @@ class RestOptions(DrafterOptions):
 
 
 @dataclass(frozen=True)
+class PardOptions(DrafterOptions):
+    tokens: int = option("K, levels that one forward drafts", 8, least=1, most=64)
+
+
+@dataclass(frozen=True)
 class SparseOptions(DrafterOptions):
     window: int = option("latest tokens that drafts see", 512, least=1, most=MAX_TEXT_TOKENS)
     sinks: int = option("first tokens that they see", 4, least=0, most=1024)
@@ -204,6 +209,17 @@ BUILTIN_DRAFTERS = (
         joins=True,
     ),
     DrafterKind(
+        "pard",
+        ("pard:MODEL",),
+        "treespec.draft.models.pard:load_pard",
+        "a language model trained to draft all levels in one forward, from mask tokens",
+        "PARD, An et al. 2025",
+        f"{CHECKS_MODULE}:check_model",
+        "must",
+        PardOptions,
+        at_once=True,
+    ),
+    DrafterKind(
         "sparse",
         ("sparse",),
         "treespec.draft.models.sparse:load_sparse",
@@ -223,11 +239,12 @@ BUILTIN_DRAFTERS = (
     ),
     DrafterKind(
         "mtp",
-        ("mtp",),
+        ("mtp", "mtp:DIR"),
         "treespec.draft.heads.mtp:load_mtp",
-        "the target's own MTP layers, from its checkpoint",
-        "DeepSeek-V3, 2412.19437",
+        "the target's own MTP layers, from its checkpoint or a directory of finetuned ones",
+        "DeepSeek-V3, 2412.19437; FastMTP, 2509.18362",
         f"{CHECKS_MODULE}:check_mtp",
+        "may",
     ),
 )
 

@@ -28,15 +28,18 @@ from treespec.draft.heads.eagle import EagleProposer
 from treespec.draft.preflight import list_tensor_files
 from treespec.draft.spec import DrafterSpec
 from treespec.errors import InputError, get_first_line
+from treespec.heads.architectures import SPECULATORS_TYPE
 from treespec.heads.checkpoint import check_shapes
+from treespec.heads.folder import find_head_folder, read_head_config
+from treespec.heads.formats.fp8 import dequantize_weights
+from treespec.heads.head import Config
 from treespec.heads.mtp_layouts import KNOWN_MTP_MODELS, find_mtp_layer
 from treespec.model.masks import to_additive_mask
 from treespec.model.target import Target
 
 EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
 EXPERT_PATTERN = re.compile(r"(.+\.experts\.)\d+\.down_proj\.weight")
-SCALE_SUFFIX = "_scale_inv"  # ends the name of an fp8 weight's factors, one for each of its blocks
-FP8_BLOCK = 128  # rows and columns of a block, in all published checkpoints
+FP8_BLOCK = (128, 128)  # rows and columns of a block, in all published checkpoints
 
 
 @final
@@ -84,13 +87,15 @@ class MtpProposer(EagleProposer):
     head: Any  # None
     head_step = None  # a step runs module by module: the layer is one of the target's class
 
-    def __init__(self, layer: MtpLayer, target: Target) -> None:
+    def __init__(self, layer: MtpLayer, target: Target, place: str = "") -> None:
+        """place: the directory of the layer; "": the target's."""
         super().__init__(layer, target)
         self.layer = layer
+        self.place = place
         self.head = None
 
     def new(self) -> Self:
-        return type(self)(self.layer, self.target)
+        return type(self)(self.layer, self.target, self.place)
 
     @property
     def models(self) -> list[nn.Module]:
@@ -98,7 +103,7 @@ class MtpProposer(EagleProposer):
 
     @property
     def identity(self) -> object:
-        return ["mtp", self.target.config.to_dict(), str(self.target.dtype)]
+        return ["mtp", self.place, self.target.config.to_dict(), str(self.target.dtype)]
 
     def build_rotary(self, count: int) -> Tensor:
         return torch.empty(
@@ -137,11 +142,13 @@ def load_mtp(spec: DrafterSpec, target: Target) -> MtpProposer:
     are missing, unknown or misshapen, by name.
     """
     # 1. The tensors.
-    config = target.model.config
-    name = str(getattr(target.model, "name_or_path", "") or "")
-    files = list_tensor_files(name, getattr(config, "_commit_hash", None))
-    layout, names = find_mtp_layer(files, target.layers)
-    tensors = join_experts(dequantize_fp8(read_mtp_tensors(files, names)))
+    name, files = find_mtp_files(spec, target)
+    layout, names = find_mtp_layer(files, target.layers, spec.place or "the target")
+    stored = read_mtp_tensors(files, names)
+    try:
+        tensors = join_experts(dequantize_weights(stored, FP8_BLOCK))
+    except ValueError as error:
+        raise InputError(f"--drafter mtp: {name}: {error}") from error
 
     # 2. A layer of the class of the target's last one, on the meta device at first.
     like = target.tree_decoder.stack[-1]
@@ -167,7 +174,45 @@ def load_mtp(spec: DrafterSpec, target: Target) -> MtpProposer:
     layer.load_state_dict(tensors, assign=True)
     for weight in layer.parameters():
         weight.data = weight.data.to(target.dtype)
-    return MtpProposer(layer.eval().requires_grad_(False).to(target.output_device), target)
+    layer = layer.eval().requires_grad_(False).to(target.output_device)
+    return MtpProposer(layer, target, spec.place)
+
+
+def find_mtp_files(spec: DrafterSpec, target: Target) -> tuple[str, dict[str, Path]]:
+    """Find the directory with the MTP layer, and the file of each tensor there.
+
+    Raises InputError for a directory without files, and for layers of another target.
+    """
+    if not spec.place:
+        name = str(getattr(target.model, "name_or_path", "") or "")
+        return name, list_tensor_files(name, getattr(target.model.config, "_commit_hash", None))
+    folder = find_head_folder(spec.place)
+    check_speculators_layer(read_head_config(folder), target, f"--drafter mtp: {spec.place}")
+    return spec.place, list_tensor_files(str(folder))
+
+
+def check_speculators_layer(config: Config, target: Target, start: str) -> None:
+    """Raises InputError for a speculators config of another head, or of another target's layer.
+
+    config: of the directory; another project's passes, and its shapes are checked. start: of the message.
+    """
+    kind = config.get(SPECULATORS_TYPE)
+    if kind is None:
+        return
+    if kind != "mtp":
+        raise InputError(f"{start} is a {kind} head of speculators: name it as head:DIR")
+    if config.get("num_nextn_predict_layers", 1) != 1:
+        raise InputError(
+            f"{start}: num_nextn_predict_layers is more than 1: treespec reads one layer"
+        )
+    layer = config.get("transformer_layer_config", {})
+    target_fields = target.config.to_dict()
+    for name in ("model_type", "rms_norm_eps", "hidden_act"):
+        expected = target_fields.get(name)
+        if name in layer and layer[name] != expected:
+            raise InputError(
+                f"{start}: its {name} is {layer[name]!r}, the target's {expected!r}: it is for another target"
+            )
 
 
 def read_mtp_tensors(files: Mapping[str, Path], names: Mapping[str, str]) -> dict[str, Tensor]:
@@ -182,22 +227,6 @@ def read_mtp_tensors(files: Mapping[str, Path], names: Mapping[str, str]) -> dic
                 f"--drafter mtp: cannot read {files[name]}: {get_first_line(error)}"
             ) from error
     return tensors
-
-
-def dequantize_fp8(tensors: Mapping[str, Tensor], block: int = FP8_BLOCK) -> dict[str, Tensor]:
-    """Multiplies fp8 weights by their factors, in float32; all other tensors stay as they are.
-
-    block: rows and columns that share a factor.
-    """
-    plain = {name: value for name, value in tensors.items() if not name.endswith(SCALE_SUFFIX)}
-    for name in plain.keys() & {
-        name.removesuffix(SCALE_SUFFIX) for name in tensors.keys() - plain.keys()
-    }:
-        factors = tensors[name + SCALE_SUFFIX].float()
-        (rows, columns) = plain[name].shape
-        factors = factors.repeat_interleave(block, 0).repeat_interleave(block, 1)
-        plain[name] = plain[name].float() * factors[:rows, :columns]
-    return plain
 
 
 def join_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -29,6 +29,7 @@ def read_proposer(name: str, path: str, part: Any) -> ProposerFactory:
 PROPOSER_BY_KIND: dict[str, ProposerFactory] = {
     "eagle": EagleProposer,
     "eagle3": EagleProposer,
+    "eagle4": EagleProposer,
     "medusa": MedusaProposer,
     "hydra": HydraProposer,
     "hydra++": HydraProposer,

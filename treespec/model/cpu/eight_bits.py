@@ -43,7 +43,7 @@ def quantize_model(model: nn.Module) -> None:
             "add --device-map cpu, or take int8"
         )
     for name, module in model.named_modules():
-        check_width(name, module)
+        check_block_width(name, module)
 
     # 2. The layers.
     if not quantize_layers(model):
@@ -51,7 +51,7 @@ def quantize_model(model: nn.Module) -> None:
         raise InputError(f"--load-in q8: {kind} has no linear layers with plain weights")
 
 
-def check_width(name: str, module: nn.Module) -> None:
+def check_block_width(name: str, module: nn.Module) -> None:
     """Raise InputError unless the inputs of a module's products fill whole blocks. name: of the module."""
     for inputs in list_input_widths(module):
         if inputs % BLOCK_NUMBERS and not name.endswith(PLAIN_LAYER):

@@ -1,0 +1,109 @@
+"""The head of EAGLE-4: EAGLE-3.1's with a window, and a low-rank head which says for which tokens logits are computed.
+
+A product with all rows of the output layer takes most of a draft step. Here a head of rank r estimates the logits of
+all tokens, and only the K tokens with the largest estimates, the candidates, get logits: from their rows of the
+output layer, so these are exact. Six tokens, K = 3:
+
+    token           a     b     c     d     e     f
+    estimate        0.2   2.1  -1.0   1.7   0.1   1.5
+    candidate             x           x           x
+    logit          -inf   1.9  -inf   2.3  -inf   0.7
+
+A token that is no candidate has probability 0: drafts are drawn from the softmax over the candidates, and that is
+the distribution which verification gets. Facts are from the documentation of NeMo AutoModel (nightly of November
+2026, `nemo_automodel.components.speculative.eagle.eagle4`).
+"""
+
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor, nn
+
+from treespec.heads.eagle3 import Eagle3Head
+from treespec.heads.head import Config, TargetFacts, TargetOutputPath
+from treespec.heads.layers import SLIDING_ATTENTION
+
+# A new head's sizes, where the target's are not smaller.
+NEW_WINDOW = 2048  # positions
+NEW_RANK = 256
+NEW_CANDIDATES = 256  # tokens
+
+
+@final
+class RowLinear(nn.Linear):
+    """A linear layer that can multiply by some rows of its weight. A CPU does not pack it, so rows stay readable."""
+
+    def multiply_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        """Multiply by some rows of the weight: [..., H] and [..., K] int64 -> [..., K].
+
+        More rows than the weight has are taken out of the whole product.
+        """
+        if rows.numel() > self.out_features:
+            return self(x).gather(-1, rows)
+        return torch.einsum("...kh,...h->...k", self.weight[rows], x)
+
+
+@final
+class Eagle4Head(Eagle3Head):
+    """EAGLE-4's head, with the published parameter names.
+
+    config: `Eagle3Head`'s fields, and `candidate_head`, an object with `rank` r, the width between the low-rank head's
+    two factors, and `num_candidates` K.
+
+    Raises ValueError as `Eagle3Head`, without one of these two numbers, and without an output layer.
+    """
+
+    kind: str = "eagle4"
+    known_as: ClassVar[str] = "an EAGLE-4 head"
+    lm_head: RowLinear
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        if not config.get("own_output", True):
+            raise ValueError("own_output is false, and candidates get their logits by lm_head")
+        drafted = self.lm_head.out_features
+        rank = read_count(config, "rank")
+        self.num_candidates = read_count(config, "num_candidates")
+        self.lm_head = RowLinear(self.hidden_size, drafted, bias=False)
+        self.efficient_lm_head_down_proj = nn.Linear(self.hidden_size, rank, bias=False)
+        self.efficient_lm_head = nn.Linear(rank, drafted, bias=False)
+
+    @classmethod
+    def build_config(cls, target: TargetFacts, **fields: Any) -> Config:
+        defaults = {
+            "architectures": ["LlamaForCausalLMEagle4"],
+            "fc_norm": True,
+            "norm_output": True,
+            "layer_types": [SLIDING_ATTENTION],
+            "sliding_window": NEW_WINDOW,
+            "candidate_head": {
+                "rank": min(NEW_RANK, target.feature_width),
+                "num_candidates": min(NEW_CANDIDATES, target.vocab_size),
+            },
+        }
+        return super().build_config(target, **defaults | fields)
+
+    @property
+    def token_layers(self) -> list[nn.Linear]:
+        return [self.lm_head, self.efficient_lm_head]
+
+    def project(
+        self, states: Tensor, step: int = 0, target: TargetOutputPath | None = None
+    ) -> Tensor:
+        """As `Head.project`. The logit of a token that is no candidate is -inf."""
+        estimates = self.efficient_lm_head(self.efficient_lm_head_down_proj(states))
+        count = min(self.num_candidates, estimates.shape[-1])
+        candidates = estimates.topk(count).indices
+        logits = self.lm_head.multiply_rows(states, candidates)
+        return torch.full_like(estimates, -torch.inf).scatter(-1, candidates, logits)
+
+
+def read_count(config: Config, name: str) -> int:
+    """Read a number of `candidate_head`. Raises ValueError unless it is a whole number of at least 1."""
+    candidate_head = config.get("candidate_head")
+    count = None
+    if isinstance(candidate_head, dict):
+        count = candidate_head.get(name)
+    if type(count) is not int or count < 1:
+        raise ValueError(f"candidate_head.{name} is {count!r}, must be a whole number, at least 1")
+    return count

@@ -128,7 +128,7 @@ class ResponseEvents:
         else:
             part = item["content"][0]
             place["content_index"] = 0
-            done = {"text": part["text"]}
+            done: Fields = {"text": part["text"]}
             if item["type"] == "message":
                 done["logprobs"] = []
             kind = f"response.{PART_TYPES[item['type']]}.done"

@@ -8,6 +8,8 @@ import torch
 from commands import MESSAGES, SERVED_NAME, client, openai_client, serving, tiny_spec
 from training import CHAT_TEMPLATE
 
+from treespec.serve.run import list_form_warnings
+
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 RESPONSES = "/v1/responses"
@@ -96,6 +98,13 @@ def test_each_door_answers_or_says_why_not(http, path, asked, status, words):
     assert answer.status_code == status, answer.text
     if status == 400:
         assert words in answer.json()["error"]["message"]
+
+
+def test_a_template_of_an_unknown_tool_form_is_told_at_the_start(spec, monkeypatch):
+    assert list_form_warnings(spec) == []
+    monkeypatch.setattr(spec.target.tokenizer, "chat_template", "{% if tools %}{{ tools }}<call>{% endif %}")
+    (warning,) = list_form_warnings(spec)
+    assert "tool calls come back as text" in warning
 
 
 def test_a_limit_beyond_the_servers_is_cut_to_it(http):

@@ -121,6 +121,17 @@ def test_tools_calls_and_variables_reach_the_template():
     assert rest == "system:be\nbrief;assistant:weather=Zug;tool:rain;thinks"
 
 
+def test_calls_in_the_history_are_written_as_the_template_wants_them():
+    """DeepSeek's templates take arguments as text, and Mistral's demand ids of nine letters and digits."""
+    messages = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [ZUG]}]
+    calls = "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+    ends = "{% endfor %}{% endfor %}"
+    deepseek = "{% if tools %}<｜tool▁call▁begin｜>{% endif %}" + calls + "{{ '=' + c.function.arguments }}" + ends
+    assert said_by(deepseek, messages).endswith('={"city": "Zug"}')
+    demand = "{% if c.id | length != 9 %}{{ raise_exception('no id') }}{% endif %}{{ c.id }}"
+    assert len(said_by("{% if tools %}{% endif %}{{ '[TOOL_CALLS]' }}" + calls + demand + ends, messages)) == 12 + 9
+
+
 def test_tools_calls_and_results_are_written_for_templates_without_them():
     template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
     messages = [

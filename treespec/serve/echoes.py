@@ -41,7 +41,7 @@ def describe_prompt(
         "logprob": None,
         "top_logprobs": None,
     }
-    return [first, *format_tokens(tokenizer, logprobs, prompt[0], frozenset())]
+    return [first] + format_tokens(tokenizer, logprobs, prompt[0], frozenset())
 
 
 def build_echo_reply(

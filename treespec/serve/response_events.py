@@ -104,7 +104,7 @@ class ResponseEvents:
         """End the item before, and begin another."""
         events = self._end_item()
         item_id = f"{ITEM_PREFIXES[kind]}_{uuid.uuid4().hex}"
-        self.item = {"type": kind, "id": item_id, "status": "in_progress", **fields}
+        self.item = {"type": kind, "id": item_id, "status": "in_progress"} | fields
         self.response["output"].append(self.item)
         place = self._place()
         index = place["output_index"]
@@ -128,7 +128,7 @@ class ResponseEvents:
         else:
             part = item["content"][0]
             place["content_index"] = 0
-            done = {"text": part["text"]}
+            done: Fields = {"text": part["text"]}
             if item["type"] == "message":
                 done["logprobs"] = []
             kind = f"response.{PART_TYPES[item['type']]}.done"
@@ -149,6 +149,6 @@ class ResponseEvents:
 
     def _build_event(self, kind: str, **fields: Any) -> Fields:
         """Build the next event."""
-        event = {"type": kind, "sequence_number": self.number, **fields}
+        event = {"type": kind, "sequence_number": self.number} | fields
         self.number += 1
         return event

@@ -80,8 +80,11 @@ TOOL_FORMS = (
         syntax.parse_deepseek,
         closings=("<｜tool▁calls▁end｜>",),
         tokens=(
-            *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
-            *("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁call▁begin｜>",
+            "<｜tool▁sep｜>",
+            "<｜tool▁call▁end｜>",
+            "<｜tool▁calls▁end｜>",
         ),
     ),
     ToolFormat(
@@ -96,7 +99,8 @@ TOOL_FORMS = (
                 "<|tool_call_begin|>",
                 "<|tool_call_argument_begin|>",
             ),
-            *("<|tool_call_end|>", "<|tool_calls_section_end|>"),
+            "<|tool_call_end|>",
+            "<|tool_calls_section_end|>",
         ),
     ),
     ToolFormat(
@@ -130,8 +134,12 @@ TOOL_FORMS = (
         syntax.parse_glm,
         closings=("</tool_call>",),
         tokens=(
-            *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>"),
-            *("<arg_value>", "</arg_value>"),
+            "<tool_call>",
+            "</tool_call>",
+            "<arg_key>",
+            "</arg_key>",
+            "<arg_value>",
+            "</arg_value>",
         ),
     ),
     HERMES_FORM,

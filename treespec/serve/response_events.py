@@ -108,7 +108,7 @@ class ResponseEvents:
         self.response["output"].append(self.item)
         place = self._place()
         index = place["output_index"]
-        shown = dict(self.item)
+        shown: Fields = dict(self.item)
         if "content" in shown:
             shown["content"] = []
         added = self._build_event("response.output_item.added", output_index=index, item=shown)

@@ -1,7 +1,7 @@
 """DFlash 2 (Inco AI, z-lab, August 2026): DFlash with convolutions over the block, and candidates rescored in pairs.
 
-Around each attention and each MLP of a layer stands a convolution over the rows of the block, with K taps and
-coefficients that the sublayer's input adjusts, the same for all channels c of a group g:
+Around each attention and each MLP of a layer stands a convolution over the rows of the block, with kernels of size K
+and coefficients that the sublayer's input adjusts, the same for all channels c of a group g:
 
     out_t,c = sum over k < K of (base_k,c + delta_t,k,g) x_(t-k),c              x before the block is 0
 
@@ -44,40 +44,40 @@ class BlockConvolution(nn.Module):
 
     Args:
         width: H.
-        taps: K.
+        kernel_size: K.
         group: the number of channels that share coefficients. Raises ValueError unless it divides H.
     """
 
-    def __init__(self, width: int, taps: int, group: int) -> None:
+    def __init__(self, width: int, kernel_size: int, group: int) -> None:
         super().__init__()
         if width % group:
             raise ValueError(f"conv_group_size is {group}, must divide hidden_size, {width}")
-        self.taps = taps
+        self.kernel_size = kernel_size
         self.groups = width // group
-        self.base_kernel = nn.Parameter(torch.zeros(2, taps, width))
+        self.base_kernel = nn.Parameter(torch.zeros(2, kernel_size, width))
         self.base_kernel.data[:, 0] = 1.0  # of a new head: the input itself
-        self.kernel_projection = nn.Linear(width, 2 * taps * self.groups, bias=False)
+        self.kernel_projection = nn.Linear(width, 2 * kernel_size * self.groups, bias=False)
 
     def enter(self, x: Tensor, blocks: BlockRows) -> Convolved:
         """Convolve a sublayer's input."""
         slots = blocks.split(x)
-        deltas = self.kernel_projection(slots).unflatten(-1, (2, self.taps, self.groups))
-        convolved = self.apply_taps(slots, deltas[..., 0, :, :], self.base_kernel[0])
+        deltas = self.kernel_projection(slots).unflatten(-1, (2, self.kernel_size, self.groups))
+        convolved = self.convolve(slots, deltas[..., 0, :, :], self.base_kernel[0])
         return Convolved(blocks.join(convolved), deltas[..., 1, :, :])
 
     def leave(self, x: Tensor, deltas: Tensor, blocks: BlockRows) -> Tensor:
         """Convolve a sublayer's output. deltas: of `enter`."""
-        return blocks.join(self.apply_taps(blocks.split(x), deltas, self.base_kernel[1]))
+        return blocks.join(self.convolve(blocks.split(x), deltas, self.base_kernel[1]))
 
-    def apply_taps(self, slots: Tensor, deltas: Tensor, base: Tensor) -> Tensor:
+    def convolve(self, slots: Tensor, deltas: Tensor, base: Tensor) -> Tensor:
         """Convolve over the slots [S, ..., H]. deltas: [S, ..., K, G]. base: [K, H]."""
         grouped = slots.unflatten(-1, (self.groups, -1))
         kernel = base.unflatten(-1, (self.groups, -1))
         total = torch.zeros_like(grouped)
-        for tap in range(self.taps):
-            before = grouped.new_zeros(tap, *grouped.shape[1:])
+        for offset in range(self.kernel_size):
+            before = grouped.new_zeros(offset, *grouped.shape[1:])
             shifted = torch.cat([before, grouped])[: len(grouped)]
-            total = total + (kernel[tap] + deltas[..., tap, :, None]) * shifted
+            total = total + (kernel[offset] + deltas[..., offset, :, None]) * shifted
         return total.flatten(-2)
 
 
@@ -85,12 +85,12 @@ class BlockConvolution(nn.Module):
 class DFlash2Layer(Layer):
     """Qwen3's layer with convolutions. `DFlash2Head.apply_layer` computes it; its own forward leaves them out."""
 
-    def __init__(self, layer: Layer, width: int, taps: int, group: int) -> None:
+    def __init__(self, layer: Layer, width: int, kernel_size: int, group: int) -> None:
         nn.Module.__init__(self)
         for name, module in layer.named_children():
             self.add_module(name, module)
-        self.attention_conv = BlockConvolution(width, taps, group)
-        self.mlp_conv = BlockConvolution(width, taps, group)
+        self.attention_conv = BlockConvolution(width, kernel_size, group)
+        self.mlp_conv = BlockConvolution(width, kernel_size, group)
 
 
 @final
@@ -120,10 +120,10 @@ class DFlash2Head(ConditionalBlockHead):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         width = self.hidden_size
-        taps = read_count(config, "conv_kernel_size")
+        kernel_size = read_count(config, "conv_kernel_size")
         group = read_count(config, "conv_group_size")
         self.layers = nn.ModuleList(
-            DFlash2Layer(cast(Layer, layer), width, taps, group) for layer in self.layers
+            DFlash2Layer(cast(Layer, layer), width, kernel_size, group) for layer in self.layers
         )
         self.latent_size = read_count(config, "selector_rank")
         self.candidates = read_count(config, "selector_top_k")

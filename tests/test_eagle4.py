@@ -1,5 +1,6 @@
 """EAGLE-4: what its documentation says, as plain functions, and the files of NeMo AutoModel."""
 
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -18,17 +19,18 @@ from treespec.draft.vocabulary import restrict
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.heads.registry import HEAD_KINDS
 from treespec.model.cpu.packing import pack
+from treespec.model.target import Target
 
 WINDOW = 4
 CANDIDATES = 5
 TEXT = torch.tensor([7, 3, 9, 12, 5, 40, 8, 21, 33])
 
 
-def random_eagle4(window=WINDOW):
+def random_eagle4(window=WINDOW, target=EIGHT_LAYERS):
     """A head with random weights, norms too."""
     torch.manual_seed(0)
     sizes = {"rank": 6, "num_candidates": CANDIDATES}
-    head = build_new_head("eagle4", EIGHT_LAYERS, candidate_head=sizes, sliding_window=window).eval()
+    head = build_new_head("eagle4", target, candidate_head=sizes, sliding_window=window).eval()
     for name, parameter in head.named_parameters():
         if name != "embed_tokens.weight":  # the target's
             parameter.data += 0.3 * torch.randn_like(parameter)
@@ -192,11 +194,12 @@ def test_a_low_rank_head_of_other_sizes_is_refused(tmp_path):
 
 def test_a_step_with_candidates_is_no_c_call():
     """Not without its window either."""
+    target = Target(deepcopy(EIGHT_LAYERS.model).to(torch.bfloat16))  # the head's embedding is the target's
     for window in (WINDOW, None):
-        head = random_eagle4(window or WINDOW).to(torch.bfloat16)
+        head = random_eagle4(window or WINDOW, target).to(torch.bfloat16)
         head.midlayer.self_attn.window = window
         pack(head)
-        assert find_head_step(head, EIGHT_LAYERS) is None
+        assert find_head_step(head, target) is None
         assert head.project(randn(2, 32).bfloat16()).isfinite().sum() == 2 * CANDIDATES
 
 

@@ -1,9 +1,10 @@
 """Formats of DFlash 2 heads: z-lab, SpecForge, NeMo AutoModel and speculators.
 
-They are DFlash heads (`formats.dflash`) with these tensors beside, K taps and groups of `conv_group_size` channels:
+They are DFlash heads (`formats.dflash`) with these tensors beside, with kernels of size K and groups of
+`conv_group_size` channels:
 
     layers.N.attention_conv.base_kernel                  [2, K, H]              before and behind the attention
-    layers.N.attention_conv.kernel_projection.weight     [2 K H / group, H]     side, tap, group
+    layers.N.attention_conv.kernel_projection.weight     [2 K H / group, H]     side, offset, group
     layers.N.mlp_conv.*                                  the same, of the MLP
     candidate_selector.predecessor_codebook              [V, r]
     candidate_selector.successor_codebook                [V, r]

@@ -118,7 +118,9 @@ def build_text_logprobs(tokens: Sequence[Fields], offset: int) -> Fields:
         tops: dict[str, float] | None = None
         if token["top_logprobs"] is not None:  # the first token of a prompt has none
             tops = {}
-            for top in token["top_logprobs"]:  # of tokens with the same text the likeliest is told
+            for top in token[
+                "top_logprobs"
+            ]:  # of tokens with the same text the most likely is told
                 tops.setdefault(top["token"], top["logprob"])
         logprobs["top_logprobs"].append(tops)
         logprobs["text_offset"].append(offset)

@@ -120,6 +120,7 @@ class Sampled(StrictBody):
     stream_options: StreamOptions | None = None
     top_k: int | None = Field(None, ge=-1)
     return_token_ids: bool | None = None  # vLLM's
+    verbosity: Literal["low", "medium", "high"] | None = None  # changes no token
 
     def to_options(self) -> dict[str, Any]:
         """The keywords of `Spec.generate` that the request sets. Raises ApiError."""
@@ -279,7 +280,6 @@ class ChatRequest(Sampled):
     response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | AllowedTools | Tool | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None  # changes no token
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None

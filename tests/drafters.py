@@ -149,7 +149,7 @@ DRAFTERS: dict[str, Callable[[Target], Any]] = {
     "eagle4": lambda target: random_eagle3(target, seed=2, kind="eagle4", **FEW_CANDIDATES),
     **{kind: lambda target, kind=kind: trained(kind, target) for kind in HEAD_KINDS if not kind.startswith("eagle")},
     "model": lambda target: ModelProposer(near(2), target),
-    "pard": lambda target: PardProposer(layered("llama", None), target, 2, 4),
+    "pard": lambda target: PardProposer(layered("llama", None), target, 2, 6),
     "other vocabulary": other_words,
     "recurrent": lambda target: ModelProposer(Target(random_model(target.config, seed=3)), target),
     "self": lambda target: source_of("self", target),

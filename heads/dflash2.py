@@ -62,14 +62,14 @@ class BlockConvolution(nn.Module):
         """Convolve a sublayer's input."""
         slots = blocks.split(x)
         deltas = self.kernel_projection(slots).unflatten(-1, (2, self.kernel_size, self.groups))
-        convolved = self.convolve(slots, deltas[..., 0, :, :], self.base_kernel[0])
+        convolved = self.apply_kernel(slots, deltas[..., 0, :, :], self.base_kernel[0])
         return Convolved(blocks.join(convolved), deltas[..., 1, :, :])
 
     def leave(self, x: Tensor, deltas: Tensor, blocks: BlockRows) -> Tensor:
         """Convolve a sublayer's output. deltas: of `enter`."""
-        return blocks.join(self.convolve(blocks.split(x), deltas, self.base_kernel[1]))
+        return blocks.join(self.apply_kernel(blocks.split(x), deltas, self.base_kernel[1]))
 
-    def convolve(self, slots: Tensor, deltas: Tensor, base: Tensor) -> Tensor:
+    def apply_kernel(self, slots: Tensor, deltas: Tensor, base: Tensor) -> Tensor:
         """Convolve over the slots [S, ..., H]. deltas: [S, ..., K, G]. base: [K, H]."""
         grouped = slots.unflatten(-1, (self.groups, -1))
         kernel = base.unflatten(-1, (self.groups, -1))

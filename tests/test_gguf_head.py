@@ -1,4 +1,4 @@
-"""A GGUF file of a head: llama.cpp's own arithmetic on what it holds gives the head's logits."""
+"""A head's GGUF file: llama.cpp's own arithmetic on its tensors gives the head's logits."""
 
 import pytest
 import torch

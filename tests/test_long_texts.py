@@ -69,7 +69,7 @@ FIXED = {
 
 
 def assert_equal_to_the_plain_model(target, length):
-    """A tree behind so many tokens, prefilled in chunks, beside a shorter text."""
+    """A tree behind a long text beside a shorter one; the long text is prefilled in chunks."""
     text = random_prefix(length=length)
     tree = random_tree()
     cache = target.build_cache()

@@ -71,7 +71,7 @@ def test_the_names_are_those_of_the_help():
 @pytest.mark.parametrize("shared, rows", [(True, 1), (True, 64), (False, 4)])
 @pytest.mark.parametrize("name", ["published", "tv"])
 def test_states_and_output_weights_get_autograds_gradient_over_several_steps(name, shared, rows):
-    """In float64: three steps of which each reaches fewer positions, one output layer or three: 1e-9."""
+    """In float64, to 1e-9: three steps, one output layer or three. Each step reaches fewer positions."""
     generator = seeded(0)
     places = torch.tensor([0, 1, 2, 3, 4, 0, 1, 0, 1, 2])
     p = torch.randn(10, 20, generator=generator, dtype=torch.float64).softmax(-1)

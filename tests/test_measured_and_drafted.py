@@ -19,7 +19,7 @@ from treespec.train.losses.objectives import TrainingBatch
 from treespec.train.recipes import TRAINING_BY_KIND
 
 STEPS = 3
-SOME = torch.arange(1, 64, 2)  # a draft vocabulary, of which all texts are
+SOME = torch.arange(1, 64, 2)  # a draft vocabulary that has all tokens of the texts
 NEW_EAGLE3 = {"fc_norm": True, "norm_output": True, "qk_norm": True, "num_hidden_layers": 2}
 SPECULATORS = {"norm_before_fc": True, "norm_before_residual": True, "norm_output": True}
 LATENT = {"q_lora_rank": 6, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}

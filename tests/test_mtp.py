@@ -110,7 +110,7 @@ def loaded(folder):
 def test_drafts_of_a_batch_equal_the_layers_run_over_each_path(folders, name):
     """Texts of nine and two tokens, and one observed in two pieces; two branches of four levels each.
 
-    MiMo's file has two layers, of which the first one drafts.
+    MiMo's file has two layers. The first one drafts.
     """
     target = loaded(folders[name])
     plain = Plain(folders[name], name)

@@ -314,7 +314,7 @@ REFUSED = {  # what cannot be read rightly: config.json, tensors, the reason
         EAGLE3_TENSORS,
         "rope_scaling.alpha is 1000.0",
     ),
-    "as many layers as it has not": (
+    "another number of layers": (
         EAGLE3_CONFIG | {"num_aux_hidden_states": 5},
         EAGLE3_TENSORS,
         "num_aux_hidden_states is 5",

@@ -22,7 +22,7 @@ from treespec.train.recipes import TRAINING_BY_KIND, name_kind
 
 TOKEN_LOSS_NAMES = ("published", "cross-entropy", "tv")
 DRAFT_VOCAB = 32_000  # eagle3's published heads have that many draft tokens
-# The default number of draft tokens. A target with at most twice as many tokens keeps them all.
+# The default number of draft tokens. A target keeps all its tokens if it has at most twice this number.
 BUDGET_DRAFT_VOCAB = 8192
 PUBLISHED_OPTIONS: dict[str, object] = {  # the papers' values of options that are not in `Recipe`
     "first_weights": "random",

@@ -144,18 +144,28 @@ static void *packed_of(const void *weight, int64_t in, int64_t out, int form) {
   return packed;
 }
 
-static void check_linear(int64_t in, int64_t out, int64_t n, int form, int half) {
-  void *weight = weights(in * out, form, 1), *bias = n % 2 ? numbers(out, half, 1) : NULL, *x = numbers(n * in, half, 1);
-  void *y = room(n * out * size_of(half)), *again = room(n * out * size_of(half)), *alone = room(out * size_of(half));
-  Linear a = {packed_of(weight, in, out, form), bias, in, out, form, half, 1};
-  DEMAND(linear(&a, x, y, n) == DONE, "in %d out %d", (int)in, (int)out);
+// The outputs y of rows x have the same bits on any number of threads, and each row has those that it has alone.
+static void check_company(Linear a, const void *x, const void *y, int64_t n) {
+  int64_t in = a.in, out = a.out;
+  int half = a.half;
+  void *again = room(n * out * size_of(half));
   for (int t = 1; t < THREAD_COUNTS; t++) {
     a.threads = THREADS[t];
     DEMAND(linear(&a, x, again, n) == DONE && equal(y, again, n * out, half), "in %d out %d", (int)in, (int)out);
   }
   for (int64_t r = 0; r < n; r++) {
-    linear(&a, row_at(x, r * in, half), alone, 1);
-    DEMAND(equal(row_at(y, r * out, half), alone, out, half), "in %d out %d row %d", (int)in, (int)out, (int)r);
+    linear(&a, row_at(x, r * in, half), again, 1);
+    DEMAND(equal(row_at(y, r * out, half), again, out, half), "in %d out %d row %d", (int)in, (int)out, (int)r);
+  }
+}
+
+static void check_linear(int64_t in, int64_t out, int64_t n, int form, int half) {
+  void *weight = weights(in * out, form, 1), *bias = n % 2 ? numbers(out, half, 1) : NULL, *x = numbers(n * in, half, 1);
+  void *y = room(n * out * size_of(half));
+  Linear a = {packed_of(weight, in, out, form), bias, in, out, form, half, 1};
+  DEMAND(linear(&a, x, y, n) == DONE, "in %d out %d", (int)in, (int)out);
+  check_company(a, x, y, n);
+  for (int64_t r = 0; r < n; r++)
     for (int64_t o = 0; o < out; o++) {
       double sum = bias ? get(bias, o, half) : 0, size = fabs(sum);
       for (int64_t i = 0; i < in; i++) {
@@ -165,7 +175,6 @@ static void check_linear(int64_t in, int64_t out, int64_t n, int form, int half)
       double error = fabs(get(y, r * out + o, half) - sum);
       DEMAND(error <= size * in * 0x1p-23 + half * 0x1p-8 * fabs(sum), "in %d out %d: %g", (int)in, (int)out, error);
     }
-  }
   add_to_digest(y, n * out * size_of(half));
   release_rooms();
 }
@@ -190,24 +199,18 @@ static float product_of_eights(const void *x, const void *weight, int64_t in, in
 
 static void check_eights(int64_t in, int64_t out, int64_t n, int half) {
   void *weight = weights(in * out, EIGHTS, 1), *bias = n % 2 ? numbers(out, half, 1) : NULL, *x = numbers(n * in, half, 1);
-  void *y = room(n * out * size_of(half)), *again = room(n * out * size_of(half)), *alone = room(out * size_of(half));
+  void *y = room(n * out * size_of(half)), *wanted = room(size_of(half));
   for (int64_t i = 0; i < n * in; i++)  // blocks of zeros, and of numbers that are all the largest
     if (i / 32 % 5 < 2) put(x, i, i / 32 % 5 ? (draw() % 2 ? 0.7f : -0.7f) : 0, half);
   Linear a = {packed_of(weight, in, out, EIGHTS), bias, in, out, EIGHTS, half, 1};
   DEMAND(linear(&a, x, y, n) == DONE, "in %d out %d", (int)in, (int)out);
-  for (int t = 1; t < THREAD_COUNTS; t++) {
-    a.threads = THREADS[t];
-    DEMAND(linear(&a, x, again, n) == DONE && equal(y, again, n * out, half), "in %d out %d", (int)in, (int)out);
-  }
-  for (int64_t r = 0; r < n; r++) {
-    linear(&a, row_at(x, r * in, half), alone, 1);
-    DEMAND(equal(row_at(y, r * out, half), alone, out, half), "in %d out %d row %d", (int)in, (int)out, (int)r);
+  check_company(a, x, y, n);
+  for (int64_t r = 0; r < n; r++)
     for (int64_t o = 0; o < out; o++) {
       float sum = product_of_eights(row_at(x, r * in, half), weight, in, o, half);
-      put(alone, 0, bias ? sum + get(bias, o, half) : sum, half);
-      DEMAND(equal(row_at(y, r * out + o, half), alone, 1, half), "in %d out %d: %g", (int)in, (int)out, sum);
+      put(wanted, 0, bias ? sum + get(bias, o, half) : sum, half);
+      DEMAND(equal(row_at(y, r * out + o, half), wanted, 1, half), "in %d out %d: %g", (int)in, (int)out, sum);
     }
-  }
   add_to_digest(y, n * out * size_of(half));
   release_rooms();
 }

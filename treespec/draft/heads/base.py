@@ -253,10 +253,18 @@ class AtOnceProposer(PairProposer):
     @torch.no_grad()
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
         self.level += 1
-        logits = []
-        for rows, frontier in zip(self.level_logits[:, self.level, None], frontiers, strict=True):
-            node_count = 0
-            if frontier:
-                node_count = len(frontier.tokens)
-            logits.append(rows.expand(node_count, -1))
-        return logits
+        return repeat_level(self.level_logits[:, self.level], frontiers)
+
+
+def repeat_level(logits: Tensor, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
+    """Returns for each sequence [F, N] the draft logits of a level, the same below each of its F frontier nodes.
+
+    logits: [B, N]. frontiers: of the B sequences; None: a finished tree, with no nodes.
+    """
+    repeated = []
+    for rows, frontier in zip(logits[:, None], frontiers, strict=True):
+        node_count = 0
+        if frontier:
+            node_count = len(frontier.tokens)
+        repeated.append(rows.expand(node_count, -1))
+    return repeated

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from treespec.draft.drafter import PREFILL_AT, Frontiers
+from treespec.draft.heads.base import repeat_level
 from treespec.draft.models.model import ModelProposer, load_draft_model
 from treespec.draft.registry import PardOptions
 from treespec.draft.spec import DrafterSpec
@@ -76,13 +77,7 @@ class PardProposer(ModelProposer):
 
     def extend(self, frontiers: Frontiers) -> list[Tensor]:
         self.level += 1
-        logits = []
-        for rows, frontier in zip(self.level_logits[:, self.level, None], frontiers, strict=True):
-            node_count = 0
-            if frontier:
-                node_count = len(frontier.tokens)
-            logits.append(rows.expand(node_count, -1))
-        return logits
+        return repeat_level(self.level_logits[:, self.level], frontiers)
 
     @torch.no_grad()
     def _run_with_masks(self, sequences: Sequence[Tensor]) -> Tensor:
@@ -90,7 +85,7 @@ class PardProposer(ModelProposer):
 
         Returns [B, K, H] the hidden states of each sequence's last token and of its masks.
         """
-        # 1. Tokens that wait, all but a few of which are run before.
+        # 1. The tokens that wait. Most of many are run first.
         rows = list(map(self.to_model_tokens, sequences))
         if max(len(row) - n for row, n in zip(rows, self.cache.lengths, strict=True)) > PREFILL_AT:
             self._run([row[:-1] for row in sequences])

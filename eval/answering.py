@@ -245,7 +245,7 @@ def load_own(config: EvalConfig, dtype: str, device_map: str) -> tuple[Spec, Fre
     calibrations = {name: load_calibration_for(source, name) for name, source in sources.items()}
     plain = Spec(target, None, template=config.template)
 
-    def fresh(system: System) -> Spec:
+    def build_fresh(system: System) -> Spec:
         if system.drafter is None:
             return plain.baseline()
         return Spec(
@@ -258,7 +258,7 @@ def load_own(config: EvalConfig, dtype: str, device_map: str) -> tuple[Spec, Fre
             calibration=calibrations[system.drafter],
         )
 
-    return plain, fresh
+    return plain, build_fresh
 
 
 def build_answerer(spec: Spec, system: System, config: EvalConfig) -> Answerer:

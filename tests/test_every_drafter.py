@@ -12,6 +12,7 @@ from treespec import load
 from treespec.api.trace import trace
 from treespec.draft.heads.loading import build_new_head
 from treespec.draft.registry import DRAFTERS as ROWS
+from treespec.draft.registry import ORACLE_NAME
 from treespec.draft.spec import DrafterSpec
 from treespec.heads.checkpoint import save_head
 from treespec.heads.registry import HEAD_KINDS
@@ -19,7 +20,7 @@ from treespec.model.target import Target
 
 TEXT = "the user asks and the assistant answers the question the user asks "
 DRAFTERS = {
-    **{name: name for name in ROWS},
+    **{name: name for name in ROWS if name != ORACLE_NAME},  # test_oracle.py
     **{kind: f"{kind}:{{home}}/{kind}" for kind in HEAD_KINDS},
     "head": "head:{home}/eagle3",
     "model": "model:{home}/small",
@@ -57,7 +58,7 @@ def home(tmp_path_factory):
 
 
 def test_no_drafter_is_left_out():
-    assert DRAFTERS.keys() == ROWS.keys()
+    assert DRAFTERS.keys() == ROWS.keys() - {ORACLE_NAME}
 
 
 @pytest.mark.parametrize("kind", DRAFTERS | JOINED)

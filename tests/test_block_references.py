@@ -7,17 +7,16 @@ import pytest
 import torch
 from drafters import BLOCK_TEXT, DRAFT_PATHS, DRAFT_VOCAB, draft_paths
 from head_files import write_head
-from models import GROUPED, random_model, seeded
+from models import GROUPED, random_model
 from reference_heads.block import (
     Block,
-    compare,
     draft_dflash,
     draft_dflash2,
     draft_domino,
     draft_dspark,
     draft_dspine,
 )
-from reference_heads.parts import Checkpoint
+from reference_heads.parts import Checkpoint, compare, fill
 from transformers import LlamaConfig, Qwen3Config
 
 from treespec.draft.heads.block import BlockProposer, ConditionalProposer
@@ -56,16 +55,6 @@ def list_shapes(**more):
             f"{name}.mlp.down_proj.weight": (HIDDEN, INNER),
         }
     return shapes | {name.replace("__", "."): shape for name, shape in more.items()}
-
-
-def fill(shapes, seed=4):
-    """Random tensors: vectors about one, and matrices that keep the size of what they multiply."""
-    generator = seeded(seed)
-    tensors = {}
-    for name, shape in shapes.items():
-        values = torch.randn(*shape, generator=generator, dtype=torch.float64)
-        tensors[name] = 1 + 0.3 * values if len(shape) == 1 else values * 1.5 / shape[-1] ** 0.5
-    return tensors
 
 
 QWEN3 = {

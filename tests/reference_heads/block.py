@@ -14,6 +14,7 @@ from reference_heads.parts import (
     attend,
     feed_forward,
     keep_best,
+    list_angles,
     multiply,
     normalise,
     rotate,
@@ -64,13 +65,14 @@ class Block:
         config, tensors = self.checkpoint
         name = f"layers.{layer}.self_attn"
         both = torch.cat([context, rows])
-        positions = torch.arange(len(both))
-        width, eps, theta = config["head_dim"], config["rms_norm_eps"], config["rope_theta"]
+        width = config["head_dim"]
+        eps = config["rms_norm_eps"]
+        angles = list_angles(len(both), width, config["rope_theta"])
         queries = split_heads(multiply(tensors, f"{name}.q_proj", rows), width)
         keys = split_heads(multiply(tensors, f"{name}.k_proj", both), width)
         values = split_heads(multiply(tensors, f"{name}.v_proj", both), width)
-        queries = rotate(normalise(tensors, f"{name}.q_norm", queries, eps), positions[len(context) :], theta)
-        keys = rotate(normalise(tensors, f"{name}.k_norm", keys, eps), positions, theta)
+        queries = rotate(normalise(tensors, f"{name}.q_norm", queries, eps), angles[len(context) :])
+        keys = rotate(normalise(tensors, f"{name}.k_norm", keys, eps), angles)
         mixed = attend(queries, keys, values, self.see(layer), width**-0.5)
         return multiply(tensors, f"{name}.o_proj", mixed)
 
@@ -202,11 +204,3 @@ def draft_dspine(block: Block, path, count: int) -> Tensor:
     told = block.write_message(last, before[row], block.read_code([block.anchor, *path][-1]))
     scores = normalise(tensors, "norm", told, config["rms_norm_eps"]) @ block.output.T
     return keep_best(scores, states[row] @ block.output.T, count)
-
-
-def compare(found: Tensor, wanted: Tensor) -> float:
-    """The largest difference, relative to the largest number that is drafted; inf where other tokens are."""
-    drafted = wanted > -math.inf
-    if not torch.equal(drafted, found > torch.finfo(torch.float32).min / 2):
-        return math.inf
-    return float((found.double() - wanted)[drafted].abs().max() / wanted[drafted].abs().max())

@@ -15,6 +15,16 @@ class Checkpoint(NamedTuple):
     tensors: dict[str, Tensor]
 
 
+def fill(shapes, seed=4):
+    """Random tensors: vectors about one, and matrices that keep the size of what they multiply."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in shapes.items():
+        values = torch.randn(*shape, generator=generator, dtype=torch.float64)
+        tensors[name] = 1 + 0.3 * values if len(shape) == 1 else values * 1.5 / shape[-1] ** 0.5
+    return tensors
+
+
 def multiply(tensors, name: str, x: Tensor) -> Tensor:
     """x times a linear layer's weight, plus its bias where the file has one."""
     product = x @ tensors[f"{name}.weight"].double().T
@@ -37,23 +47,42 @@ def split_heads(x: Tensor, width: int) -> Tensor:
     return x.unflatten(-1, (-1, width)).transpose(0, 1)
 
 
-def turn_pairs(first: Tensor, second: Tensor, positions: Tensor, theta: float) -> tuple[Tensor, Tensor]:
-    """Rotate the points (first[i], second[i]) by position * theta ** (-i / their number)."""
-    numbers = torch.arange(first.shape[-1]).double()
-    angles = positions.double()[:, None] * theta ** (-numbers / len(numbers))
+def list_angles(rows: int, width: int, theta: float) -> Tensor:
+    """[rows, width / 2] angles of plain rotary positions."""
+    numbers = torch.arange(width // 2).double()
+    return torch.arange(rows).double()[:, None] * theta ** (-2 * numbers / width)
+
+
+def list_yarn_angles(rows: int, width: int, theta: float, yarn: dict[str, Any]) -> Tensor:
+    """The same, stretched by YaRN: numbers that turn fast keep their frequency, slow ones are divided by `factor`."""
+    numbers = torch.arange(width // 2).double()
+    frequencies = theta ** (-2 * numbers / width)
+
+    def find_number(turns: float) -> float:
+        return width * math.log(yarn["original_max_position_embeddings"] / (turns * 2 * math.pi)) / 2 / math.log(theta)
+
+    low = max(math.floor(find_number(yarn["beta_fast"])), 0)
+    high = min(math.ceil(find_number(yarn["beta_slow"])), width - 1)
+    stretched = ((numbers - low) / max(high - low, 0.001)).clamp(0, 1)
+    frequencies = frequencies * (1 - stretched) + frequencies / yarn["factor"] * stretched
+    return torch.arange(rows).double()[:, None] * frequencies
+
+
+def turn_pairs(first: Tensor, second: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate the points (first[t, i], second[t, i]) by angles[t, i]."""
     turned_first = first * angles.cos() - second * angles.sin()
     turned_second = first * angles.sin() + second * angles.cos()
     return turned_first, turned_second
 
 
-def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
     """Rotary positions as Llama has them: number i turns with number i + width / 2. x: [heads, T, width]."""
-    return torch.cat(turn_pairs(*x.chunk(2, -1), positions, theta), dim=-1)
+    return torch.cat(turn_pairs(*x.chunk(2, -1), angles), dim=-1)
 
 
-def rotate_neighbours(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+def rotate_neighbours(x: Tensor, angles: Tensor) -> Tensor:
     """Rotary positions as DeepSeek has them: number 2i turns with number 2i + 1."""
-    turned = turn_pairs(x[..., ::2], x[..., 1::2], positions, theta)
+    turned = turn_pairs(x[..., ::2], x[..., 1::2], angles)
     return torch.stack(turned, dim=-1).flatten(-2)
 
 
@@ -69,3 +98,11 @@ def keep_best(scores: Tensor, order: Tensor, count: int) -> Tensor:
     """The scores of the `count` tokens that `order` puts first; the others' are -inf."""
     best = order.topk(count).indices
     return torch.full_like(scores, -math.inf).index_copy(-1, best, scores[best])
+
+
+def compare(found: Tensor, wanted: Tensor) -> float:
+    """The largest difference, relative to the largest number that is drafted; inf where other tokens are."""
+    drafted = wanted > -math.inf
+    if not torch.equal(drafted, found > torch.finfo(torch.float32).min / 2):
+        return math.inf
+    return float((found.double() - wanted)[drafted].abs().max() / wanted[drafted].abs().max())

@@ -270,7 +270,7 @@ def build_answerer(spec: Spec, system: System, config: EvalConfig) -> Answerer:
     """
     has_cache_folder = bool(system.drafter and DrafterSpec.parse(system.drafter).cache_folder)
 
-    def answer(asks: Sequence[PromptRequest]) -> list[Output]:
+    def generate_outputs(asks: Sequence[PromptRequest]) -> list[Output]:
         seeds: list[Seed] = [ask.seed for ask in asks]
         if (
             has_cache_folder
@@ -289,4 +289,4 @@ def build_answerer(spec: Spec, system: System, config: EvalConfig) -> Answerer:
             remember=False,
         )
 
-    return answer
+    return generate_outputs

@@ -144,7 +144,9 @@ def parse_drafters(config: EvalConfig) -> list[DrafterSpec]:
 
 def is_oracle(drafter: str | None) -> bool:
     """Whether a drafter, as the user writes it, is the oracle: a ceiling for the others, not one of them."""
-    return drafter is not None and drafter.partition(":")[0] == ORACLE_NAME
+    if drafter is None:
+        return False
+    return drafter.partition(":")[0] == ORACLE_NAME
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -9,6 +10,8 @@ import sys
 import threading
 import time
 from contextlib import ExitStack, suppress
+from dataclasses import fields
+from pathlib import Path
 
 import httpx
 import pytest
@@ -16,6 +19,7 @@ from commands import MESSAGES, client, complains, serving, treespec, wait_until
 from training import save_model
 
 from treespec.cli.answer import bind_socket
+from treespec.serve.options import ServeConfig
 from treespec.serve.run import SPARE_CONNECTIONS
 
 LONG = {"messages": MESSAGES, "max_tokens": 4000, "temperature": 0, "stream": True}
@@ -151,3 +155,13 @@ def test_the_command_serves_until_a_signal(tmp_path):
         assert httpx.get(f"{url}/v1/models").status_code == 401
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
+
+
+@pytest.mark.parametrize("file", ["Dockerfile", "treespec.service"])
+def test_the_examples_start_the_server_with_options_it_has(file):
+    text = (Path(__file__).parent.parent / "docs/examples/serve" / file).read_text(encoding="utf-8")
+    words = re.findall(r'treespec"?,? "?serve"?,?([^\n\]]*)', text)[-1].replace('"', "").replace(",", "").split()
+    assert words
+    named = dict(zip(words[::2], words[1::2], strict=True))
+    known = {f"--{field.name.replace('_', '-')}" for field in fields(ServeConfig)}
+    assert named.keys() <= known

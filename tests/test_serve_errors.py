@@ -1,10 +1,14 @@
 """What cannot be asked is refused by OpenAI's statuses, with the field's name, and takes nobody along."""
 
 import json
+import socket
 import time
 
 import pytest
 from commands import MESSAGES, client, serving, tiny_spec, wait_until
+from fastapi import Request
+
+from treespec.serve.app import is_named_rightly
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -138,6 +142,22 @@ def test_a_server_of_this_machine_answers_to_its_names_alone(http):
     others = ("evil.example", "evil.example:80", "localhost.evil.example", "127.0.0.1.evil.example")
     statuses = [http.get("/v1/models", headers={"Host": host}).status_code for host in (*own, *others)]
     assert statuses == [200] * 4 + [403] * 4
+
+
+@pytest.mark.parametrize(
+    "host, passes",
+    {
+        "192.0.2.7:8000": True,
+        "localhost:8000": True,
+        socket.gethostname().upper(): True,
+        "evil.example": False,
+        "192.0.2.7.evil.example": False,
+        "": False,
+    }.items(),
+)
+def test_a_public_address_answers_to_addresses_and_the_machines_name(host, passes):
+    scope = {"type": "http", "server": ("192.0.2.7", 8000), "headers": [(b"host", host.encode())]}
+    assert is_named_rightly(Request(scope)) is passes
 
 
 def test_a_key_guards_all_but_the_page_and_health(tiny):

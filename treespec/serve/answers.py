@@ -196,16 +196,22 @@ class Answers:
             self.keep(answer.output.text)
 
 
+def open_private(path: str, flags: int) -> int:
+    """Open a file that only its owner reads, for `open`."""
+    return os.open(path, flags, mode=0o600)
+
+
 def keep(file: Path, messages: Sequence[Mapping[str, Any]], answer: str) -> None:
     """Append a chat and its answer to `file` as a line of JSON. A write error is printed on standard error.
 
-    If a killed process left a partial last line, a line break is written first, so that the new line is complete.
+    Only its owner reads the file. If a killed process left a partial last line, a line break is written first, so that
+    the new line is complete.
     """
     chat = {"messages": [*messages, {"role": "assistant", "content": answer}]}
     line = json.dumps(chat, ensure_ascii=False).encode() + b"\n"
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("ab+") as lines:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(file, "ab+", opener=open_private) as lines:
             size = lines.seek(0, os.SEEK_END)
             lines.seek(max(size - 1, 0))
             if lines.read(1) not in (b"", b"\n"):

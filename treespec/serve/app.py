@@ -2,6 +2,8 @@
 
 import hashlib
 import secrets
+import socket
+from functools import cache
 from ipaddress import ip_address
 from typing import final
 from urllib.parse import urlsplit
@@ -96,7 +98,7 @@ class Guard:
             headers = {"WWW-Authenticate": "Bearer"}
             return ApiError(401, message, code="invalid_api_key", headers=headers)
         if not self.state.keys and not is_named_rightly(request):
-            message = "This server answers to localhost: give it an --api-key for other names"
+            message = "This server answers to addresses and to its machine's name: give it an --api-key for other names"
             return ApiError(403, message)
         return None
 
@@ -114,20 +116,28 @@ class Guard:
 
 
 def is_named_rightly(request: Request) -> bool:
-    """Whether the Host header of a request to a loopback address is a loopback name too.
+    """Whether the Host header of a request is a name of this machine, or an IP address.
 
-    Requests to other addresses pass. The check prevents DNS rebinding: a foreign page could resolve its own name to
-    127.0.0.1, and read the answers.
+    A loopback address has only loopback names. The check prevents DNS rebinding: a foreign page could resolve its own
+    name to the server's address, and read the answers.
     """
-    if not ip_address(request.scope["server"][0]).is_loopback:
-        return True
+    is_local = ip_address(request.scope["server"][0]).is_loopback
     try:
-        name = urlsplit("//" + request.headers.get("host", "")).hostname
+        name = urlsplit("//" + request.headers.get("host", "")).hostname or ""
         if name == "localhost":
             return True
-        return ip_address(name or "").is_loopback
+        if not is_local and name in list_machine_names():
+            return True
+        address = ip_address(name)
     except ValueError:
         return False
+    return address.is_loopback or not is_local
+
+
+@cache
+def list_machine_names() -> frozenset[str]:
+    """Lists the names by which other machines know this one, in lower case."""
+    return frozenset({socket.gethostname().lower(), socket.getfqdn().lower()})
 
 
 router = APIRouter()

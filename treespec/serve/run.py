@@ -5,6 +5,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from ipaddress import ip_address
 from typing import Any, NamedTuple, final
 
 import uvicorn
@@ -111,6 +112,7 @@ class Connection(H11Protocol):
 
 
 SPARE_CONNECTIONS = 128  # in addition to those whose answers run or wait
+PUBLIC_WARNING = "every machine that reaches this address may ask: demand a key by --api-key KEY"
 FAREWELL_SECONDS = 1.0  # for clients to read that their answer was cut off
 
 
@@ -170,7 +172,10 @@ def serve(spec: Spec, config: ServeConfig, listening: socket.socket) -> Served:
             host = f"[{host}]"
         url = f"http://{host}:{port}"
         print(f"{state.name} at {url}/v1, a page at {url}/ ({spec.drafting_sentence})", flush=True)
-        for warning in list_form_warnings(spec):
+        warnings = list_form_warnings(spec)
+        if not config.keys and not ip_address(listening.getsockname()[0]).is_loopback:
+            warnings.append(PUBLIC_WARNING)
+        for warning in warnings:
             print(warning, file=sys.stderr)
         HttpServer(state).run([listening])
     finally:

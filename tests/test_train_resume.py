@@ -171,9 +171,10 @@ def test_without_held_out_conversations_no_numbers_are_made_up(config, tmp_path,
     result = train(replace(config, data=str(same), max_steps=1, calibrate=True))
     said = capsys.readouterr().out
     assert "none is held out, so the head is neither validated nor calibrated" in said
-    assert "not validated: --validate-on is 0" in said
+    assert "\nNot validated: no conversation is held out\n" in said
+    assert "- not validated: no conversation is held out" in Path(config.out, "README.md").read_text()
     assert "0.0%" not in said
-    assert "not validated" in str(result)
+    assert str(result) == "not validated"
 
 
 def test_a_token_that_the_target_lacks_is_one_line(config, model_folder, tmp_path):

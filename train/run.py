@@ -124,7 +124,8 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
         result = finish(run, place)
         accelerator.wait_for_everyone()
         accelerator.end_training()
-        accelerator.print(str(result))
+        if result.positions:
+            accelerator.print(str(result))
         length = measure_length(place.step, config.count_conversations(processes), data)
         lines = describe_end(config, data, place, length, result)
         if accelerator.is_main_process:

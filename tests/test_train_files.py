@@ -31,10 +31,14 @@ from transformers import AutoConfig
 
 from treespec.draft.calibration import load_calibration
 from treespec.files.atomic import locked, read_json, write_json
+from treespec.files.downloads import cache_folder
 from treespec.model.target import Target
 from treespec.model.weights import load_ends
+from treespec.train.data import encoded
 from treespec.train.data import features as features_module
 from treespec.train.data.features import StoredFeatures
+from treespec.train.data.prepare import read_examples
+from treespec.train.machine import make_accelerator
 from treespec.train.run import train
 
 CHECKPOINT = "checkpoint-000002"
@@ -226,3 +230,24 @@ def test_with_stored_features_the_target_is_loaded_to_store_them_alone(config, c
     assert same_head(again, config)
     for name, value in load_weights(live).items():
         close(value, load_weights(config)[name], 1e-5)
+
+
+def test_data_that_took_long_to_encode_are_encoded_once(config, monkeypatch, tmp_path):
+    """Other data, another template and another length are encoded again; a damaged file is named."""
+    accelerator = make_accelerator(config)
+    monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/cache")
+    monkeypatch.setattr(encoded, "MIN_KEPT_SECONDS", 0.0)
+    before = read_examples(config, accelerator)
+    with monkeypatch.context() as patch:
+        patch.setattr(encoded, "encode_conversations", lambda *_: pytest.fail("it was encoded again"))
+        again = read_examples(config, accelerator)
+    for row, other in zip(before, again, strict=True):
+        assert (row.key, row.part) == (other.key, other.part)
+        assert torch.equal(row.input_ids, other.input_ids)
+        assert torch.equal(row.loss_mask, other.loss_mask)
+    (file,) = cache_folder().glob("encoded/*/examples.safetensors")
+    shorter = read_examples(replace(config, max_length=20), accelerator)
+    assert max(len(row.input_ids) for row in shorter) == 20
+    flip_bit(file, 0.7)
+    with complains("its checksum does not match: delete it, and the data are encoded again"):
+        read_examples(config, accelerator)

@@ -115,7 +115,7 @@ def encode_and_keep(file: Path, encode: Callable[[], Encoded], kept_seconds: flo
     if time.monotonic() < started + kept_seconds:
         return encoded
     examples = encoded.examples
-    keys = np.array([int(example.key or "0", 16) for example in examples], dtype=np.uint64)
+    keys = np.array([int(example.key, 16) for example in examples], dtype=np.uint64)
     tensors = {
         "input_ids": torch.cat([example.input_ids for example in examples]),
         "loss_mask": torch.cat([example.loss_mask for example in examples]),

@@ -173,7 +173,7 @@ def test_without_held_out_conversations_no_numbers_are_made_up(config, tmp_path,
     assert "none is held out, so the head is neither validated nor calibrated" in said
     assert "\nNot validated: no conversation is held out\n" in said
     assert "- not validated: no conversation is held out" in Path(config.out, "README.md").read_text()
-    assert "0.0%" not in said
+    assert "top-1 agreement" not in said
     assert str(result) == "not validated"
 
 

@@ -96,6 +96,14 @@ KNOWN_ARCHITECTURES = (
         reason="it has rows of drafted tokens where DFlash has mask tokens",
     ),
     Architecture(
+        "XPress",
+        "speculators",
+        r"xpress.*",
+        reason="it refines all tokens of a block together in several passes, so a tree's nodes have no draft "
+        "probabilities of their own",
+        version="speculators 0.9.0, 2026-11-30",
+    ),
+    Architecture(
         "DFlash of other layers",
         "vLLM",
         r"dflashlaguna.*|museglimmer.*",

@@ -1,4 +1,4 @@
-"""Heads of features, MTP layers and PARD draft as a second reading of their authors' formulas: tests/reference_heads."""
+"""Heads of features, MTP layers and PARD draft as a second reading says: tests/reference_heads."""
 
 from functools import cache, partial
 

@@ -118,7 +118,7 @@ PUBLISHED = {  # the fields of configs that projects publish, with small sizes: 
         | {
             "sliding_window": 4,
             "layer_types": ["full_attention"] * 2,
-            "dflash_config": Z_LAB["dflash_config"] | {"use_swa": True, "swa_window_size": 4, "causal": False},
+            "dflash_config": Z_LAB["dflash_config"] | {"use_swa": True, "swa_window_size": 6, "causal": False},
         },
         None,
     ),

@@ -4,6 +4,7 @@ docs/formats.md says how to bring it beside. Logits are up to 35 in size here, a
 """
 
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,9 @@ from drafters import BLOCK_TEXT, DRAFT_PATHS, DRAFT_VOCAB, EIGHT_LAYERS
 from head_files import EAGLE31_VARIANTS, build_eagle31, save_with
 from models import close, random_eagle3, random_head, seeded
 from reference_heads.block_files import BLOCK_FILES
-from reference_heads.parts import compare
+from reference_heads.eagle import draft_by_steps, step_mtp
+from reference_heads.eagle_files import MTP_LAYER, SPECULATORS_MTP, list_mtp
+from reference_heads.parts import Checkpoint, compare, fill
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, Qwen3Config
 
@@ -179,7 +182,7 @@ def place_block(text, features, size):
 def load_speculators(kind, config, tensors, ends):
     """speculators' model of a block head, in float64 and without a verifier on disk."""
     core = pytest.importorskip(f"speculators.models.{kind}.core", exc_type=ImportError)
-    model_type = next(getattr(core, name) for name in core.__all__)
+    model_type = getattr(core, config["architectures"][0])
     parsed = model_type.config_class(
         **{name: value for name, value in config.items() if name != "transformers_version"}
     )
@@ -189,7 +192,7 @@ def load_speculators(kind, config, tensors, ends):
     output = {"embed_tokens.weight": ends[0]} | ({} if "lm_head.weight" in own else {"lm_head.weight": ends[1]})
     missing, unexpected = model.load_state_dict(own | output, strict=False)
     assert not unexpected
-    assert all(name.startswith("verifier_") for name in missing)
+    assert all(name.startswith("verifier_") or name in ("d2t", "t2d") for name in missing)
     return model
 
 
@@ -234,6 +237,26 @@ def random_ends(dtype):
     generator = seeded(11)
     sizes = ((64, 32), (64, 32), (len(BLOCK_TEXT) - 1, 96))
     return [torch.randn(*size, generator=generator, dtype=dtype) for size in sizes]
+
+
+@torch.no_grad()
+def test_speculators_mtp_gives_the_first_logits_of_the_second_reading():
+    """Its later steps are the training's: they read each other's keys, where drafting reads those of the text."""
+    core = pytest.importorskip("speculators.models.mtp.core", exc_type=ImportError)
+    layer = Qwen3Config(**MTP_LAYER | {"model_type": "qwen3"}, attn_implementation="eager")
+    config = {name: value for name, value in SPECULATORS_MTP.items() if name != "transformers_version"}
+    model = core.MTPDraftModel(core.MTPSpeculatorConfig(**config | {"transformer_layer_config": layer})).double().eval()
+    tensors = fill(list_mtp(norms=True, biases=False))
+    embedding, output, features = random_ends(torch.float64)
+    named = {f"mtp_layers.0.{name}": value for name, value in tensors.items()}
+    model.load_state_dict(named | {"embed_tokens.weight": embedding, "lm_head.weight": output}, strict=False)
+    states = features[:, :32]
+    text = torch.cat([BLOCK_TEXT, torch.zeros(3, dtype=torch.int64)])[None]
+    unseen = torch.zeros(1, text.shape[1] - len(states), 32, dtype=torch.float64)
+    logits, *_ = model(input_ids=text, hidden_states=torch.cat([states[None], unseen], dim=1))
+    step = partial(step_mtp, Checkpoint(MTP_LAYER, tensors), hidden_first=False)
+    wanted = draft_by_steps(step, states, embedding, BLOCK_TEXT[1:].tolist(), ()) @ output.T
+    assert compare(logits[0][0, -1], wanted) < 1e-5
 
 
 SPECFORGE_CLASSES = {

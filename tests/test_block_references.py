@@ -57,4 +57,4 @@ def test_a_block_head_drafts_as_a_second_reading_says(name, tmp_path):
     found = draft_by_head(write_head(tmp_path / "head", file.config, tensors))
     block = file.build_block(tensors, read_features(), int(BLOCK_TEXT[-1]), *read_ends())
     for row, path in zip(found, DRAFT_PATHS, strict=True):
-        assert compare(row, file.draft(block, path)) < TOLERANCE, path
+        assert compare(row, file.draft(block, file.name_path(path))) < TOLERANCE, path

@@ -156,7 +156,8 @@ def check_window_of_block(config: Config) -> None:
     """Raises ValueError for a window shorter than a block: SpecForge does not apply it within a block, vLLM does."""
     window = config.get("sliding_window")
     size = config.get("block_size")
-    if not window or not size or SLIDING_ATTENTION not in (config.get("layer_types") or ()):
+    types = config.get("layer_types")
+    if not window or not size or not types or SLIDING_ATTENTION not in types:
         return
     if window < size:
         raise ValueError(

@@ -238,6 +238,12 @@ class BlockFile(NamedTuple):
             tensors |= {"d2t": DRAFTED - torch.arange(len(DRAFTED)), "t2d": torch.isin(torch.arange(VOCAB), DRAFTED)}
         return tensors
 
+    def name_path(self, path) -> list[int]:
+        """The target's tokens of a path of drafted ones, which few-token heads number on their own."""
+        if "d2t" in self.shapes:
+            return DRAFTED[list(path)].tolist()
+        return list(path)
+
     def build_block(self, tensors, features, anchor, embedding, output) -> Block:
         """The block behind a text, by the tensors of `fill`. embedding, output: the target's."""
         layers = {name: self.config[name] for name in ("layer_types", "sliding_window") if self.config.get(name)}
@@ -281,6 +287,12 @@ BLOCK_FILES = {
         as_speculators("dflash2", "DFlash2DraftModel", BLOCK, **DFLASH2 | {"sample_from_anchor": True}),
         list_convolutions(),
         partial(draft_dflash2, count=9, from_anchor=True),
+        {"convolved": True},
+    ),
+    "z-lab-dflash2": BlockFile(
+        as_specforge("DFlash2DraftModel", DFLASH2),
+        list_convolutions(),
+        partial(draft_dflash2, count=9),
         {"convolved": True},
     ),
     "dspine": BlockFile(

@@ -235,8 +235,8 @@ def check_speculators_layer(config: Config, target: Target, start: str) -> None:
 
 def flatten_theta(config: Config) -> Config:
     """A config with `rope_theta` at the top level, wherever its version of transformers has it."""
-    nested = config.get("rope_parameters") or {}
-    if "rope_theta" not in nested:
+    nested = config.get("rope_parameters")
+    if not nested or "rope_theta" not in nested:
         return config
     return config | {"rope_theta": nested["rope_theta"]}
 

@@ -42,9 +42,7 @@ def build_tokenizer(split, normalizer=None):
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = BpeTrainer(vocab_size=500, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False)
     model.train_from_iterator([" ".join(PARTS) * 3], trainer)
-    model.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
-    )
+    model.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
     return hf.PreTrainedTokenizerFast(tokenizer_object=model, bos_token="<s>", eos_token="</s>")
 
 

@@ -99,7 +99,7 @@ def test_a_client_that_does_not_read_does_not_keep_the_server(tiny):
 
 
 def test_a_request_that_does_not_arrive_is_closed(tiny, monkeypatch):
-    monkeypatch.setattr("treespec.serve.run.ARRIVAL_SECONDS", 0.3)
+    monkeypatch.setattr("treespec.serve.connections.ARRIVAL_SECONDS", 0.3)
     with serving(tiny) as state, client(state) as http:
         wait_until(lambda: state.server.started)
         for body in (b"", b"{"):

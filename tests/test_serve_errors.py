@@ -156,7 +156,7 @@ def test_a_key_guards_all_but_the_page_and_health(tiny):
 
 
 def test_a_large_body_is_refused_whatever_its_headers_say(tiny, monkeypatch):
-    monkeypatch.setattr("treespec.serve.app.MAX_BODY_BYTES", 2000)
+    monkeypatch.setattr("treespec.serve.guard.MAX_BODY_BYTES", 2000)
     with serving(tiny) as state, client(state) as http:
         body = json.dumps({"messages": [{"role": "user", "content": "a" * 4000}]}).encode()
         headers = {"Content-Type": "application/json"}

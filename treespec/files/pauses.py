@@ -1,6 +1,6 @@
 """Long work on a thread calls `pause` between its pieces: there it may be ended, or wait for others.
 
-    thread of request A    piece 1 | pause: B waits, let it go first | piece 2 | pause: A's client has left: an error
+thread of request A    piece 1 | pause: B waits, let it go first | piece 2 | pause: A's client has left: an error
 """
 
 from collections.abc import Callable, Iterator

@@ -85,9 +85,7 @@ def encode_words(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
     return ids + piece.ids[begin:]
 
 
-def encode_piece(
-    tokenizer: "PreTrainedTokenizerBase", text: str, start: int, end: int
-) -> Piece:
+def encode_piece(tokenizer: "PreTrainedTokenizerBase", text: str, start: int, end: int) -> Piece:
     """Encode the characters from `start` to `end` of a text."""
     encoded: Any = tokenizer(
         text[start:end], add_special_tokens=False, return_offsets_mapping=True, verbose=False

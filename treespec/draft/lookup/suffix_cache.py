@@ -74,7 +74,9 @@ class SuffixCache:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.tokens = self._read_stored()
-        self._changing = Lock()  # guards `tokens` and what is not in the file yet, the latest completions only
+        self._changing = (
+            Lock()
+        )  # guards `tokens` and what is not in the file yet, the latest completions only
         self._unwritten: deque[np.ndarray] = deque(maxlen=MAX_UNWRITTEN)
         self._writing = Lock()  # one thread writes at a time
 

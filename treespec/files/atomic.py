@@ -257,7 +257,8 @@ def locked(
             error instead of waiting.
         seconds: how long to try without `wait`. Default: 0, once.
 
-    Raises: Locked, an InputError, with the id of the process that holds the lock, or if the folder cannot be written to.
+    Raises: Locked, an InputError, with the id of the process that holds the lock; InputError if the folder cannot be
+        written to.
     """
     # 1. Open the lock file.
     folder = Path(folder)

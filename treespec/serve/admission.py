@@ -71,6 +71,8 @@ class Lane:
         """End the turn of a caller, and let the next one in."""
         self._free += 1
         self._working.discard(caller)
+        if caller in self._waiting:
+            self._waiting[caller] = self._waiting.pop(caller)  # behind the others
         self._admit()
 
     def demote(self, caller: str) -> None:
@@ -86,7 +88,7 @@ class Lane:
             turns = self._waiting.pop(caller)
             turn = turns.popleft()
             if turns:
-                self._waiting[caller] = turns  # behind the others
+                self._waiting[caller] = turns
             if not turn.done():  # it has not left meanwhile
                 self._free -= 1
                 self._working.add(caller)

@@ -17,6 +17,7 @@ from treespec.serve.logs import REQUEST_ID_HEADER, log_request, read_request_id,
 from treespec.serve.state import State
 
 MAX_BODY_BYTES = 4 << 20  # of a request
+LOOKS = 6  # of the event loop at its sockets before a body is parsed: many a client has left by then
 CLIENT_LEFT_STATUS = 499  # in the log, as nginx has it
 OPEN_PATHS = ("/", "/health", "/live")  # need no key: the page itself holds nothing secret
 UNREFUSED_PATHS = ("/metrics", "/health", "/live")  # while the server ends, too
@@ -105,6 +106,8 @@ class Guard:
             request.state.place = place
             listener = asyncio.create_task(watch_client(receive, place, asyncio.current_task()))
             try:
+                for _ in range(LOOKS):
+                    await asyncio.sleep(0)
                 await place.move(self.state.admission.texts)
                 await self.app(request.scope, replay_body(body, place), send_whole)
             except TimeoutError:

@@ -104,5 +104,5 @@ def build_log_config(access: bool, as_json: bool) -> dict[str, Any]:
                 "stream": "ext://sys.stderr",
             }
         },
-        "loggers": {name: logger for name in ("uvicorn", "treespec.serve", ACCESS_LOGGER)},
+        "loggers": dict.fromkeys(("uvicorn", "treespec.serve", ACCESS_LOGGER), logger),
     }

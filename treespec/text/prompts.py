@@ -22,8 +22,8 @@ import torch
 
 from treespec.errors import InputError
 from treespec.text import templates
-from treespec.text.pieces import encode_text
 from treespec.text.pictures import PictureTokens, has_pictures, process_pictures
+from treespec.text.pieces import encode_text
 from treespec.text.strings import check_fits_context, join_text_parts, require_well_formed
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ HEAVY_GRAMMAR = {"regex": "(a|b)*a(a|b){14}c"}
 @pytest.fixture(scope="module")
 def wide():
     """A target whose context may hold the texts below, by their length."""
-    return tiny_spec(context=40_000)
+    return tiny_spec(context=40_000, eos=2)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def is_idle(state):
 BOMBS = {
     "text": (CHAT, {"messages": [{"role": "user", "content": "the user asks a question " * 12_000}]}),
     "grammar": (CHAT, SHORT | HEAVY_GRAMMAR),
-    "tokens": (COMPLETIONS, {"prompt": [3] * 200_000, "max_tokens": 9}),
+    "tokens": (COMPLETIONS, {"prompt": [3] * 100_000, "max_tokens": 9}),
     "scores": (COMPLETIONS, {"prompt": [3] * 3000, "max_tokens": 0, "echo": True, "logprobs": 1}),
     "answers": (CHAT, {"messages": MESSAGES, "max_tokens": 4000, "n": 4}),
     "page": ("/cycles", {"messages": MESSAGES, "max_tokens": 4096, "tree": "chain:5"}),
@@ -192,12 +192,12 @@ def test_callers_take_turns_in_a_lane_and_one_is_in_it_once():
     assert asyncio.run(run()) == ["a1 b1", "b1 c1", "c1 a2", "c1 a2 d1"]
 
 
-def test_a_trial_that_cannot_start_is_a_503_in_words(tiny, monkeypatch):
+def test_a_trial_that_cannot_start_is_a_503_in_words(wide, monkeypatch):
     def refuse(*_):
         raise OSError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr("multiprocessing.context.SpawnProcess.start", refuse)
-    with serving(tiny) as state, client(state) as http:
+    with serving(wide) as state, client(state) as http:
         answer = http.post(CHAT, json=SHORT | {"regex": "a+"})
         assert answer.status_code == 503
         assert "cannot start (Resource temporarily unavailable)" in answer.json()["error"]["message"]

@@ -21,6 +21,7 @@ from treespec.sampling.compiled_grammar import GRAMMAR_KINDS
 from treespec.serve.admission import Lane, Place
 from treespec.serve.errors import ApiError, build_bad_request, to_api_error
 from treespec.serve.state import State, get_state
+from treespec.text.pictures import count_pixels, has_pictures
 
 QUIET_SECONDS = 5.0  # seconds without a piece after which a stream sends a comment
 Arrival = tuple[int, Piece | None]
@@ -82,6 +83,12 @@ class Answers:
             if self.state.engine.closed:
                 raise self.state.cut() from error
             raise build_bad_request(error, param) from error
+
+    async def admit_pictures(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Count the pixels of a request's pictures, before they are decoded. Raises ApiError beyond a limit."""
+        if has_pictures(messages):
+            pixels = await self.run(partial(count_pixels, messages), "messages")
+            self.place.hold("pixels", pixels)
 
     async def submit(
         self,

@@ -77,6 +77,7 @@ async def begin_chat(request: Request, body: ChatRequest) -> Reply:
         build_parser=partial(build_parser, form, tokenizer),
         thoughts=thoughts,
     )
+    await answers.admit_pictures(body.messages)
     prompts = await encode_prompts(answers, body, encode, "messages")
     if body.store:
         log_answers(answers, body)
@@ -284,6 +285,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Fields:
     encode: Callable[[], list[int]]
     if body.messages is not None and body.prompt is None:
         param = "messages"
+        await answers.admit_pictures(body.messages)
         encode = partial(encode_request, spec, body.messages)
     elif body.prompt is not None and body.messages is None:
         param = "prompt"

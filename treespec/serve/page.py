@@ -92,6 +92,7 @@ async def answer(request: Request, body: PageRequest) -> Response:
     check_page_choice("tree", body.tree, TREE_CHOICES)
 
     # 2. Encode the prompt, and begin.
+    await answers.admit_pictures(body.messages)
     ids = await answers.run(partial(encode_request, state.spec, body.messages), "messages")
     state.check_prompt(ids, "messages")
     cycles: deque[Cycle] = deque()

@@ -225,10 +225,13 @@ def serve(config: ServeConfig) -> None:
         check_folder(Path(config.log_completions).expanduser(), "--log-completions")
     begin_answers(config, words=False, chats=False)
     listening = bind_socket(config.host, config.port)
-    spec = load_spec(config)
-    spec.warm_up()
-    from treespec.engine.stats import format_tau
-    from treespec.serve import run
+    from treespec.serve.loading import answering_while_loading
+
+    with answering_while_loading(listening):
+        spec = load_spec(config)
+        spec.warm_up()
+        from treespec.engine.stats import format_tau
+        from treespec.serve import run
 
     if config.target == DEMO_NAME and not config.name:
         config = replace(config, name=DEMO_NAME)

@@ -89,11 +89,44 @@ class Eagle4Head(Eagle3Head):
     def token_layers(self) -> list[nn.Linear]:
         return [self.lm_head, self.efficient_lm_head]
 
+    @property
+    def candidate_weights(self) -> tuple[nn.Parameter, ...]:
+        """The two factors of the low-rank head, [Vd, r] and [r, H], which `estimate_logits` reads."""
+        down = tuple(self.efficient_lm_head_down_proj.parameters())
+        return tuple(self.efficient_lm_head.parameters()) + down
+
+    def estimate_logits(self, states: Tensor) -> Tensor:
+        """Estimate the logits of all draft tokens by the low-rank head: [..., H] -> [..., Vd]."""
+        estimates: Tensor = self.efficient_lm_head(self.efficient_lm_head_down_proj(states))
+        return estimates
+
     def project(
         self, states: Tensor, step: int = 0, target: TargetOutputPath | None = None
     ) -> Tensor:
         """As `Head.project`. The logit of a token that is no candidate is -inf."""
-        estimates = self.efficient_lm_head(self.efficient_lm_head_down_proj(states))
+        estimates = self.estimate_logits(states)
         _, candidates = select_candidates(estimates, self.num_candidates)
         logits = self.lm_head.multiply_rows(states, candidates)
         return spread_candidates(logits, candidates, estimates.shape[-1])
+
+    def find_retrieved(self, states: Tensor, count: int) -> Tensor:
+        """As `Head.find_retrieved`."""
+        _, candidates = select_candidates(self.estimate_logits(states), self.num_candidates)
+        _, likely = select_candidates(self.lm_head(states), count)
+        return (likely[..., :, None] == candidates[..., None, :]).any(-1)
+
+    @torch.no_grad()
+    def start_candidates(self) -> None:
+        """Set the low-rank head to the best approximation of `lm_head` by its rank r: the truncated SVD.
+
+        U S V' is the output rows' SVD. The factors are U_r sqrt(S_r) and sqrt(S_r) V_r', which are equally large.
+        """
+        rows = self.lm_head.weight.double()
+        rank = self.efficient_lm_head_down_proj.out_features
+        # The SVD's V, from H x H numbers where it would need as many as the rows have.
+        squares, directions = torch.linalg.eigh(rows.T @ rows)
+        directions = directions[:, -rank:].T  # [r, H]
+        smallest = torch.finfo(squares.dtype).eps * squares[-1]
+        scales = squares[-rank:].clamp(min=smallest) ** 0.25
+        self.efficient_lm_head.weight.copy_(rows @ directions.T / scales)
+        self.efficient_lm_head_down_proj.weight.copy_(directions * scales[:, None])

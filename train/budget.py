@@ -27,6 +27,7 @@ BUDGET_OPTIONS: dict[
 ] = {  # by the kind of head; other kinds have their own recipe
     "eagle": SHARED_OPTIONS | {"first_weights": "fitted", "bias": False, "token_weight": 10.0},
     "eagle3": SHARED_OPTIONS,
+    "eagle4": {"warm_up": 30},
     "medusa": SHARED_OPTIONS,
     "hydra": SHARED_OPTIONS,
     "hydra++": SHARED_OPTIONS,

@@ -24,6 +24,8 @@ TOKEN_LOSS_NAMES = ("published", "cross-entropy", "tv")
 DRAFT_VOCAB = 32_000  # eagle3's published heads have that many draft tokens
 # The default number of draft tokens. A target keeps all its tokens if it has at most twice this number.
 BUDGET_DRAFT_VOCAB = 8192
+FIRST_STAGE_SHARE = 0.75  # of the steps or minutes of a training of two stages
+FIRST_STAGE_FOLDER = "layer"  # in OUT/training
 PUBLISHED_OPTIONS: dict[str, object] = {  # the papers' values of options that are not in `Recipe`
     "first_weights": "random",
     "batch_size": 4,
@@ -196,6 +198,18 @@ class TrainConfig(TargetOptions, Eagle3Options):
         least=0,
         below=1,
     )
+    candidate_rank: int | None = option(
+        "eagle4: rank of the low-rank head that selects candidates; default: 256, or the states' width",
+        None,
+        least=1,
+        most=65536,
+    )
+    candidates: int | None = option(
+        "eagle4: candidates of a draft step, the tokens that get logits; default: 256",
+        None,
+        least=1,
+        most=MAX_TEXT_TOKENS,
+    )
     bias: bool | None = option(
         "eagle: give fc a bias, which vLLM has no place for; default: no, published: yes", None
     )
@@ -263,6 +277,10 @@ class TrainConfig(TargetOptions, Eagle3Options):
                 )
             if self.first_weights not in (None, "random"):
                 raise InputError("--from-head brings first weights: leave --first-weights out")
+            if self.training.first_stage and self.sliding_window is not None:
+                raise InputError(
+                    "--from-head brings the layer's window: leave --sliding-window out"
+                )
         if self.tracker is not None:
             check_tracker(self.tracker)
         if self.recipe == "published":
@@ -302,6 +320,31 @@ class TrainConfig(TargetOptions, Eagle3Options):
             if value is not None:
                 changes[field.name] = value
         return replace(self.training.recipe, **changes)
+
+    @property
+    def has_first_stage(self) -> bool:
+        """Whether a first stage trains the head that this run begins with."""
+        return bool(self.training.first_stage) and self.from_head is None
+
+    @property
+    def first_head(self) -> str | None:
+        """The head whose weights this run begins with: that of `--from-head`, or of the first stage; None: none."""
+        if self.has_first_stage:
+            return str(Path(self.out) / "training" / FIRST_STAGE_FOLDER)
+        return self.from_head
+
+    @property
+    def stage_minutes(self) -> float:
+        """The minutes of this run, without those of a first stage; 0: no limit."""
+        if self.has_first_stage:
+            return (1 - FIRST_STAGE_SHARE) * self.minutes
+        return self.minutes
+
+    def count_stage_steps(self, steps: int) -> int:
+        """Count the steps of this run, out of those of the whole training: at least 1."""
+        if self.has_first_stage:
+            return max(1, round((1 - FIRST_STAGE_SHARE) * steps))
+        return steps
 
     def count_forwards(self, processes: int) -> int:
         """Count the forwards of a process per optimizer step: as set, or as the recipe's batch needs."""

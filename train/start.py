@@ -24,9 +24,11 @@ from treespec.draft.vocabulary import find_most_frequent, load_vocabulary, restr
 from treespec.errors import InputError
 from treespec.heads.checkpoint import load_head
 from treespec.heads.eagle import EagleHead
+from treespec.heads.eagle4 import Eagle4Head
 from treespec.heads.folder import find_head_folder
 from treespec.heads.head import Head
 from treespec.model.target import Target
+from treespec.train.candidates import build_candidate_fields, freeze_layer
 from treespec.train.checkpoints import find_latest_step, select_trained_parameters
 from treespec.train.config import DRAFT_VOCAB, TrainConfig
 from treespec.train.data.prepare import Data
@@ -42,6 +44,8 @@ def build_untrained_head(config: TrainConfig, target: Target) -> Head:
     Weights that it shares with a target on another device are copied there: the target's are not moved.
     """
     fields = config.to_head_config()
+    if config.training.first_stage:
+        fields = build_candidate_fields(config)
     device = target.output_device
     if "bias" in config.training.options:
         fields["bias"] = config.bias
@@ -78,8 +82,8 @@ def start_head(
     """
     # 1. The draft vocabulary.
     trained_head: Head | None = None
-    if config.from_head is not None:
-        trained_head = load_comparable_head(config.from_head, head)
+    if config.first_head is not None:
+        trained_head = load_comparable_head(config.first_head, head, config.training.first_stage)
     tokens = choose_tokens(config, target, data, trained_head)
     if tokens is not None:
         target.copy_output_rows(tokens[:1])  # fail now, not in `restrict` after training
@@ -94,7 +98,10 @@ def start_head(
             save_vocabulary(tokens, coverage, config.out)
 
     # 2. First weights, and dropout.
-    if trained_head is not None:
+    if config.training.first_stage and trained_head is not None:
+        source = f"--from-head {config.first_head}"
+        start_candidate_head(cast(Eagle4Head, head), trained_head, source)
+    elif trained_head is not None:
         take_trained(trained_head, head, f"--from-head {config.from_head}")
     elif (
         config.first_weights == "fitted" and find_latest_step(Path(config.out) / "training") is None
@@ -119,14 +126,14 @@ def choose_tokens(
     Returns:
         [N] int64 ascending; None: all tokens.
     """
+    if head is not None and config.training.restricted_first:
+        return head.vocabulary
     if head is None or config.draft_vocab is not None:
         number = choose_vocabulary_size(config, target)
         if not number:
             return None
         tokens, _ = find_most_frequent([data.answers], number, target)
         return tokens
-    if config.training.restricted_first:
-        return head.vocabulary
     return load_vocabulary(find_head_folder(str(config.from_head)), target.vocab_size)
 
 
@@ -192,10 +199,16 @@ def build_regression_sides(head: EagleHead, data: Data, number: int) -> tuple[Te
     return torch.cat(columns, dim=1), features[1:-1]
 
 
-def load_comparable_head(folder: str, head: Head) -> Head:
-    """Load a trained head. Raises InputError if its kind or its target's sizes differ from `head`'s."""
+def load_comparable_head(folder: str, head: Head, first_stage: str = "") -> Head:
+    """Load a trained head. Raises InputError if its kind or its target's sizes differ from `head`'s.
+
+    first_stage: another kind that it may be of.
+    """
     trained_head = load_head(folder)
-    for name in ("kind", "hidden_size", "feature_size", "vocab_size"):
+    names = ["kind", "hidden_size", "feature_size", "vocab_size"]
+    if trained_head.kind == first_stage:
+        names.remove("kind")
+    for name in names:
         trained_value = getattr(trained_head, name)
         value = getattr(head, name)
         if trained_value != value:
@@ -203,6 +216,20 @@ def load_comparable_head(folder: str, head: Head) -> Head:
                 f"--from-head {folder} is another head: its {name} is {trained_value}, not {value}"
             )
     return trained_head
+
+
+def start_candidate_head(head: Eagle4Head, trained_head: Head, source: str) -> None:
+    """Copy a trained layer, begin the low-rank head by the SVD of its output rows, and freeze all else, in place.
+
+    A trained EAGLE-4 head brings its low-rank head. source: the trained head's name in an error.
+    """
+    brings_candidates = trained_head.kind == head.kind
+    for weight in head.candidate_weights:
+        weight.requires_grad_(brings_candidates)  # `take_trained` copies what is trained
+    take_trained(trained_head, head, source)
+    if not brings_candidates:
+        head.start_candidates()
+    freeze_layer(head)
 
 
 @torch.no_grad()

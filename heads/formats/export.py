@@ -34,6 +34,7 @@ SERVE_COMMANDS = {  # by format: the command that serves the target with the hea
     "mlx": "python -m mlx_vlm.server --model {target} --draft-model {folder}",
     "gguf": f"llama-server --model TARGET.gguf --model-draft {{folder}}/{GGUF_FILE} --spec-type draft-{{kind}} "
     "--spec-draft-n-max {number}",
+    "nemo": "treespec serve --target {target} --head {folder}",  # the engines' commands are not documented
     "eagle": "python -m eagle.evaluation.gen_ea_answer_{prompts} --base-model-path {target} "
     "--ea-model-path {folder}{three}",
 }

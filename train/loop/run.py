@@ -21,6 +21,7 @@ from treespec.errors import InputError
 from treespec.heads.head import Head
 from treespec.model.target import Target
 from treespec.text.encoding import Example
+from treespec.train.candidates import measure_recall
 from treespec.train.checkpoints import Place, find_latest_step, replacing
 from treespec.train.config import TrainConfig
 from treespec.train.data.prepare import Data
@@ -220,9 +221,11 @@ def validate_head(
     head = run.copy_as_served()
     with whole(run.target, config, run.accelerator, "validate the head") as target:
         held_out = replace(run, target=target).iterate_validation_rows(run.data.held_out, limit)
-        if rows is not None:
-            held_out = keep_rows(held_out, rows)
-        result = validate(head, target, held_out, DRAFT_STEPS)
+        if rows is None:
+            rows = []
+        result = validate(head, target, keep_rows(held_out, rows), DRAFT_STEPS)
+        recall, recall_of_few = measure_recall(head, target, rows, DRAFT_STEPS)
+        result = replace(result, recall=recall, recall_of_few=recall_of_few)
         prompts = []
         for example in run.data.held_out[: config.decode_on]:
             answer = int(example.loss_mask.int().argmax())

@@ -22,6 +22,7 @@ from treespec.heads.eagle4 import NEW_CANDIDATES, NEW_RANK, NEW_WINDOW, Eagle4He
 from treespec.heads.head import Config, Head
 from treespec.model.target import Target
 from treespec.train.config import FIRST_STAGE_SHARE, TrainConfig
+from treespec.train.record import Validation
 
 RECALLED_TOKENS = (
     8  # the most likely tokens whose recall is measured: a tree seldom draws more children
@@ -110,6 +111,14 @@ def freeze_layer(head: Eagle4Head) -> None:
     head.requires_grad_(False)
     for weight in head.candidate_weights:
         weight.requires_grad_(True)
+
+
+def add_recall(
+    result: Validation, head: Head, target: Target, rows: Iterable[Any], steps: int
+) -> Validation:
+    """Add the recall of a head's candidates to a validation. Arguments as for `measure_recall`."""
+    recall, recall_of_few = measure_recall(head, target, rows, steps)
+    return replace(result, recall=recall, recall_of_few=recall_of_few)
 
 
 @torch.no_grad()

@@ -26,7 +26,12 @@ from treespec.train.data.prepare import Data
 RECORD_FORMAT = 3
 CARD_OPTIONS = ("token_weight", "first_weights", "bias", "draft_vocab", "batch_size", "accumulate")
 Record = dict[str, Any]  # the options of a run, with digests of its target's and data's content
-RUN_LENGTH_OPTIONS = {"epochs", "max_steps", "minutes"}  # options that say when a run ends
+RUN_LENGTH_OPTIONS = {
+    "epochs",
+    "max_steps",
+    "minutes",
+    "patience",
+}  # options that say when a run ends
 MAY_CHANGE = RUN_LENGTH_OPTIONS | {
     "validate_every",
     "validate_on",
@@ -56,6 +61,9 @@ class Validation:
         recall: for each draft step the share of positions whose most likely token, by the head's whole output layer,
             is a candidate; [] for a head that computes all logits.
         recall_of_few: the share of candidates among the eight most likely tokens.
+        margins: half of the 95 % interval of each agreement, over conversations; []: too few of them.
+        length_margin: the same of `acceptance_length`.
+        runs: the share of positions at which all of the first 1, 2, … draft steps agree.
     """
 
     agreement: list[float]
@@ -65,6 +73,9 @@ class Validation:
     trained: list[float] = field(default_factory=list)
     recall: list[float] = field(default_factory=list)
     recall_of_few: list[float] = field(default_factory=list)
+    margins: list[float] = field(default_factory=list)
+    length_margin: float | None = None
+    runs: list[float] = field(default_factory=list)
 
     def __str__(self) -> str:
         if not self.positions:
@@ -136,6 +147,7 @@ def load_finished_result(folder: Path, record: Record) -> Validation | None:
     earlier = load_record(folder)
     if earlier is None:
         return None
+    earlier = {"patience": 0} | earlier  # of an earlier version
     result = folder / "result.json"
     changed = refuse_changed(folder.parent, earlier, record, MAY_CHANGE)
     if RUN_LENGTH_OPTIONS & changed or not (

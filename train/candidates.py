@@ -82,7 +82,9 @@ def build_candidate_fields(config: TrainConfig) -> Config:
     ):
         given.pop(name, None)
     rank = choose_rank(config, trained_head, sizes.get("rank"))
-    count = config.candidates or sizes.get("num_candidates", NEW_CANDIDATES)
+    count = sizes.get("num_candidates", NEW_CANDIDATES)
+    if config.candidates is not None:
+        count = config.candidates
     absent = {"fc_norm": False, "norm_output": False, "layer_types": None, "sliding_window": None}
     count = min(count, trained_head.lm_head.out_features)
     return absent | given | {"candidate_head": {"rank": rank, "num_candidates": count}}

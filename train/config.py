@@ -224,17 +224,7 @@ class TrainConfig(TargetOptions, Eagle3Options):
             self.check_head_has(field)
         if self.norm_before_fc and self.fc_norm:
             raise InputError("--norm-before-fc and --fc-norm exclude each other: give one of them")
-        if self.from_head is not None:
-            if self.training.restricted_first and self.draft_vocab is not None:
-                raise InputError(
-                    "--from-head brings the draft vocabulary of such a head: leave --draft-vocab out"
-                )
-            if self.first_weights not in (None, "random"):
-                raise InputError("--from-head brings first weights: leave --first-weights out")
-            if self.training.first_stage and self.sliding_window is not None:
-                raise InputError(
-                    "--from-head brings the layer's window: leave --sliding-window out"
-                )
+        self.check_from_head()
         if self.draft_vocab == 1:
             raise InputError(
                 "--draft-vocab 1 drafts the same token always: give some thousands, or 0 for all tokens"
@@ -243,6 +233,19 @@ class TrainConfig(TargetOptions, Eagle3Options):
             check_tracker(self.tracker)
         if self.recipe == "published":
             self.set_published()
+
+    def check_from_head(self) -> None:
+        """Raises InputError for options whose values the head of `--from-head` brings."""
+        if self.from_head is None:
+            return
+        if self.training.restricted_first and self.draft_vocab is not None:
+            raise InputError(
+                "--from-head brings the draft vocabulary of such a head: leave --draft-vocab out"
+            )
+        if self.first_weights not in (None, "random"):
+            raise InputError("--from-head brings first weights: leave --first-weights out")
+        if self.training.first_stage and self.sliding_window is not None:
+            raise InputError("--from-head brings the layer's window: leave --sliding-window out")
 
     def set_published(self) -> None:
         """Set the published values of options that are not set."""
@@ -282,7 +285,7 @@ class TrainConfig(TargetOptions, Eagle3Options):
     @property
     def has_first_stage(self) -> bool:
         """Whether a first stage trains the head that this run begins with."""
-        return bool(self.training.first_stage) and self.from_head is None
+        return self.training.first_stage != "" and self.from_head is None
 
     @property
     def first_head(self) -> str | None:

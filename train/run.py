@@ -15,7 +15,7 @@ from treespec.model.weights import load_config
 from treespec.text.encoding import Example
 from treespec.train.budget import TrainingSize, choose_recipe, describe_recipe, keep_recipe
 from treespec.train.candidates import list_stages
-from treespec.train.checkpoints import find_latest_step
+from treespec.train.checkpoints import Place, find_latest_step
 from treespec.train.config import TrainConfig, check_folders
 from treespec.train.data.prepare import Data, prepare, read_examples
 from treespec.train.finish import finish
@@ -71,7 +71,9 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
         accelerator.print(f"first stage: a head of kind {stage.head}, in {stage.out}")
         train_stage(stage, accelerator, after_step, ends=False)
         end_stage(accelerator)
-        earlier_steps = find_latest_step(Path(stage.out) / "training") or 0
+        step = find_latest_step(Path(stage.out) / "training")
+        assert step is not None, "a finished run has a checkpoint"
+        earlier_steps = step
     result = train_stage(last_stage, accelerator, lambda step: after_step(earlier_steps + step))
     accelerator.end_training()
     return result
@@ -153,16 +155,25 @@ def train_stage(
         result = finish(run, place)
         accelerator.wait_for_everyone()
         accelerator.print(str(result))
-        if not ends:
-            return result
-        length = measure_length(place.step, config.count_conversations(processes), data)
-        lines = describe_end(config, data, place, length, result)
-        if accelerator.is_main_process:
-            row = {"step": place.best_step or place.step, **asdict(result)}
-            write_report(run.folder, str(result), lines, row)
-        for line in lines:
-            accelerator.print(line)
+        if ends:
+            report_end(run, place, result)
         return result
+
+
+def report_end(run: TrainingRun, place: Place, result: Validation) -> None:
+    """Print the lines that end a training, and write its report. place: where the run ended."""
+    config = run.config
+    accelerator = run.accelerator
+    conversations = config.count_conversations(accelerator.num_processes)
+    length = measure_length(place.step, conversations, run.data)
+    lines = describe_end(config, run.data, place, length, result)
+    if accelerator.is_main_process:
+        step = place.step
+        if place.best_step:
+            step = place.best_step
+        write_report(run.folder, str(result), lines, {"step": step, **asdict(result)})
+    for line in lines:
+        accelerator.print(line)
 
 
 def print_beginning(accelerator: Accelerator, data: Data, step: int | None) -> None:

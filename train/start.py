@@ -105,20 +105,35 @@ def start_head(
             save_vocabulary(tokens, coverage, config.out)
 
     # 2. First weights, and dropout.
-    if config.training.first_stage and trained_head is not None:
+    set_first_weights(config, head, trained_head, data, accelerator)
+    if config.hyperparameters.dropout:
+        add_dropout(head, config.hyperparameters.dropout)
+    return tokens
+
+
+def set_first_weights(
+    config: TrainConfig,
+    head: Head,
+    trained_head: Head | None,
+    data: Data,
+    accelerator: Accelerator,
+) -> None:
+    """Set the weights of a head, in place: a trained head's, or fitted ones, or those that it has.
+
+    Arguments as for `start_head`. trained_head: the head that the run begins with, if there is one.
+    """
+    if trained_head is not None:
         source = f"--from-head {config.first_head}"
-        start_candidate_head(cast(Eagle4Head, head), trained_head, source)
-    elif trained_head is not None:
-        take_trained(trained_head, head, f"--from-head {config.from_head}")
+        if config.training.first_stage:
+            start_candidate_head(cast(Eagle4Head, head), trained_head, source)
+        else:
+            take_trained(trained_head, head, source)
     elif (
         config.first_weights == "fitted" and find_latest_step(Path(config.out) / "training") is None
     ):
         total = min(MAX_FIT_POSITIONS, sum(len(example.input_ids) - 2 for example in data.train))
         progress = PhaseProgress(accelerator, "fitting the first weights", total, "positions")
         fit_feature(cast(EagleHead, head), data, config.seed, progress.update)
-    if config.hyperparameters.dropout:
-        add_dropout(head, config.hyperparameters.dropout)
-    return tokens
 
 
 def choose_tokens(

@@ -9,10 +9,16 @@ from transformers import PretrainedConfig
 
 from treespec.heads.eagle4 import Eagle4Head
 from treespec.heads.formats.eagle3_fields import AUX_LAYERS_FIELD, TO_FIRST, list_head_parts
-from treespec.heads.formats.llama_fields import LLAMA_SIZE_FIELDS, check_layer, rename_tensors
+from treespec.heads.formats.llama_fields import (
+    LLAMA_SIZE_FIELDS,
+    build_llama_fields,
+    check_layer,
+    rename_tensors,
+)
 from treespec.heads.head import Config, Stored
 
 EAGLE4_ARCHITECTURE = "LlamaForCausalLMEagle4"
+LLAMA_FIELDS = ("model_type", "num_hidden_layers", "max_position_embeddings", *LLAMA_SIZE_FIELDS)
 EAGLE4_PARTS = {"fc_norm", "norm_output", "sliding_window"}
 
 
@@ -34,17 +40,11 @@ def write_nemo_eagle4(head: Eagle4Head, served: PretrainedConfig, to: str) -> St
         )
 
     # 2. The fields.
-    llama = head.llama
-    rope: Config = dict(llama.rope_parameters or {})
-    config: Config = {
-        "architectures": [EAGLE4_ARCHITECTURE],
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-    }
-    for name in LLAMA_SIZE_FIELDS:
-        config[name] = getattr(llama, name)
-    context = getattr(served.get_text_config(), "max_position_embeddings", None) or 0
-    config["max_position_embeddings"] = max(llama.max_position_embeddings, context)
+    fields = build_llama_fields(head, served)
+    rope: Config = dict(fields["rope_parameters"])
+    config: Config = {"architectures": [EAGLE4_ARCHITECTURE]}
+    for name in LLAMA_FIELDS:
+        config[name] = fields[name]
     config["rope_theta"] = rope.pop("rope_theta")
     if rope["rope_type"] != "default":
         config["rope_scaling"] = rope

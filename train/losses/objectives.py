@@ -260,11 +260,11 @@ def build_target_teacher(
 def build_output_teacher(head: Eagle4Head, states: Tensor) -> Teacher:
     """Build the teacher of the distributions that a head's whole output layer computes from its states [M, H]."""
 
-    def probabilities(chunk: slice) -> Tensor:
+    def compute_probabilities(chunk: slice) -> Tensor:
         logits: Tensor = head.lm_head(to_float32(states[chunk]))
         return logits.softmax(-1)
 
-    return Teacher(head.lm_head.out_features, probabilities)
+    return Teacher(head.lm_head.out_features, compute_probabilities)
 
 
 def build_text_teacher(tokens: Tensor, vocab_size: int) -> Teacher:

@@ -28,6 +28,7 @@ from treespec.heads.layers import SLIDING_ATTENTION
 NEW_WINDOW = 2048  # positions
 NEW_RANK = 256
 NEW_CANDIDATES = 256  # tokens
+SMALLEST_MOMENT = 1e-6  # of the states, relative to the largest: some directions have none
 
 
 @final
@@ -116,17 +117,33 @@ class Eagle4Head(Eagle3Head):
         return (likely[..., :, None] == candidates[..., None, :]).any(-1)
 
     @torch.no_grad()
-    def start_candidates(self) -> None:
+    def start_candidates(self, moments: Tensor | None = None) -> None:
         """Set the low-rank head to the best approximation of `lm_head` by its rank r: the truncated SVD.
 
-        U S V' is the output rows' SVD. The factors are U_r sqrt(S_r) and sqrt(S_r) V_r', which are equally large.
+        Without moments the weights are as near as possible, with them the logits of the states: |W s - A B s|^2 is
+        smallest on average.
+
+        Args:
+            moments: [H, H] the mean of s s' over states s; default: all directions count alike.
         """
         rows = self.lm_head.weight.double()
+        width = rows.shape[1]
         rank = self.efficient_lm_head_down_proj.out_features
-        # The SVD's V, from H x H numbers where it would need as many as the rows have.
-        squares, directions = torch.linalg.eigh(rows.T @ rows)
-        directions = directions[:, -rank:].T  # [r, H]
-        smallest = torch.finfo(squares.dtype).eps * squares[-1]
-        scales = squares[-rank:].clamp(min=smallest) ** 0.25
-        self.efficient_lm_head.weight.copy_(rows @ directions.T / scales)
-        self.efficient_lm_head_down_proj.weight.copy_(directions * scales[:, None])
+        root = inverse = torch.eye(width, dtype=rows.dtype, device=rows.device)
+        if moments is not None:
+            sizes, axes = torch.linalg.eigh(moments.to(rows))
+            lengths = sizes.clamp(min=SMALLEST_MOMENT * sizes[-1]).sqrt()
+            root = (axes * lengths) @ axes.T
+            inverse = (axes / lengths) @ axes.T
+        # The last directions of `eigh` are the SVD's of W root, from H x H numbers.
+        _, directions = torch.linalg.eigh(root @ rows.T @ rows @ root)
+        directions = directions[:, -rank:]  # [H, r]
+        up = rows @ root @ directions
+        down = directions.T @ inverse
+        # Both factors are equally large in each direction.
+        norms = up.norm(dim=0)
+        scales = (
+            norms.clamp(min=torch.finfo(norms.dtype).eps * norms.max()) / down.norm(dim=1)
+        ).sqrt()
+        self.efficient_lm_head.weight.copy_(up / scales)
+        self.efficient_lm_head_down_proj.weight.copy_(down * scales[:, None])

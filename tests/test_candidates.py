@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from drafters import EIGHT_LAYERS
-from models import close, random_eagle3, same_weights
+from models import close, randn, random_eagle3, same_weights, seeded
 from training import batch_of, config_without_files, load_weights, read_refusal, train_to_end, with_folder
 
 from treespec.heads.checkpoint import load_head
@@ -39,6 +39,16 @@ def test_the_low_rank_head_begins_as_the_truncated_svd(rank):
     close(multiply(head).double(), (left[:, :rank] * scales[:rank]) @ right[:rank], 1e-5)
     rows, columns = (weight.detach().norm() for weight in head.candidate_weights)
     assert float(rows) == pytest.approx(float(columns), rel=1e-4)
+
+
+def test_with_moments_the_logits_of_the_states_are_as_near_as_a_rank_allows():
+    """Their squared error is the sum of the squares of the singular values that are left out."""
+    head = random_eagle4()
+    states = randn(500, 32, generator=seeded(3)).double() @ torch.diag(torch.logspace(0, -2, 32).double())
+    head.start_candidates(states.T @ states / len(states))
+    wanted = states @ head.lm_head.weight.detach().double().T
+    error = (states @ multiply(head).double().T - wanted).square().sum()
+    assert float(error) == pytest.approx(float(torch.linalg.svdvals(wanted)[6:].square().sum()), rel=1e-3)
 
 
 def test_output_rows_of_a_lower_rank_leave_no_number_that_is_not_finite():
@@ -144,6 +154,10 @@ def test_the_second_stage_leaves_the_layer_as_it_was(config, capsys):
     assert head.llama.sliding_window == 3
     assert head.vocabulary.tolist() == load_head(layer.out).vocabulary.tolist()
     assert head.norm_output
+
+    options |= {"learning_rate": 0.0, "first_weights": "fitted"}
+    fitted = load_head(train_to_end(with_folder(config, "fitted", **options)).out)
+    assert (multiply(fitted) - multiply(head)).abs().max() > 1e-3
 
     # It goes on from a second stage, too.
     on = {"head": "eagle4", "from_head": moved.out, "learning_rate": 0.0, "max_steps": 1}

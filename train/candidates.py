@@ -4,16 +4,19 @@
     1       layer, norms, fc, output rows   not there yet   the target's distribution, over all tokens
     2       the low-rank head               frozen          the layer's own distribution, at every depth
 
-`--from-head` of an EAGLE-3 head leaves the first stage out. The first stage's head is in OUT/training/layer.
+The low-rank head begins as the truncated SVD of the output rows, as published, or, with `--first-weights fitted`, as
+the one that is best for the layer's states. `--from-head` of an EAGLE-3 head leaves the first stage out. The first stage's head is in OUT/training/layer.
 Facts are from the documentation of NeMo AutoModel (nightly of November 2026, `eagle4` and `draft_llama` of
 `nemo_automodel.components.speculative.eagle`).
 """
 
+import random
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from treespec.draft.heads.loading import TARGET_TOKENS_FIELD, draft_steps, iterate_states
 from treespec.errors import InputError
@@ -22,8 +25,10 @@ from treespec.heads.eagle4 import NEW_CANDIDATES, NEW_RANK, NEW_WINDOW, Eagle4He
 from treespec.heads.head import Config, Head
 from treespec.model.target import Target
 from treespec.train.config import FIRST_STAGE_SHARE, TrainConfig
+from treespec.train.data.prepare import Data
 from treespec.train.record import Validation
 
+MAX_MOMENT_STATES = 30_000  # there are H^2 moments
 RECALLED_TOKENS = (
     8  # the most likely tokens whose recall is measured: a tree seldom draws more children
 )
@@ -51,6 +56,7 @@ def list_stages(config: TrainConfig) -> list[TrainConfig]:
         "draft_vocab": draft_vocab,
         "candidate_rank": None,
         "candidates": None,
+        "first_weights": None,
         "calibrate": False,
         "minutes": FIRST_STAGE_SHARE * config.minutes,
     }
@@ -121,6 +127,25 @@ def add_recall(
     """Add the recall of a head's candidates to a validation. Arguments as for `measure_recall`."""
     recall, recall_of_few = measure_recall(head, target, rows, steps)
     return replace(result, recall=recall, recall_of_few=recall_of_few)
+
+
+@torch.no_grad()
+def measure_moments(head: Head, target: Target, data: Data, steps: int, seed: int) -> Tensor:
+    """Measure [H, H] the mean of s s' over a head's states s in all draft steps, along answers drawn by `seed`."""
+    moments = torch.zeros(head.hidden_size, head.hidden_size, dtype=torch.float64, device="cpu")
+    count = 0
+    for number in random.Random(seed).sample(range(len(data.train)), len(data.train)):
+        example = data.train[number]
+        features = data.features([number])
+        inputs, _ = target.split_features(features, head.aux_layers)
+        tokens = example.input_ids[None].to(features.device)
+        counts = example.loss_mask[None, 2:].to(features.device)
+        for states in head(tokens, inputs[:, :-2].float(), counts, steps, target.embed_tokens):
+            moments += (states.float().T @ states.float()).double().cpu()
+            count += len(states)
+        if count >= MAX_MOMENT_STATES:
+            break
+    return moments / max(count, 1)
 
 
 @torch.no_grad()

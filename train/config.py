@@ -73,7 +73,8 @@ class TrainConfig(TargetOptions, Eagle3Options):
         choices=("budget", "published"),
     )
     first_weights: str | None = option(
-        "eagle: random, or fitted: the head begins with the least-squares map to the next feature; "
+        "eagle: random, or fitted: the head begins with the least-squares map to the next feature; eagle4: with fitted "
+        "the SVD that the low-rank head begins with is the best for the layer's states, else for the weights; "
         "default: fitted, published: random",
         None,
         choices=("random", "fitted"),
@@ -242,7 +243,7 @@ class TrainConfig(TargetOptions, Eagle3Options):
             raise InputError(
                 "--from-head brings the draft vocabulary of such a head: leave --draft-vocab out"
             )
-        if self.first_weights not in (None, "random"):
+        if self.first_weights not in (None, "random") and not self.training.first_stage:
             raise InputError("--from-head brings first weights: leave --first-weights out")
         if self.training.first_stage and self.sliding_window is not None:
             raise InputError("--from-head brings the layer's window: leave --sliding-window out")

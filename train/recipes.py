@@ -77,6 +77,7 @@ BUILTIN_TRAINING = {
             "unrolled_steps",
             "grow_at",
             "sliding_window",
+            "first_weights",
             "candidate_rank",
             "candidates",
         ),

@@ -29,7 +29,7 @@ from treespec.heads.eagle4 import Eagle4Head
 from treespec.heads.folder import find_head_folder
 from treespec.heads.head import Head
 from treespec.model.target import Target
-from treespec.train.candidates import build_candidate_fields, freeze_layer
+from treespec.train.candidates import build_candidate_fields, freeze_layer, measure_moments
 from treespec.train.checkpoints import find_latest_step, select_trained_parameters
 from treespec.train.config import DRAFT_VOCAB, TrainConfig
 from treespec.train.data.prepare import Data
@@ -105,7 +105,7 @@ def start_head(
             save_vocabulary(tokens, coverage, config.out)
 
     # 2. First weights, and dropout.
-    set_first_weights(config, head, trained_head, data, accelerator)
+    set_first_weights(config, target, head, trained_head, data, accelerator)
     if config.hyperparameters.dropout:
         add_dropout(head, config.hyperparameters.dropout)
     return tokens
@@ -113,6 +113,7 @@ def start_head(
 
 def set_first_weights(
     config: TrainConfig,
+    target: Target,
     head: Head,
     trained_head: Head | None,
     data: Data,
@@ -123,11 +124,10 @@ def set_first_weights(
     Arguments as for `start_head`. trained_head: the head that the run begins with, if there is one.
     """
     if trained_head is not None:
-        source = f"--from-head {config.first_head}"
         if config.training.first_stage:
-            start_candidate_head(cast(Eagle4Head, head), trained_head, source)
+            start_candidate_head(config, target, cast(Eagle4Head, head), trained_head, data)
         else:
-            take_trained(trained_head, head, source)
+            take_trained(trained_head, head, f"--from-head {config.from_head}")
     elif (
         config.first_weights == "fitted" and find_latest_step(Path(config.out) / "training") is None
     ):
@@ -248,17 +248,23 @@ def load_comparable_head(folder: str, head: Head, first_stage: str = "") -> Head
     return trained_head
 
 
-def start_candidate_head(head: Eagle4Head, trained_head: Head, source: str) -> None:
-    """Copy a trained layer, begin the low-rank head by the SVD of its output rows, and freeze all else, in place.
+def start_candidate_head(
+    config: TrainConfig, target: Target, head: Eagle4Head, trained_head: Head, data: Data
+) -> None:
+    """Copy a trained layer, begin the low-rank head by an SVD of its output rows, and freeze all else, in place.
 
-    A trained EAGLE-4 head brings its low-rank head. source: the trained head's name in an error.
+    A trained EAGLE-4 head brings its low-rank head. Arguments as for `start_head`.
     """
     brings_candidates = trained_head.kind == head.kind
     for weight in head.candidate_weights:
         weight.requires_grad_(brings_candidates)  # `take_trained` copies what is trained
-    take_trained(trained_head, head, source)
-    if not brings_candidates:
-        head.start_candidates()
+    take_trained(trained_head, head, f"--from-head {config.first_head}")
+    if not brings_candidates and find_latest_step(Path(config.out) / "training") is None:
+        moments: Tensor | None = None
+        if config.first_weights == "fitted":
+            steps = config.hyperparameters.unrolled_steps
+            moments = measure_moments(head, target, data, steps, config.seed)
+        head.start_candidates(moments)
     freeze_layer(head)
 
 

@@ -5,7 +5,8 @@
     2       the low-rank head               frozen          the layer's own distribution, at every depth
 
 The low-rank head begins as the truncated SVD of the output rows, as published, or, with `--first-weights fitted`, as
-the one that is best for the layer's states. `--from-head` of an EAGLE-3 head leaves the first stage out. The first stage's head is in OUT/training/layer.
+the one that is best for the layer's states. `--from-head` of an EAGLE-3 head leaves the first stage out. The first
+stage's head is in OUT/training/layer.
 Facts are from the documentation of NeMo AutoModel (nightly of November 2026, `eagle4` and `draft_llama` of
 `nemo_automodel.components.speculative.eagle`).
 """

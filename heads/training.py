@@ -51,6 +51,7 @@ class Training:
         levels: whether the head drafts at most the levels that it is trained on.
         first_stage: the kind of the first stage's head, for EAGLE-4, whose second stage trains its low-rank head alone;
             "": there is one stage.
+        aux_field: the field of the head's config.json with its aux layers, for kinds with the option `aux_layers`.
     """
 
     objective: str
@@ -59,6 +60,7 @@ class Training:
     restricted_first: bool = False
     levels: bool = False
     first_stage: str = ""
+    aux_field: str = "eagle_aux_hidden_state_layer_ids"
 
     def load_objective(self) -> Any:
         """Import the objective."""

@@ -226,6 +226,11 @@ class TrainConfig(TargetOptions, Eagle3Options):
         if self.norm_before_fc and self.fc_norm:
             raise InputError("--norm-before-fc and --fc-norm exclude each other: give one of them")
         self.check_from_head()
+        layers = self.list_aux_layers()
+        if sorted(set(layers)) != layers:
+            raise InputError(
+                f"--aux-layers is {self.aux_layers}: name each layer once, in ascending order"
+            )
         if self.draft_vocab == 1:
             raise InputError(
                 "--draft-vocab 1 drafts the same token always: give some thousands, or 0 for all tokens"

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, fields
 
-from treespec.options import MAX_TEXT_TOKENS, CommandOptions, option
+from treespec.options import MAX_TEXT_TOKENS, CommandOptions, option, parse_numbers
+from treespec.trees.ranges import Range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,14 @@ class Eagle3Options(CommandOptions):
         choices=("llama", "qwen3"),
     )
     head_layers: int = option("number of decoder layers", 1, least=1, most=64)
+    aux_layers: str | None = option(
+        "target layers whose inputs the head reads, as vLLM counts them; default: 2, the middle one and the last but "
+        "two of them",
+        None,
+        least=0,
+        most=1000,
+        whole=True,
+    )
     sliding_window: int | None = option(
         "positions that each layer sees, its own included; default: all before it",
         None,
@@ -46,6 +55,13 @@ class Eagle3Options(CommandOptions):
         least=1,
         most=MAX_TEXT_TOKENS,
     )
+
+    def list_aux_layers(self) -> list[int]:
+        """List the numbers of `--aux-layers`; [] if it is not given."""
+        if self.aux_layers is None:
+            return []
+        whole_numbers = Range(least=0, whole=True)
+        return [int(k) for k in parse_numbers("--aux-layers", self.aux_layers, whole_numbers, ())]
 
     def to_head_config(self) -> dict[str, object]:
         """Build the fields of the head's config.json; {} for EAGLE-3 as published."""

@@ -37,7 +37,7 @@ from treespec.train.record import (
     load_record,
     record_of,
 )
-from treespec.train.report import write_report
+from treespec.train.report import write_training_report
 from treespec.train.start import build_untrained_head, start_head
 from treespec.train.verdict import (
     describe_end,
@@ -113,9 +113,7 @@ def train_stage(
         config = replace(config, dtype=choose_dtype(config))
         config = choose_recipe(config, measure_data(config, examples, accelerator))
     record = record_of(config, processes)
-    accelerator.print(describe_recipe(config))
-    for line in warn_of_rate(config):
-        accelerator.print(line)
+    print_recipe(config, accelerator)
 
     # 2. The main process locks the folder until the head is written.
     folder_lock: AbstractContextManager[object] = nullcontext()
@@ -154,26 +152,33 @@ def train_stage(
         accelerator.unwrap_model(run.model, keep_fp32_wrapper=False)
         result = finish(run, place)
         accelerator.wait_for_everyone()
-        accelerator.print(str(result))
+        print_validation(result, accelerator)
         if ends:
-            report_end(run, place, result)
+            length = measure_length(place.step, config.count_conversations(processes), data)
+            report_end(run, place, describe_end(config, data, place, length, result), result)
         return result
 
 
-def report_end(run: TrainingRun, place: Place, result: Validation) -> None:
-    """Print the lines that end a training, and write its report. place: where the run ended."""
-    config = run.config
-    accelerator = run.accelerator
-    conversations = config.count_conversations(accelerator.num_processes)
-    length = measure_length(place.step, conversations, run.data)
-    lines = describe_end(config, run.data, place, length, result)
-    if accelerator.is_main_process:
-        step = place.step
-        if place.best_step:
-            step = place.best_step
-        write_report(run.folder, str(result), lines, {"step": step, **asdict(result)})
-    for line in lines:
+def print_validation(result: Validation, accelerator: Accelerator) -> None:
+    """Print the figures of a validation, if there are any."""
+    if result.positions:
+        accelerator.print(str(result))
+
+
+def print_recipe(config: TrainConfig, accelerator: Accelerator) -> None:
+    """Print the recipe of a run, and a warning of a learning rate that is 0 or high."""
+    accelerator.print(describe_recipe(config))
+    for line in warn_of_rate(config):
         accelerator.print(line)
+
+
+def report_end(run: TrainingRun, place: Place, lines: list[str], result: Validation) -> None:
+    """Print the lines that end a run, and write them with its plots into report.html."""
+    if run.accelerator.is_main_process:
+        row = {"step": place.served_step, **asdict(result)}
+        write_training_report(run.folder, str(result), lines, row)
+    for line in lines:
+        run.accelerator.print(line)
 
 
 def print_beginning(accelerator: Accelerator, data: Data, step: int | None) -> None:

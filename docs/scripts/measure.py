@@ -18,13 +18,11 @@ from torch import Tensor
 
 from treespec import Spec, load
 from treespec.api.load import load_parsed
-from treespec.draft.auto.bench import Bench
-from treespec.draft.auto.measure import MEASURED_NODES, measure_model_costs, split_draft_seconds
+from treespec.draft.auto.measure import MEASURED_NODES, measure_model_costs
 from treespec.draft.builders import TreeBuilder
-from treespec.draft.heads.loading import build_new_head, build_proposer
+from treespec.draft.heads.loading import build_new_head, draft_along
 from treespec.draft.lookup.guess import Guess
 from treespec.draft.spec import DrafterSpec
-from treespec.draft.vocabulary import restrict
 from treespec.eval.questions import load_questions
 from treespec.kernels.allocator import keep_freed_memory
 from treespec.kernels.processor import describe_processor
@@ -36,7 +34,7 @@ from treespec.model.target import Target
 from treespec.sampling.probs import SamplingParams
 from treespec.sampling.sampler import Sampler, TargetDistributions
 from treespec.trees.layout import get_layout
-from treespec.trees.static import StaticTree, build_chain
+from treespec.trees.static import StaticTree
 from treespec.trees.tree import TokenTree
 from treespec.verify.registry import load_verifier
 from treespec.verify.scheme import Scheme
@@ -195,49 +193,6 @@ def drafted(
 
 
 @app.command()
-def outputs(
-    target: str = "demo", draft_vocab: int = 8192, ranks: str = "16,32,64,128,256", candidates: int = 256,
-    rounds: int = 25, levels: int = 5,
-) -> None:  # fmt: skip
-    """Measure a draft step by the tokens that get logits, in ms: all, a draft vocabulary, or candidates of each rank.
-
-    The heads are EAGLE-3.1's layer with random weights. The first level of a cycle reads the tokens of the last one.
-    """
-    # 1. Build the heads before the target's weights are packed.
-    model = Target.load(target)
-    torch.manual_seed(0)
-    parts: dict[str, Any] = {"fc_norm": True, "norm_output": True}
-    heads = {
-        "all tokens": build_new_head("eagle3", model, **parts),
-        f"{draft_vocab:,} tokens": build_new_head("eagle3", model, **parts),
-    }
-    restrict(heads[f"{draft_vocab:,} tokens"], model, torch.arange(draft_vocab))
-    for rank in map(int, ranks.split(",")):
-        sizes = {"rank": rank, "num_candidates": candidates}
-        heads[f"{candidates} candidates, rank {rank}"] = build_new_head(
-            "eagle4", model, candidate_head=sizes
-        )
-    for module in (model.model, *heads.values()):
-        module.eval().to(model.dtype)
-        pack(module)
-        fuse(module)
-
-    # 2. Chains of one level and of several; all take turns.
-    sides = {}
-    for name, head in heads.items():
-        bench = Bench(model, build_proposer(head, model), CONTEXT)
-        for depth in (1, levels):
-            draft = partial(bench.draft, build_chain(depth))
-            sides[name, depth] = partial(milliseconds, draft)
-    times = medians(sides, rounds)
-    rows = []
-    for name in heads:
-        level, begin = split_draft_seconds(times[name, 1], times[name, levels], levels)
-        rows.append([name, f"{level + begin:.2f}", f"{level:.2f}"])
-    show(["logits of", "first draft level", "each further"], rows)
-
-
-@app.command()
 def floor(target: str = "demo", tokens: int = 64, rounds: int = 5, long: int = 4096) -> None:
     """Measure `auto` beside one token at a time where drafts help least, as the ratio of tokens per second.
 
@@ -318,6 +273,48 @@ def ask_behind_all(suite: str, number: int) -> list[dict[str, str]]:
     turns = ["\n".join(question.turns) for question in load_questions(suite)[0]]
     parts = [f"{i}. {turn}" for i, turn in enumerate(turns, 1)]
     return [{"role": "user", "content": "\n\n".join([*parts, f"Answer question {number}."])}]
+
+
+@app.command()
+def windows(
+    target: str = "demo", head: str = "demo", suite: str = "mt-bench", sizes: str = "512,1024,2048",
+    lengths: str = "1024,2048,4096,8192", steps: int = 3,
+) -> None:  # fmt: skip
+    """Measure a head's acceptance by the length of the text before a draft, with all of it and with a window.
+
+    The text is all of a suite. α is Σ min(p, q) at temperature 1, after drafts that follow the text, in percent: its
+    mean over the positions between two lengths, step 1 / step 2 / …
+    sizes: of the windows. lengths: the ends of the columns.
+    """
+    # 1. The target's distributions over the draft tokens, once.
+    spec = load(target, head=head)
+    model, drafts = spec.target, spec.head
+    assert drafts is not None
+    tokens = torch.tensor(spec.encode(ask_behind_all(suite, 1)))
+    features = model.compute_features(tokens[None], drafts.aux_layers, last=True)[0]
+    inputs, last = model.split_features(features, drafts.aux_layers)
+    kept = slice(None) if drafts.vocabulary is None else drafts.vocabulary
+    p = torch.cat(
+        [model.compute_output_logits(part).float().softmax(-1)[:, kept] for part in last.split(512)]
+    )
+
+    # 2. The head's, for each window.
+    ends = list(map(int, lengths.split(",")))
+    rows = []
+    for size in (None, *map(int, sizes.split(","))):
+        for attention in drafts.attentions:
+            attention.window = size
+        shares = []
+        for step, logits in enumerate(draft_along(drafts, model, tokens, inputs, steps), 1):
+            pairs = zip(p[step : step + len(logits)].split(512), logits.split(512), strict=True)
+            shares.append(
+                torch.cat([torch.minimum(x, y.float().softmax(-1)).sum(-1) for x, y in pairs])
+            )
+        cells = [f"window of {size}" if size else "all"]
+        for begin, end in itertools.pairwise([0, *ends]):
+            cells.append(" / ".join(f"{100 * share[begin:end].mean():.1f}" for share in shares))
+        rows.append(cells)
+    show(["the head sees", *(f"up to {end:,}" for end in ends)], rows)
 
 
 @dataclass

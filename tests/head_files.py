@@ -280,6 +280,11 @@ def build_dflash_of_eight(**changes):
     return build_new_head("dflash", EIGHT_LAYERS, levels=5, **changes).eval()
 
 
+def build_eagle4_of_eight():
+    sizes = {"rank": 6, "num_candidates": 5}
+    return build_new_head("eagle4", EIGHT_LAYERS, sliding_window=4, candidate_head=sizes).eval()
+
+
 build_medusa = depth_heads("medusa")
 
 

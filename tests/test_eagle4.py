@@ -17,7 +17,6 @@ from treespec.draft.heads.host_step import find_head_step
 from treespec.draft.heads.loading import build_new_head
 from treespec.draft.vocabulary import restrict
 from treespec.heads.checkpoint import load_head, save_head
-from treespec.heads.registry import HEAD_KINDS
 from treespec.model.cpu.packing import pack
 from treespec.model.target import Target
 
@@ -201,7 +200,3 @@ def test_a_step_with_candidates_is_no_c_call():
         pack(head)
         assert find_head_step(head, target) is None
         assert head.project(randn(2, 32).bfloat16()).isfinite().sum() == 2 * CANDIDATES
-
-
-def test_the_kind_has_no_training_yet():
-    assert HEAD_KINDS["eagle4"].training is None

@@ -5,12 +5,10 @@ import json
 import socket
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 from commands import MESSAGES, client, serving, tiny_spec, wait_until
 
-from treespec.sampling.compiled_grammar import compile_grammar
 from treespec.serve.admission import Lane
 
 CHAT = "/v1/chat/completions"

@@ -2,10 +2,10 @@
 
     python docs/scripts/attack.py --target demo --left 200
 
-It starts `treespec serve` with two keys. Key A sends bombs and leaves at once; key B asks for two tokens before, meanwhile
-and after, again and again. Then A asks for as many answers as it may have, and B for one. At last A leaves bombs that the
-server still works at, and SIGTERM ends it. Figures: B's longest wait, the growth of the server's memory, A's answers
-before B's, and the seconds after the grace period.
+It starts `treespec serve` with two keys. Key A sends bombs and leaves at once; key B asks for two tokens before and
+meanwhile, again and again. Then A asks for as many answers as it may have, and B for one. At last SIGTERM ends the
+server while it works at A's bombs. Figures: B's longest wait, the growth of the server's memory, A's answers before
+B's, and the seconds after the grace period.
 """
 
 import base64
@@ -133,7 +133,9 @@ def main(
         process.send_signal(signal.SIGTERM)
         code = process.wait()
     seconds = time.monotonic() - began - GRACE_SECONDS
-    print(f"SIGTERM: ended with code {code}, {seconds:.1f} s after the grace period of {GRACE_SECONDS:g} s")
+    print(
+        f"SIGTERM: ended with code {code}, {seconds:.1f} s after the grace period of {GRACE_SECONDS:g} s"
+    )
 
 
 def is_ready(url: str) -> bool:

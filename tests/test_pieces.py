@@ -29,7 +29,8 @@ SPLITS = {
     "no words": pre_tokenizers.Metaspace(prepend_scheme="first", split=False),
 }
 PARTS = [
-    *("the user asks ", "don't ", "12345678 ", "    ", "\n\n", "\t", "naïve été ", "\N{PARTY POPPER}" * 2, "日本語の文 "),
+    "the user asks ",
+    *("don't ", "12345678 ", "    ", "\n\n", "\t", "naïve été ", "\N{PARTY POPPER}" * 2, "日本語の文 "),
     *("</s>", "<s> ", "if x:\n    return y[3]\n", "e\N{COMBINING ACUTE ACCENT}a", "....!!!", "\r\n"),
     *("a" * 90, "7" * 40, " " * 50),
 ]  # fmt: skip

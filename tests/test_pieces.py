@@ -29,8 +29,10 @@ SPLITS = {
     "no words": pre_tokenizers.Metaspace(prepend_scheme="first", split=False),
 }
 PARTS = [
-    "the user asks ", "don't ", "12345678 ", "    ", "\n\n", "\t", "naïve été ", "\N{PARTY POPPER}\N{PARTY POPPER}", "日本語の文 ",
-    "</s>", "<s> ", "if x:\n    return y[3]\n", "e\N{COMBINING ACUTE ACCENT}a", "....!!!", "a" * 90, "7" * 40, " " * 50, "\r\n",
+    "the user asks ",
+    *("don't ", "12345678 ", "    ", "\n\n", "\t", "naïve été ", "\N{PARTY POPPER}" * 2, "日本語の文 "),
+    *("</s>", "<s> ", "if x:\n    return y[3]\n", "e\N{COMBINING ACUTE ACCENT}a", "....!!!", "\r\n"),
+    *("a" * 90, "7" * 40, " " * 50),
 ]  # fmt: skip
 
 

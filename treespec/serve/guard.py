@@ -139,7 +139,8 @@ class Guard:
             headers = {"WWW-Authenticate": "Bearer"}
             raise ApiError(401, message, code="invalid_api_key", headers=headers)
         if not self.state.keys and not is_named_rightly(request):
-            message = "This server answers to its addresses and its machine's name: give it an --api-key for other names"
+            names = "its addresses and its machine's name"
+            message = f"This server answers to {names}: give it an --api-key for other names"
             raise ApiError(403, message)
 
     def _read_key(self, request: Request) -> str:

@@ -1,4 +1,4 @@
-"""What answers while the models load: 503, so that nobody waits in vain and /health tells the truth. It loads no torch."""
+"""What answers while the models load: 503, so that nobody waits in vain. It loads no torch."""
 
 import json
 import socket
@@ -36,12 +36,12 @@ class LoadingHandler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    do_GET = respond
-    do_HEAD = respond
-    do_POST = respond
-
     def log_message(self, format: str, *_: object) -> None:
         """Log nothing."""
+
+
+for method in ("GET", "HEAD", "POST"):
+    setattr(LoadingHandler, f"do_{method}", LoadingHandler.respond)
 
 
 class LoadingServer(HTTPServer):

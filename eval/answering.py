@@ -85,7 +85,12 @@ class QuestionTurns:
 
 
 def ask(
-    answer: Answerer, group: list[Question], system: System, spec: Spec, config: EvalConfig
+    answer: Answerer,
+    group: list[Question],
+    system: System,
+    spec: Spec,
+    config: EvalConfig,
+    rehearse: Callable[[Sequence[PromptRequest]], None] | None = None,
 ) -> list[Completion]:
     """Let a system complete all turns of a group of questions, in one batch a turn.
 
@@ -97,6 +102,7 @@ def ask(
         system: the system that is asked.
         spec: encodes the prompts.
         config: has the seed and the largest number of new tokens a turn.
+        rehearse: called with the prompts of each turn before its clock starts. Default: None, nothing.
 
     Returns:
         The ledger's entries, one for each question.
@@ -109,6 +115,8 @@ def ask(
             if number < len(conversation.question.turns):
                 ongoing.append(conversation)
         asks = [conversation.prepare_ask(spec, name, config) for conversation in ongoing]
+        if rehearse:
+            rehearse([ask for ask in asks if ask.max_new_tokens > 0])
         for conversation, turn in zip(ongoing, complete_turns(answer, asks), strict=True):
             conversation.add_turn(turn)
     completions = []

@@ -30,6 +30,7 @@ from treespec.eval.ledger import (
     identify_models,
     place_of,
 )
+from treespec.eval.oracle import build_rehearsal
 from treespec.eval.peers import build_peer_answerers
 from treespec.eval.questions import Question, load_questions, take_first_of_each
 from treespec.eval.systems import Plan, System, list_drafter_pairs, list_systems, plan_questions
@@ -242,10 +243,13 @@ class EvalRun:
         if system in self.failed:
             return []
         answer = self.peers.get(system)
+        rehearse = None
         if answer is None:
-            answer = build_answerer(self.fresh(system), system, config)
+            spec = self.fresh(system)
+            answer = build_answerer(spec, system, config)
+            rehearse = build_rehearsal(spec, system, config)
         try:
-            return ask(answer, group, system, self.plain, config)
+            return ask(answer, group, system, self.plain, config, rehearse)
         except Exception as error:
             if not system.peer:
                 raise

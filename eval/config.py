@@ -21,6 +21,7 @@ from treespec.api.options import (
     TextOptions,
 )
 from treespec.demo.known import NO_DRAFTER
+from treespec.draft.registry import ORACLE_NAME
 from treespec.draft.spec import DrafterSpec
 from treespec.engine.options import read_schema
 from treespec.errors import InputError
@@ -49,7 +50,8 @@ class EvalConfig(TargetOptions, PlacementOptions, DrafterOptions, SamplingOption
 
     out: str = option("folder for ledger, report and completions; the same command resumes there")
     drafter: str | None = option(
-        f"{DRAFTER_HELP}; several are separated by commas, and medusa:HEAD@medusa names its tree",
+        f"{DRAFTER_HELP}; {ORACLE_NAME}:DEPTH replays the target's own answer, as the ceiling; several are "
+        "separated by commas, and medusa:HEAD@medusa names its tree",
         None,
     )
     verifier: str = option(

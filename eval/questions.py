@@ -11,10 +11,15 @@ from pathlib import Path
 from typing import TypeGuard
 
 from treespec.errors import InputError
+from treespec.eval.speed_bench import check_published, list_user_turns, to_jsonl
 from treespec.eval.suites import SUITES, load_suite
 from treespec.options import QUESTION_SUITES, find_nearest_name, join_or
 
-BUILTIN_FILE = Path(__file__).with_name("builtin.jsonl")
+# questions that lie beside this module; MT-Bench's are FastChat's file, unchanged (Apache-2.0, see NOTICE)
+INSTALLED_FILES = {
+    "builtin": Path(__file__).with_name("builtin.jsonl"),
+    "mt-bench": Path(__file__).with_name("mt-bench.jsonl"),
+}
 # 18, -3, 1,000, $2.50; the minus of 7-3 is no sign
 NUMBER_PATTERN = re.compile(r"(?:(?<![\w)])-)?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 
@@ -65,7 +70,7 @@ def load_questions(
     """Load questions.
 
     Args:
-        spec: `builtin`, the name of a suite, or a JSONL file; the file is read once, so it may be a pipe.
+        spec: `builtin`, the name of a suite, or a JSONL or parquet file; the file is read once, so it may be a pipe.
         categories: keep only the questions of these categories or tasks of Spec-Bench; default: all.
 
     Returns:
@@ -138,11 +143,9 @@ def _read_turn_content(spec: str) -> bytes:
     """Read the JSONL that `spec` names: a suite, `builtin` or a file. Raises InputError for anything else."""
     if spec in SUITES:
         return load_suite(spec)
-    path = Path(spec)
-    if spec == "builtin":
-        path = BUILTIN_FILE
+    path = INSTALLED_FILES.get(spec, Path(spec))
     try:
-        return path.read_bytes()
+        return to_jsonl(path.read_bytes())
     except OSError as error:
         choices = join_or([*QUESTION_SUITES, "a JSONL file"])
         nearest = find_nearest_name(spec, QUESTION_SUITES)
@@ -160,9 +163,12 @@ def _parse_question(line: bytes) -> Question:
     if not isinstance(question_id, int | str):
         raise ValueError("no `question_id`, a number or a text")
     turns = fields.get("turns")
+    if turns is None:
+        turns = list_user_turns(fields.get("messages"))
     if not has_texts(turns):
         raise ValueError("no `turns`, a list of texts that are not empty")
     "".join(turns).encode()  # half of a surrogate pair is an error here, not later in the tokenizer
+    check_published(turns)
     number = fields.get("number")
     if number is not None:
         number = str(number)

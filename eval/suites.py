@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from treespec.errors import InputError
+from treespec.eval.speed_bench import SPEED_BENCH_PARTS, build_hub_file, iterate_parquet_rows
 from treespec.files.downloads import (
-    HubFile,
     PackagedFile,
     Place,
     WebFile,
@@ -46,13 +46,13 @@ class Suite:
 
     Attributes:
         file: its name in the cache.
-        sha256: checksum of the published file.
+        sha256: checksum of the published file; None: the commit in its place says which file it is.
         places: where it can be downloaded, tried in order.
         lines: converts the published file to objects in FastChat's format.
     """
 
     file: str
-    sha256: str
+    sha256: str | None
     places: tuple[Place, ...]
     lines: Callable[[bytes], Iterable[dict[str, Any]]]
 
@@ -103,18 +103,6 @@ def parse_humaneval(content: bytes) -> Iterator[dict[str, Any]]:
 
 
 SUITES = {
-    "mt-bench": Suite(
-        "mt-bench.jsonl",
-        "119565adbab82227089cefdb44c8d7e2cf04dc0a0ec233634c82e7d4e2a944f7",
-        (
-            HubFile("lmsys/mt-bench", "data/mt_bench/question.jsonl", kind="space"),
-            WebFile(
-                f"{GITHUB_RAW_URL}/lm-sys/FastChat/0e6d3e4beaab66f4d3f93db72541a4abab8af28d"
-                "/fastchat/llm_judge/data/mt_bench/question.jsonl"
-            ),
-        ),
-        iterate_objects,
-    ),
     "spec-bench": Suite(
         "spec-bench.jsonl",
         "4b6d33e79484f9841c487ee87d1cf6aa8c6066f61d5d482ff09e5a007fafdf04",
@@ -154,6 +142,10 @@ SUITES = {
         ),
         parse_gsm8k,
     ),
+}
+SUITES |= {
+    name: Suite(f"{name}.parquet", None, (build_hub_file(part),), iterate_parquet_rows)
+    for name, part in SPEED_BENCH_PARTS.items()
 }
 
 

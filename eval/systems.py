@@ -12,6 +12,7 @@ from pathlib import PurePath
 from random import Random
 
 from treespec.draft.pairing import check_named
+from treespec.draft.registry import ORACLE_NAME
 from treespec.draft.spec import DrafterSpec
 from treespec.errors import InputError
 from treespec.eval.common import split_list
@@ -123,6 +124,11 @@ def list_systems(config: EvalConfig) -> list[System]:
     return systems
 
 
+def is_oracle(drafter: str | None) -> bool:
+    """Whether a drafter, as the user writes it, is the oracle: a ceiling for the others, not one of them."""
+    return drafter is not None and drafter.partition(":")[0] == ORACLE_NAME
+
+
 def list_peer_methods(peer: str, config: EvalConfig) -> list[System]:
     """List the systems of one item of `--peers`. Raises InputError for a method that transformers does not have."""
     address, _, model = peer.partition(",")
@@ -195,7 +201,8 @@ def list_drafter_pairs(config: EvalConfig) -> tuple[list[System], list[str]]:
     """List every drafter with every verifier and tree that it fits, and the reasons why others were left out.
 
     A drafter's own tree has precedence over a verifier's, and a verifier's over `--tree`. If there are several
-    drafters, one without draft distributions (one-hot) takes no tree, and takes `topk` if it fits no named verifier.
+    drafters, one without draft distributions (one-hot) takes no tree, and takes `choose_one_hot_verifier` if it fits
+    no named verifier.
 
     Raises:
         InputError: the only drafter misfits a verifier or tree, or no drafter fits any.
@@ -216,8 +223,8 @@ def list_drafter_pairs(config: EvalConfig) -> tuple[list[System], list[str]]:
                 if len(drafters) == 1:
                     raise InputError(reason) from None
                 reasons.append(reason)
-        if is_one_hot and not pairs:  # `topk` needs no draft distribution
-            pairs = [System("topk", drafter.written)]
+        if is_one_hot and not pairs:
+            pairs = [System(choose_one_hot_verifier(drafter), drafter.written)]
         fitting_pairs += pairs
     if not fitting_pairs:
         raise InputError(f"no drafter goes with a verifier and tree: {reasons[0]}")
@@ -246,6 +253,13 @@ def list_choices(
     return choices
 
 
+def choose_one_hot_verifier(drafter: DrafterSpec) -> str:
+    """Choose the verifier of a drafter without draft distributions: `topk` needs none, and an oracle takes `auto`."""
+    if is_oracle(drafter.written):
+        return "auto"
+    return "topk"
+
+
 def match_drafter(
     drafter: DrafterSpec, verifier: str, tree: str | None, allow_lossy: bool
 ) -> System:
@@ -253,6 +267,10 @@ def match_drafter(
     verifier_info = parse_verifier(verifier, allow_lossy)
     tree_policy = parse_policy(tree) if tree else None
     check_named(drafter, verifier_info, tree_policy)
+    if is_oracle(drafter.written) and not verifier_info.coupled:
+        raise InputError(
+            f"an oracle replays the text of a seed, which {verifier} would draw anew: take --verifier auto"
+        )
     return System(verifier, drafter.written, tree)
 
 

@@ -20,6 +20,7 @@ from treespec.eval.report import (
     list_notes,
     to_percent,
 )
+from treespec.eval.systems import is_oracle
 from treespec.eval.verdict import estimate_noise, write_verdict
 from treespec.files.atomic import write_json, write_text
 
@@ -122,7 +123,12 @@ def build_eval_report(summary: Summary) -> EvalReport:
     ]
     config = EvalConfig(**summary["options"])
     notes = list_notes(
-        "notes.txt", summary=summary, config=config, few=MIN_QUESTIONS, noises=noise_by_repeat
+        "notes.txt",
+        summary=summary,
+        config=config,
+        few=MIN_QUESTIONS,
+        noises=noise_by_repeat,
+        has_oracle=any(is_oracle(row["drafter"]) for row in rows),
     )
     return EvalReport(tables, notes, write_verdict(summary))
 

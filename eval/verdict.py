@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from treespec.eval.figures import Row, Summary
 from treespec.eval.intervals import MIN_QUESTIONS, Figure
 from treespec.eval.report import escape_cell
+from treespec.eval.systems import is_oracle
 
 LEAST_TAU = 1.02  # below this acceptance length drafts save nothing, so a difference in speed is the clock's noise
 VERDICT_SIDES = {
@@ -27,7 +28,8 @@ def write_verdict(summary: Summary) -> list[str]:
         noises[repeat["batch"], repeat["temperature"]] = estimate_noise(repeat["speedup"])
     pairs: dict[tuple[int, float], list[Row]] = {}
     for row in summary["rows"]:
-        if row["drafter"] and row["overall"]["tokens_per_second"]["value"]:
+        has_speed = row["overall"]["tokens_per_second"]["value"]
+        if row["drafter"] and has_speed and not is_oracle(row["drafter"]):
             pairs.setdefault((row["batch"], row["temperature"]), []).append(row)
     lines = []
     for (batch, temperature), rows in sorted(pairs.items()):

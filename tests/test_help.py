@@ -14,6 +14,7 @@ from treespec.cli import app
 from treespec.cli.make import ENGINE_HELP
 from treespec.draft.registry import DRAFTERS as ROWS
 from treespec.eval.acceptance.config import PAPER_PRESETS
+from treespec.eval.questions import INSTALLED_FILES
 from treespec.eval.suites import SUITES
 from treespec.heads.registry import HEAD_KINDS
 from treespec.train.config import TRACKER_NAMES, TrainConfig
@@ -47,7 +48,7 @@ LISTS = {  # what the help of an option lists, wherever the option is
     "drafter": {row.forms[0] for row in ROWS.values()},
     "tree": {*options.TREE_FORMS.values(), options.TREE_FILE},
     "dtype": set(options.DTYPE_NAMES),
-    "questions": {"builtin", *SUITES, "a JSONL file in FastChat's format"},
+    "questions": {*INSTALLED_FILES, *SUITES, "a JSONL file in FastChat's format"},
     "preset": set(PAPER_PRESETS),
     "to": {f"{name} ({project})" for name, project in ENGINE_HELP.items()},
 }
@@ -94,7 +95,7 @@ def test_every_command_that_loads_a_target_may_trust_its_code():
 
 def test_the_names_that_help_lists_are_those_of_the_registries():
     assert {name for name, row in ROWS.items() if row.is_head} == {"head", *HEAD_KINDS}
-    assert ("builtin", *SUITES) == options.QUESTION_SUITES
+    assert (*INSTALLED_FILES, *SUITES) == options.QUESTION_SUITES
     assert set(ENGINE_HELP) == {engine for kind in HEAD_KINDS.values() for engine in kind.engines}
 
 

@@ -306,7 +306,7 @@ def test_a_wheel_holds_the_kernels_for_machines_without_a_compiler(tmp_path):
     sources = tmp_path / "sources"
     for name in ("treespec", "heads", "trees", "train", "eval"):
         shutil.copytree(ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE"):
         shutil.copy(ROOT / name, sources)
     building = "from setuptools.build_meta import build_wheel as build; build('..')"
     subprocess.run([sys.executable, "-c", building], cwd=sources, check=True, capture_output=True)

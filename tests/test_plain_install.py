@@ -109,7 +109,7 @@ def build_wheel(folder):
     sources = folder / "sources"
     for room in ROOMS:
         shutil.copytree(ROOT / room, sources / room, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE"):
         shutil.copy(ROOT / name, sources)
     build = "from setuptools.build_meta import build_wheel as build; build('..')"
     bare = os.environ | {"PATH": str(folder)}

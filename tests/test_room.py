@@ -4,13 +4,13 @@ import psutil
 import torch
 from models import MODELS, random_model, target, tiny
 
-from treespec.api.engine import PREFILL_SHARE, free_columns, free_memory, free_memory_of
+from treespec.engine.memory import PREFILL_SHARE, free_columns, free_memory, free_memory_of
 from treespec.model.target import Target
 
 
 def test_a_column_counts_as_the_cache_stores_it(monkeypatch):
     """Llama: 3 layers of keys and values, 2 KV heads of 8 numbers, in float32."""
-    monkeypatch.setattr("treespec.api.engine.free_memory", lambda: 1 << 20)
+    monkeypatch.setattr("treespec.engine.memory.free_memory", lambda: 1 << 20)
     with torch.inference_mode():
         assert free_columns(target("llama")) == (1 << 20) // (PREFILL_SHARE * 3 * 2 * 2 * 8 * 4)
 
@@ -27,7 +27,7 @@ def test_recurrent_states_of_a_full_batch_come_first(monkeypatch):
     states = sum(x.nbytes for state in cache.states[0] for x in state.values())
     column = 2 * 2 * 8 * 4  # one layer of keys and values, 2 KV heads of 8 numbers, in float32
     for free, columns in (((1 << 20), ((1 << 20) - 3 * 4 * states) // (PREFILL_SHARE * column)), (1000, 0)):
-        monkeypatch.setattr("treespec.api.engine.free_memory", lambda free=free: free)
+        monkeypatch.setattr("treespec.engine.memory.free_memory", lambda free=free: free)
         assert free_columns(model, texts=3) == columns
 
 

@@ -3,19 +3,27 @@
 import gzip
 import hashlib
 import json
+import tomllib
 from collections import Counter
 from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
+from pathlib import Path
 from threading import Thread
 
+import pyarrow
 import pytest
-from commands import complains, write_wheel
+from commands import complains, write_questions, write_wheel
+from pyarrow.parquet import write_table
 
 from treespec.eval import suites
-from treespec.eval.questions import BUILTIN_FILE, Question, load_questions, take_first_of_each
+from treespec.eval.questions import INSTALLED_FILES, Question, load_questions, take_first_of_each
+from treespec.eval.speed_bench import PLACEHOLDER
 from treespec.files.downloads import HubFile, PackagedFile, WebFile, load_or_download
 
+ROOT = Path(__file__).parent.parent
+MT_BENCH_SHA256 = "119565adbab82227089cefdb44c8d7e2cf04dc0a0ec233634c82e7d4e2a944f7"
 CATEGORIES = ["writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"]
 
 
@@ -26,7 +34,7 @@ def test_builtin_has_two_questions_for_each_category_of_mt_bench():
     assert all(len(question.turns) == 2 for question in questions)
     assert not {question.question_id for question in questions} & set(range(81, 161))  # MT-Bench's
     assert len({turn for question in questions for turn in question.turns}) == 32
-    for line in BUILTIN_FILE.read_text("utf-8").splitlines():
+    for line in INSTALLED_FILES["builtin"].read_text("utf-8").splitlines():
         entry = json.loads(line)
         if entry["category"] in ("math", "reasoning", "coding"):  # FastChat's judge wants references there
             assert len(entry["reference"]) == 2
@@ -69,11 +77,21 @@ FUNCTION = {
 TRANSLATION = {"question_id": 161, "category": "translation", "turns": ["Translate: Haus"], "reference": ["house"]}
 SUM = {"question_id": 401, "category": "math_reasoning", "turns": ["1+1?"], "reference": ["1+1=2\n#### 2"]}
 SONG = {"question_id": 81, "category": "writing", "turns": ["Sing.", "Shorter."]}
+STORY = {"question_id": "9f", "category": "writing", "turns": ["Tell.", "Go on."], "multiturn": True}
+HIDDEN = {"question_id": "a0", "category": "math", "turns": [f"{PLACEHOLDER}\n\n{{question}}"], "multiturn": False}
+
+
+def to_parquet(rows):
+    file = BytesIO()
+    write_table(pyarrow.Table.from_pylist(rows), file)
+    return file.getvalue()
+
+
 FILES = {
-    "mt-bench": json.dumps(SONG).encode() + b"\n",
     "spec-bench": "\n".join(map(json.dumps, (SONG, TRANSLATION, SUM))).encode(),
     "gsm8k": json.dumps(PROBLEM).encode(),
     "humaneval": gzip.compress(json.dumps(FUNCTION).encode(), mtime=0),
+    "speed-bench": to_parquet([STORY, HIDDEN]),
 }
 
 
@@ -96,17 +114,61 @@ def server(index, tmp_path, monkeypatch):
 
 
 def test_every_suite_has_its_questions_and_right_numbers(server):
-    questions = [one for name in suites.SUITES for one in load_questions(name)[0]]
+    questions = [one for name in FILES for one in load_questions(name)[0]]
     assert [(q.question_id, q.category, q.task, q.number) for q in questions] == [
-        (81, "writing", "", None),
         (81, "writing", "mt_bench", None),
         (161, "translation", "", None),
         (401, "math_reasoning", "", "2"),
-        ("HumanEval/7", "humaneval", "", None),
         ("gsm8k/0", "gsm8k", "", "21"),
+        ("HumanEval/7", "humaneval", "", None),
+        ("9f", "writing", "", None),
     ]
-    assert PROBLEM["question"] in questions[5].turns[0]
+    assert PROBLEM["question"] in questions[3].turns[0]
     assert questions[4].turns[0].endswith(FUNCTION["prompt"])
+
+
+def test_mt_bench_is_installed_with_its_licence_as_fastchat_publishes_it():
+    content = INSTALLED_FILES["mt-bench"].read_bytes()
+    assert hashlib.sha256(content).hexdigest() == MT_BENCH_SHA256
+    questions, problems = load_questions("mt-bench")
+    assert problems == []
+    assert Counter(question.category for question in questions) == dict.fromkeys(CATEGORIES, 10)
+    assert {len(question.turns) for question in questions} == {2}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "*.jsonl" in project["tool"]["setuptools"]["package-data"]["treespec.eval"]
+    assert "NOTICE" in project["project"]["license-files"]
+    assert "eval/mt-bench.jsonl" in (ROOT / "NOTICE").read_text()
+
+
+def test_speed_bench_reads_the_hub_and_the_files_of_nvidias_scripts(server, tmp_path):
+    """One script writes JSONL with messages, the other parquet with turns."""
+    story = Question("9f", "writing", ("Tell.", "Go on."))
+    messages = [{"role": "user", "content": turn} for turn in STORY["turns"]]
+    row = {"question_id": "9f", "category": "writing", "messages": messages, "sub_category": "x"}
+    (tmp_path / "test.parquet").write_bytes(to_parquet([STORY]))
+    assert load_questions(write_questions(tmp_path / "qualitative.jsonl", [row])) == ([story], [])
+    assert load_questions(f"{tmp_path}/test.parquet") == ([story], [])
+    questions, problems = load_questions("speed-bench")
+    assert questions == [story]
+    assert problems == ["speed-bench:2: its text is not in the hub's file: fill it in by NVIDIA's prepare_data.py"]
+    assert load_questions("speed-bench", ["writing"])[0] == [story]
+    assert str(suites.SUITES["speed-bench-16k"].places[0]).endswith("/datasets/nvidia/SPEED-Bench")
+    assert suites.SUITES["speed-bench-16k"].places[0].file == "throughput_16k/test-00000-of-00001.parquet"
+
+
+@pytest.mark.parametrize(
+    "content, reason",
+    [
+        (b"PAR1 cut off", "parquet file of questions is damaged"),
+        (b'{"question_id": 1, "messages": [{"role": "system", "content": "a"}]}', "only be the user's"),
+        (b'{"question_id": 1, "messages": []}', "no `messages`"),
+        (b'{"question_id": 1, "messages": [{"role": "user", "content": null}]}', "no `turns`"),
+    ],
+)
+def test_a_file_of_questions_that_cannot_be_read_says_why(tmp_path, content, reason):
+    (tmp_path / "questions").write_bytes(content)
+    with complains(reason):
+        load_questions(f"{tmp_path}/questions")
 
 
 def test_a_suite_is_fetched_once_and_again_where_it_is_damaged(server, tmp_path):
@@ -152,13 +214,13 @@ def test_no_network_is_one_line_that_names_every_place(server, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    known = suites.SUITES["mt-bench"]
+    known = suites.SUITES["spec-bench"]
     hub = HubFile("treespec-tests/none", "question.jsonl", kind="space")
     closed = WebFile("http://127.0.0.1:1/question.jsonl")
-    monkeypatch.setitem(suites.SUITES, "mt-bench", replace(known, places=(hub, closed)))
+    monkeypatch.setitem(suites.SUITES, "spec-bench", replace(known, places=(hub, closed)))
     with complains(r"treespec-tests/none: not available from the hub; http://127\.0\.0\.1:1/.*refused") as told:
-        load_questions("mt-bench")
-    assert str(told.value).startswith("mt-bench is not in the cache and cannot be fetched: ")
+        load_questions("spec-bench")
+    assert str(told.value).startswith("spec-bench is not in the cache and cannot be fetched: ")
 
 
 def test_an_unknown_name_lists_the_known_ones():

@@ -13,6 +13,7 @@ from models import CONFIGS, close, randn, random_model, same_weights, seeded
 from safetensors import safe_open
 from training import (
     end_process,
+    find_feature_shard,
     flip_bit,
     folder_of,
     kill_at,
@@ -27,6 +28,7 @@ from training import (
 )
 from transformers import AutoConfig
 
+from treespec.draft.calibration import load_calibration
 from treespec.files.atomic import locked, read_json, write_json
 from treespec.model.target import Target
 from treespec.model.weights import load_ends
@@ -56,7 +58,7 @@ def test_a_flipped_bit_in_what_a_run_goes_on_from_is_named(config, name):
 def test_any_flipped_bit_in_stored_features_is_named(config):
     """Every fifth byte of the header, whose order of entries differs from one writing to the next; and some data."""
     train_until_killed(config)
-    (shard,) = Path(config.features).rglob("*.safetensors")
+    shard = find_feature_shard(config)
     with safe_open(shard, framework="pt") as file:
         numbers = range(len(file.keys()))
 
@@ -85,7 +87,7 @@ def test_a_damaged_result_is_named_and_deleted_files_are_recreated(config):
 
 def test_two_runs_do_not_write_into_one_folder_at_once(config):
     train_to_end(with_folder(config, "other"))
-    (shard,) = Path(config.features).rglob("*.safetensors")
+    shard = find_feature_shard(config)
     with locked(shard.parent):  # all is there: it is only read
         train_to_end(with_folder(config, "third"))
     shard.unlink()
@@ -98,7 +100,7 @@ def test_two_runs_do_not_write_into_one_folder_at_once(config):
 def test_what_a_kill_left_goes_at_the_next_start(config, tmp_path):
     dead = end_process()
     train_to_end(with_folder(config, "other"))
-    (shard,) = Path(config.features).rglob("*.safetensors")
+    shard = find_feature_shard(config)
     shard.unlink()
     folder = shard.parent.relative_to(tmp_path)
     left = [f"{folder}/.{name}.{dead}.tmp" for name in ("features-00001.safetensors", shard.name)]
@@ -178,17 +180,20 @@ def test_the_ends_of_a_target_are_those_of_the_whole(name, tmp_path):
         part.compute_features(tokens[None])
 
 
-def test_with_stored_features_the_target_is_loaded_only_at_the_end(config, capsys):
+def test_with_stored_features_the_target_is_loaded_to_store_them_alone(config, capsys):
+    """Validations and the calibration read stored features of held-out conversations."""
     live = train_to_end(with_folder(config, "live"), features=None)
+    live_result = read_json(folder_of(live) / "result.json", "")
     train_to_end(config)
     said = capsys.readouterr().out
-    assert "loading the whole target to store its features" in said
+    assert said.count("loading the whole target") == said.count("the whole target to store its features") == 1
     assert "GiB, 128 bytes per token" in said  # 32 values in float32
-    again = with_folder(config, "again")
-    assert train(again).positions > 0
-    said = capsys.readouterr().out
-    assert said.count("loading the whole target") == 1
-    assert "loading the whole target to validate and calibrate the head" in said
+    again = replace(with_folder(config, "again"), calibrate=True, validate_every=3)
+    result = train(again)
+    assert result.agreement == pytest.approx(live_result["agreement"])
+    assert result.positions == live_result["positions"]
+    assert "loading the whole target" not in capsys.readouterr().out
+    assert load_calibration(again.out).rates.keys() == {"0.01", "0.3", "0.6", "1"}
     assert same_head(again, config)
     for name, value in load_weights(live).items():
         close(value, load_weights(config)[name], 1e-5)

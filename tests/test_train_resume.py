@@ -14,6 +14,7 @@ from training import (
     checkpoint_of,
     files_of,
     files_of_at_most,
+    find_feature_shard,
     flip_bit,
     folder_of,
     kill_at,
@@ -120,7 +121,7 @@ def stored(config, tmp_path):
 
 def spoil(config, numbers=None):
     """Make the features of some conversations infinite, as a target that overflows gives them."""
-    (shard,) = Path(config.features).rglob("*.safetensors")
+    shard = find_feature_shard(config)
     tensors, about = read_tensors(shard, "")
     for name in map(str, tensors if numbers is None else numbers):
         tensors[name][1:, :4] = torch.inf

@@ -1,38 +1,48 @@
 """What a run reads, and what it says of itself."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
 from accelerate import Accelerator
+from commands import complains
 from safetensors.torch import load_file
 from training import (
     CHATML,
     byte_tokenizer,
     checkpoint_of,
+    config_without_files,
     folder_of,
+    kill_at,
     load_weights,
     metrics_of,
     to_messages,
     train_to_end,
+    train_until_killed,
 )
 
 from treespec.api.load import load
+from treespec.draft.auto.cost import CycleCost
 from treespec.draft.heads.loading import SAMPLE_TOKENS, TARGET_TOKENS_FIELD, build_new_head
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.model.target import Target
 from treespec.text.conversations import read_conversations
 from treespec.text.encoding import encode_conversations
 from treespec.text.entries import Conversation
-from treespec.train.checkpoints import Place
-from treespec.train.loop import run as watch
+from treespec.train.checkpoints import Place, find_latest_step
+from treespec.train.loop import best
 from treespec.train.loop.meter import Meter
-from treespec.train.loop.run import Validation, measure_decoded_length
+from treespec.train.loop.run import Validation, measure_decoded_length, measure_margins
 from treespec.train.loop.steps import draft_steps_at
 from treespec.train.losses.tokens import Loss
+from treespec.train.payoff import compute_chain_price, describe_payoff
+from treespec.train.plots import Point, Series, build_axis, draw_plot
 from treespec.train.run import train
+from treespec.train.verdict import warn_of_rate
 
 
 def test_the_decoded_length_is_what_a_spec_over_the_saved_head_counts(model_folder, tmp_path):
@@ -52,20 +62,115 @@ def test_validations_hold_what_was_decoded_beside_what_was_predicted(config):
     result = train(replace(config, decode_on=2, validate_every=3))
     assert result.decoded_length >= 1
     assert f"decoding commits {result.decoded_length:.2f}" in str(result)
-    (line,) = [line for line in metrics_of(config) if "acceptance_length" in line]
-    assert line["step"] == 3
-    assert line["decoded_length"] >= 1
+    lines = [line for line in metrics_of(config) if "acceptance_length" in line]
+    assert [line["step"] for line in lines] == [3, 6]
+    assert {line["positions"] for line in lines} == {result.positions}
 
 
-def test_the_best_validated_head_and_the_last_one_are_saved(config, monkeypatch):
-    found = iter([2.0, 3.0, 1.5])
-    monkeypatch.setattr(watch, "validate_head", lambda run, limit, rows=None: Validation([0.5], next(found), 10))
+@pytest.fixture
+def predict_lengths(monkeypatch):
+    """Validations during a run that find these acceptance lengths, one after the other."""
+
+    def set_lengths(*lengths):
+        found = iter(lengths)
+        monkeypatch.setattr(best, "validate", lambda *_: Validation([0.5], next(found), 10))
+
+    return set_lengths
+
+
+def test_the_best_validated_head_is_what_out_gets(config, predict_lengths, capsys):
+    predict_lengths(2.0, 3.0, 1.5, 1.4)
     train_to_end(config, max_steps=4, validate_every=1, checkpoint_every=1)
     names = ("best", "checkpoint-000003", "checkpoint-000004")
-    best, third, last = (load_file(folder_of(config) / name / "model.safetensors") for name in names)
-    assert all(torch.equal(value, last[name].to(value.dtype)) for name, value in load_weights(config).items())
+    second, third, last = (load_file(folder_of(config) / name / "model.safetensors") for name in names)
+    assert all(torch.equal(value, second[name].to(value.dtype)) for name, value in load_weights(config).items())
     assert load_head(folder_of(config) / "best").kind == "eagle"
-    assert not any(torch.equal(best["fc.weight"], later["fc.weight"]) for later in (third, last))
+    assert not any(torch.equal(second["fc.weight"], later["fc.weight"]) for later in (third, last))
+    assert "the head of step 2 was the best, with 3.00 tokens per step predicted" in capsys.readouterr().out
+
+
+def test_a_run_out_of_patience_ends_and_stays_ended(config, predict_lengths, capsys):
+    config = replace(config, max_steps=40, validate_every=1, patience=2)
+    predict_lengths(2.0, 1.9, 2.1, 2.0, 1.8)
+    train(config, kill_at(50))
+    assert "no better head in 2 validations: the run ends (--patience 2)" in capsys.readouterr().out
+    assert find_latest_step(folder_of(config)) == 5
+    train(config)
+    assert "holds this head already" in capsys.readouterr().out
+    predict_lengths(2.5, 2.4, 2.3, 2.2)
+    train(replace(config, patience=3))
+    assert find_latest_step(folder_of(config)) == 9
+
+
+def test_validations_come_at_fifths_of_a_run_and_not_more_often_than_twenty_steps():
+    place = Place()
+    steps = []
+    for step in range(1, 301):
+        place.step = step
+        if best.is_validation_due(None, place, step / 300):
+            steps.append(step)
+            place.validated_step = step
+            place.validated_progress = step / 300
+            place.best_step = step
+    assert steps == [60, 120, 180, 240, 300]
+    assert not best.is_validation_due(None, Place(step=4), 0.8)
+    assert not best.is_validation_due(None, Place(step=5), 1)
+
+
+def test_intervals_of_agreement_count_conversations_not_positions():
+    """Two conversations that each agree everywhere or nowhere are two observations, however long they are."""
+    rows = [torch.ones(50, 1), torch.zeros(50, 1), torch.ones(50, 1), torch.zeros(50, 1)]
+    (margin,) = measure_margins(rows)
+    assert margin == pytest.approx(3.182 * (1 / 12) ** 0.5, rel=1e-3)
+    assert measure_margins(rows[:1]) == []
+
+
+def test_a_sentence_says_from_where_a_chain_pays_on_this_machine():
+    """A forward over two tokens takes 1.1 of one, a draft 0.2: a chain of one pays from 1.3 tokens on."""
+    cost = CycleCost(nodes=(1, 2, 6), forward=(1.0, 1.1, 2.0), level=0.2)
+    assert compute_chain_price(cost, 1) == pytest.approx(1.3)
+    assert describe_payoff(cost, Validation([0.5], 1.5, 100, runs=[0.5])) == (
+        "On this machine a chain of 1 drafts commits 1.50 tokens per step and pays: 1.30 is the least"
+    )
+    assert "1.20 tokens per step and does not pay: 1.30 does" in describe_payoff(
+        cost, Validation([0.2], 1.2, 100, runs=[0.2])
+    )
+    assert describe_payoff(None, Validation([0.2], 1.2, 100, runs=[0.2])) == ""
+
+
+def test_a_report_draws_what_a_run_measured_in_one_file(config):
+    config = replace(config, head="eagle3", unrolled_steps=2, validate_every=3, license="mit")
+    result = train(config)
+    page = (folder_of(config) / "report.html").read_text()
+    assert page.count("<svg") == 6
+    assert f"{result.acceptance_length:.2f} tokens" in page
+    assert not re.search(r"https?://|<script|<link|refresh", page)
+    ElementTree.fromstring(f"<div>{page.partition('<main>')[2].partition('</main>')[0]}</div>")
+
+
+def test_a_plot_marks_its_values_and_their_intervals_to_scale():
+    axis = build_axis([0.0, 10.0], 100, 300)
+    assert [axis.place(tick) for tick in axis.list_ticks()] == [100, 140, 180, 220, 260, 300]
+    logarithmic = build_axis([0.1, 100.0], 0, 300, may_log=True)
+    assert [round(logarithmic.place(tick)) for tick in logarithmic.list_ticks()] == [0, 100, 200, 300]
+    svg = draw_plot("share", "step", [Series("held-out", [Point(1, 0.5, 0.1), Point(2, 0.6)], is_line=False)])
+    assert svg.count("<circle") == 2
+    assert svg.count('class="bar"') == 1
+    assert draw_plot("nothing", "step", []) == ""
+
+
+@pytest.mark.parametrize("rate, words", [(0.0, "keeps its first weights"), (10.0, "is high"), (1e-3, "")])
+def test_a_rate_that_learns_nothing_or_too_much_is_told(rate, words):
+    lines = warn_of_rate(config_without_files(learning_rate=rate))
+    assert bool(lines) == bool(words)
+    assert all(words in line for line in lines)
+
+
+def test_a_vocabulary_of_one_token_is_refused_and_a_poor_one_told(config, capsys):
+    with complains("--draft-vocab 1 drafts the same token always"):
+        replace(config, draft_vocab=1)
+    train_until_killed(replace(config, draft_vocab=4), 1)
+    assert re.search(r"few draft tokens: the head never drafts [\d.]+% of the answers", capsys.readouterr().out)
 
 
 def test_reported_losses_are_means_over_the_steps_since_the_last_report(tmp_path):

@@ -344,6 +344,12 @@ def files_of(checkpoint):
     return {file.name: file.read_bytes() for file in checkpoint.iterdir()}
 
 
+def find_feature_shard(config):
+    """The only shard of the stored features to train on; those of held-out conversations lie in a folder within."""
+    (shard,) = Path(config.features).glob("*/*.safetensors")
+    return shard
+
+
 def flip_bit(file, place):
     """Write a file with one bit flipped, of the byte at a share `place` of it. Returns what it held."""
     whole = file.read_bytes()

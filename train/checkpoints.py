@@ -36,11 +36,21 @@ class Place:
         step: finished optimizer steps.
         seconds: seconds of training so far.
         best: the best acceptance length of the validations so far.
+        best_step: the step of that validation; 0: none.
+        worse: validations since then.
+        validated: held-out conversations of each validation; 0: none yet.
+        validated_step: the step of the last validation.
+        validated_progress: the share of the run at that step.
     """
 
     step: int = 0
     seconds: float = 0.0
     best: float = 0.0
+    best_step: int = 0
+    worse: int = 0
+    validated: int = 0
+    validated_step: int = 0
+    validated_progress: float = 0.0
 
 
 def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:

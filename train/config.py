@@ -24,6 +24,7 @@ TOKEN_LOSS_NAMES = ("published", "cross-entropy", "tv")
 DRAFT_VOCAB = 32_000  # eagle3's published heads have that many draft tokens
 # The default number of draft tokens. A target keeps all its tokens if it has at most twice this number.
 BUDGET_DRAFT_VOCAB = 8192
+DECODED_PROMPTS = 8
 PUBLISHED_OPTIONS: dict[str, object] = {  # the papers' values of options that are not in `Recipe`
     "first_weights": "random",
     "batch_size": 4,
@@ -206,14 +207,24 @@ class TrainConfig(TargetOptions, Eagle3Options):
     calibrate: bool = option(
         "at the end, calibrate the head for auto on held-out conversations", True
     )
-    decode_on: int = option(
-        "held-out prompts to decode at a validation, for the acceptance length in use; 0: none",
-        8,
+    decode_on: int | None = option(
+        "held-out prompts to decode at the end, for the acceptance length in use; 0: none; default: 8, and none with "
+        "--features, because decoding needs the whole target",
+        None,
         least=0,
         most=MAX_COUNT,
     )
-    validate_every: int = option(
-        "steps between validations; 0: only at the end", 1000, least=0, most=MAX_COUNT
+    validate_every: int | None = option(
+        "steps between validations; 0: only at the end; default: at each fifth of the run",
+        None,
+        least=0,
+        most=MAX_COUNT,
+    )
+    patience: int = option(
+        "end the run after this number of validations in a row without a better head; 0: never",
+        0,
+        least=0,
+        most=MAX_COUNT,
     )
     checkpoint_every: int = option(
         "steps between checkpoints; the last two are kept", 500, least=1, most=MAX_COUNT
@@ -263,6 +274,10 @@ class TrainConfig(TargetOptions, Eagle3Options):
                 )
             if self.first_weights not in (None, "random"):
                 raise InputError("--from-head brings first weights: leave --first-weights out")
+        if self.draft_vocab == 1:
+            raise InputError(
+                "--draft-vocab 1 drafts the same token always: give some thousands, or 0 for all tokens"
+            )
         if self.tracker is not None:
             check_tracker(self.tracker)
         if self.recipe == "published":
@@ -315,6 +330,15 @@ class TrainConfig(TargetOptions, Eagle3Options):
     def count_conversations(self, processes: int) -> int:
         """Count the conversations of an optimizer step, in all processes."""
         return self.forward_size * self.count_forwards(processes) * processes
+
+    @property
+    def decoded_prompts(self) -> int:
+        """Held-out prompts to decode at the end of the run."""
+        if self.decode_on is not None:
+            return self.decode_on
+        if self.features is not None:
+            return 0
+        return DECODED_PROMPTS
 
     @property
     def forward_size(self) -> int:

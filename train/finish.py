@@ -12,6 +12,7 @@ from treespec.files.atomic import write_json
 from treespec.heads.checkpoint import save_head
 from treespec.heads.head import Head
 from treespec.train.checkpoints import Place
+from treespec.train.loop.best import take_best_head
 from treespec.train.loop.run import (
     DRAFT_STEPS,
     TRAINED_TIME_SHARE,
@@ -22,14 +23,19 @@ from treespec.train.loop.run import (
     validate_head,
 )
 from treespec.train.machine import whole
+from treespec.train.payoff import describe_payoff, find_cost
 from treespec.train.progress import TimeLimit, format_seconds
 from treespec.train.record import NOT_VALIDATED, Validation, write_card
 
 
 def finish(run: TrainingRun, place: Place) -> Validation:
-    """Write the head, then validate and calibrate it, and write its card. place: where the run ended."""
+    """Write the best head, then validate and calibrate it, and write its card. place: where the run ended.
+
+    With stored features the whole target is loaded only if `--decode-on` says so.
+    """
     config = run.config
     accelerator = run.accelerator
+    take_best_head(run, place)
     served = run.copy_as_served()
     check_head_weights(served, f"the head in {run.target.dtype}", run.folder)
     limit = TimeLimit(place.seconds)
@@ -40,6 +46,8 @@ def finish(run: TrainingRun, place: Place) -> Validation:
     accelerator.print(
         f"{config.out} has the head; validation and calibration take at most {format_seconds(limit.seconds)}"
     )
+    if run.data.held_out_features is not None and not config.decoded_prompts:
+        return measure_head(run, served, place, limit)
     with whole(run.target, config, accelerator, "validate and calibrate the head") as target:
         return measure_head(replace(run, target=target), served, place, limit)
 
@@ -48,7 +56,7 @@ def measure_head(run: TrainingRun, served: Head, place: Place, limit: TimeLimit)
     """Validate and calibrate the head, and write its card and the result.
 
     Args:
-        run: the run, with the whole target.
+        run: the run, with the whole target, or with its ends and stored features.
         served: the head as it will be served.
         place: where the run ended.
         limit: the time for it.
@@ -67,14 +75,19 @@ def measure_head(run: TrainingRun, served: Head, place: Place, limit: TimeLimit)
         if run.vocabulary is not None:
             restrict(served, run.target, run.vocabulary)
         if config.calibrate and run.data.held_out:
-            accelerator.print("calibrating the head for --tree auto …")
+            seconds = limit.count_remaining()
+            accelerator.print(
+                f"calibrating the head for --tree auto, at most {format_seconds(seconds)} …"
+            )
             try:
-                seconds = limit.count_remaining()
                 save_calibration(
                     calibrate(served, run.target, rows, seconds=seconds), Path(config.out)
                 )
             except InputError as error:
                 accelerator.print(f"no calibration, treespec calibrate makes one: {error}")
+            payoff = describe_payoff(find_cost(served, run.target), result)
+            if payoff:
+                accelerator.print(payoff)
         write_card(config, run.data, place, result)
         write_json(run.folder / "result.json", asdict(result))
     return result

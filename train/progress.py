@@ -1,12 +1,14 @@
 """The time of a run: what it says of its phases without steps, how long they may take, and the clock of its steps."""
 
 import time
-from typing import final
+from collections.abc import Iterable, Iterator
+from typing import TypeVar, final
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast
 
+Item = TypeVar("Item")
 FIRST_LINE_SECONDS = 10.0
 LINE_SECONDS = 30.0
 END_SHARE = 0.1  # of a run's time, for validation and calibration at its end
@@ -45,6 +47,12 @@ class PhaseProgress:
             f"{self.text}: {done:,} of {self.total:,} {self.unit}, about {format_seconds(remaining)} left"
         )
 
+    def follow(self, items: Iterable[Item]) -> Iterator[Item]:
+        """Yield the items, each a part of the phase, and print lines."""
+        for done, item in enumerate(items, start=1):
+            yield item
+            self.update(done)
+
 
 @final
 class SharedTimer:
@@ -67,15 +75,18 @@ class SharedTimer:
 
 @final
 class TimeLimit:
-    """The time that the end of a run may take. Each phase may use it up to a share.
+    """The time that the end of a run, or a validation, may take. Each phase may use it up to a share.
 
     Args:
         run_seconds: the seconds of the run so far.
+        seconds: the time; default: a tenth of the run's, at least half a minute.
     """
 
-    def __init__(self, run_seconds: float) -> None:
+    def __init__(self, run_seconds: float, seconds: float | None = None) -> None:
         self.started = time.monotonic()
         self.seconds = max(MIN_END_SECONDS, END_SHARE * run_seconds)
+        if seconds is not None:
+            self.seconds = seconds
 
     def is_over(self, share: float) -> bool:
         """Whether a share of the time has passed."""

@@ -26,7 +26,12 @@ from treespec.train.data.prepare import Data
 RECORD_FORMAT = 3
 CARD_OPTIONS = ("token_weight", "first_weights", "bias", "draft_vocab", "batch_size", "accumulate")
 Record = dict[str, Any]  # the options of a run, with digests of its target's and data's content
-RUN_LENGTH_OPTIONS = {"epochs", "max_steps", "minutes"}  # options that say when a run ends
+RUN_LENGTH_OPTIONS = {
+    "epochs",
+    "max_steps",
+    "minutes",
+    "patience",
+}  # options that say when a run ends
 MAY_CHANGE = RUN_LENGTH_OPTIONS | {
     "validate_every",
     "validate_on",
@@ -53,6 +58,9 @@ class Validation:
         decoded_length: tokens a cycle while the target answers held-out prompts with such chains;
             None if it answered none.
         trained: the same agreement on training data.
+        margins: half of the 95 % interval of each agreement, over conversations; []: too few of them.
+        length_margin: the same of `acceptance_length`.
+        runs: the share of positions at which all of the first 1, 2, … draft steps agree.
     """
 
     agreement: list[float]
@@ -60,6 +68,9 @@ class Validation:
     positions: int
     decoded_length: float | None = None
     trained: list[float] = field(default_factory=list)
+    margins: list[float] = field(default_factory=list)
+    length_margin: float | None = None
+    runs: list[float] = field(default_factory=list)
 
     def __str__(self) -> str:
         if not self.positions:
@@ -121,6 +132,7 @@ def load_finished_result(folder: Path, record: Record) -> Validation | None:
     earlier = load_record(folder)
     if earlier is None:
         return None
+    earlier = {"patience": 0} | earlier  # of an earlier version
     result = folder / "result.json"
     changed = refuse_changed(folder.parent, earlier, record, MAY_CHANGE)
     if RUN_LENGTH_OPTIONS & changed or not (

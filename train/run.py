@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -35,8 +35,14 @@ from treespec.train.record import (
     load_record,
     record_of,
 )
+from treespec.train.report import write_report
 from treespec.train.start import build_untrained_head, start_head
-from treespec.train.verdict import describe_end, measure_length, warn_of_little_data
+from treespec.train.verdict import (
+    describe_end,
+    measure_length,
+    warn_of_little_data,
+    warn_of_rate,
+)
 
 
 def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: None) -> Validation:
@@ -77,6 +83,8 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
         config = choose_recipe(config, measure_data(config, examples, accelerator))
     record = record_of(config, processes)
     accelerator.print(describe_recipe(config))
+    for line in warn_of_rate(config):
+        accelerator.print(line)
 
     # 2. The main process locks the folder until the head is written.
     folder_lock: AbstractContextManager[object] = nullcontext()
@@ -118,7 +126,11 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
         accelerator.end_training()
         accelerator.print(str(result))
         length = measure_length(place.step, config.count_conversations(processes), data)
-        for line in describe_end(config, data, place, length, result):
+        lines = describe_end(config, data, place, length, result)
+        if accelerator.is_main_process:
+            row = {"step": place.best_step or place.step, **asdict(result)}
+            write_report(run.folder, str(result), lines, row)
+        for line in lines:
             accelerator.print(line)
         return result
 

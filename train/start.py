@@ -12,6 +12,7 @@ from embedding and feature to the next feature, and the layer's outputs are scal
 """
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -30,9 +31,11 @@ from treespec.model.target import Target
 from treespec.train.checkpoints import find_latest_step, select_trained_parameters
 from treespec.train.config import DRAFT_VOCAB, TrainConfig
 from treespec.train.data.prepare import Data
+from treespec.train.progress import PhaseProgress
 
 RANDOM_WEIGHT_SHARE = 0.1  # factor on the random output weights of the layer
 MAX_FIT_POSITIONS = 100_000  # positions of a fit; it has 2 H + 1 unknowns for each output
+MIN_COVERAGE = 0.9  # of the answers by a draft vocabulary; below it drafts end early
 RIDGE_SHARE = 1e-4  # added to the diagonal, relative to its mean: features may depend on each other
 
 
@@ -87,6 +90,10 @@ def start_head(
         accelerator.print(
             f"draft vocabulary: {len(tokens)} tokens, {coverage:.1%} of the answers in {config.data}"
         )
+        if coverage < MIN_COVERAGE:
+            accelerator.print(
+                f"few draft tokens: the head never drafts {1 - coverage:.1%} of the answers: raise --draft-vocab"
+            )
         if config.training.restricted_first:
             restrict(head, target, tokens)
             tokens = None
@@ -99,7 +106,9 @@ def start_head(
     elif (
         config.first_weights == "fitted" and find_latest_step(Path(config.out) / "training") is None
     ):
-        fit_feature(cast(EagleHead, head), data, config.seed)
+        total = min(MAX_FIT_POSITIONS, sum(len(example.input_ids) - 2 for example in data.train))
+        progress = PhaseProgress(accelerator, "fitting the first weights", total, "positions")
+        fit_feature(cast(EagleHead, head), data, config.seed, progress.update)
     if config.hyperparameters.dropout:
         add_dropout(head, config.hyperparameters.dropout)
     return tokens
@@ -150,8 +159,13 @@ def choose_vocabulary_size(config: TrainConfig, target: Target) -> int:
 
 
 @torch.no_grad()
-def fit_feature(head: EagleHead, data: Data, seed: int) -> None:
-    """Fit `fc` by least squares to conversations in an order drawn by `seed`; set the weights in place."""
+def fit_feature(
+    head: EagleHead, data: Data, seed: int, report: Callable[[int], None] = lambda positions: None
+) -> None:
+    """Fit `fc` by least squares to conversations in an order drawn by `seed`; set the weights in place.
+
+    report: called after each conversation with the number of positions so far.
+    """
     # 1. Normal equations: products in float32, their sums in float64.
     width = head.hidden_size
     device = head.fc.weight.device
@@ -168,6 +182,7 @@ def fit_feature(head: EagleHead, data: Data, seed: int) -> None:
         positions += len(x)
         if positions >= MAX_FIT_POSITIONS:
             break
+        report(positions)
 
     # 2. Solve them; scale the layer down, so that it adds little to the output of `fc`.
     squares.diagonal().add_(RIDGE_SHARE * squares.diagonal().mean())

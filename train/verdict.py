@@ -22,6 +22,7 @@ MIN_PREDICTED_CHAIN = (
 MIN_POSITIONS = 200  # held-out positions; fewer cannot tell a good head from a bad one
 MIN_DATA_TOKENS = 100_000  # answer tokens; a million is good
 MANY_PASSES = 10  # over the same text; further ones bring the head little but the text by heart
+MAX_LEARNING_RATE = 0.01  # published recipes have 3e-5 to 1e-3
 BY_HEART_PASSES = 3  # with fewer, a gap to a few trained conversations is chance
 BY_HEART_GAP = 0.15  # of first-step agreement, between trained and held-out conversations
 GOOD_CHAIN_TEXT = f"{GOOD_PREDICTED_CHAIN:g} or more is good"
@@ -58,6 +59,19 @@ def warn_of_little_data(data: Data) -> list[str]:
         f"few data: {tokens:,} tokens of answers, and a head needs {MIN_DATA_TOKENS:,} or more. "
         "treespec regenerate makes more"
     ]
+
+
+def warn_of_rate(config: TrainConfig) -> list[str]:
+    """Say that a learning rate learns nothing, or destroys the weights: a line or none."""
+    rate = config.hyperparameters.learning_rate
+    if rate == 0:
+        return ["--learning-rate 0: the head keeps its first weights"]
+    if rate > MAX_LEARNING_RATE:
+        return [
+            f"--learning-rate {rate:g} is high: AdamW moves each weight by about that much in every step, and heads "
+            f"were only seen to learn at {MAX_LEARNING_RATE:g} and below"
+        ]
+    return []
 
 
 def warn_of_passes(passes: float) -> list[str]:

@@ -49,7 +49,19 @@ DTYPE_ALIASES = {
 DEVICE_MAPS = (
     r"auto|balanced|balanced_low_0|sequential|(cpu|cuda|mps|xpu|npu|hpu|mlu|musa|meta)(:\d+)?|\d+"
 )
-QUESTION_SUITES = ("builtin", "mt-bench", "spec-bench", "humaneval", "gsm8k")
+QUESTION_SUITES = (
+    "builtin",
+    "mt-bench",
+    "spec-bench",
+    "humaneval",
+    "gsm8k",
+    "speed-bench",
+    "speed-bench-1k",
+    "speed-bench-2k",
+    "speed-bench-8k",
+    "speed-bench-16k",
+    "speed-bench-32k",
+)
 
 
 def join_or(names: Iterable[str]) -> str:

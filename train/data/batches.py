@@ -10,15 +10,17 @@ conversations, batches of two, two processes (an epoch leaves out the rest, here
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import count
+from itertools import count, islice
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from treespec.kernels.workers import end_workers
 
+MAX_DRAFT_STEPS = 64  # of a head, by the range of its options
 POOL_BATCHES = 64  # batches sorted by length together: less than 5 % is padding
 
 
@@ -28,10 +30,14 @@ class Forward(NamedTuple):
     Attributes:
         batch: the number of the batch in the run, from 0.
         conversations: the numbers of the conversations.
+        all_conversations: the same of all processes together.
+        position_counts: what the losses of the forward are divided by (`share_position_counts`); (): its own counts.
     """
 
     batch: int
     conversations: list[int]
+    all_conversations: list[int]
+    position_counts: tuple[float, ...] = ()
 
 
 def split_epoch(lengths: Sequence[int], batch_size: int, seed: int, epoch: int) -> list[list[int]]:
@@ -78,10 +84,55 @@ def iterate_forwards(
         for number, batch in enumerate(batches_of(epoch), epoch * per_epoch):
             if number < first:
                 continue
-            conversations = batch[process::processes]
-            if not conversations:  # fewer conversations than processes: each gets them all
-                conversations = batch
-            yield Forward(number, conversations)
+            shares = [share_batch(batch, rank, processes) for rank in range(processes)]
+            all_conversations = [conversation for share in shares for conversation in share]
+            yield Forward(number, shares[process], all_conversations)
+
+
+def share_batch(batch: list[int], process: int, processes: int) -> list[int]:
+    """Select a process's conversations of a batch; with fewer conversations than processes some get them all."""
+    share = batch[process::processes]
+    if not share:
+        return batch
+    return share
+
+
+def share_position_counts(
+    coming: Iterator[Forward], per_step: int, processes: int, loss_masks: Sequence[Tensor]
+) -> Iterator[Forward]:
+    """Yield the forwards, each with the number of positions by which its losses are divided.
+
+    The loss of an optimizer step is the mean over the positions of all its forwards in all processes: a position
+    weighs the same in a short answer and in a long one, in one process and in many. Gradients are averaged over
+    forwards and processes, so that the divisor is their mean number of positions. Two processes, a forward each,
+    with 2 and 6 positions of draft step 1, and 1 and 5 of step 2:
+
+        position_counts    4  3
+
+    Args:
+        coming: the forwards of this process.
+        per_step: its forwards in an optimizer step.
+        processes: the number of processes.
+        loss_masks: [T] bool of each conversation.
+    """
+    while forwards := list(islice(coming, per_step)):
+        positions = torch.zeros(MAX_DRAFT_STEPS, dtype=torch.int64, device="cpu")
+        for forward in forwards:
+            for conversation in forward.all_conversations:
+                positions += count_positions(loss_masks[conversation])
+        counts = tuple((positions / (len(forwards) * processes)).tolist())
+        for forward in forwards:
+            yield forward._replace(position_counts=counts)
+
+
+def count_positions(loss_mask: Tensor) -> Tensor:
+    """Count the positions of a conversation that draft step 1, 2, … learns from: [MAX_DRAFT_STEPS] int64.
+
+    loss_mask: [T] bool. Step s drafts tokens s + 1 and later, and learns from those that count.
+    """
+    drafted = loss_mask[2:].long()
+    later = drafted.flip(0).cumsum(0).flip(0)[:MAX_DRAFT_STEPS]
+    return pad(later, (0, MAX_DRAFT_STEPS - len(later)))
 
 
 def read_ahead(

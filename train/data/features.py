@@ -6,10 +6,11 @@ state.
 
 import hashlib
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import final
+from typing import NamedTuple, final
 
 from accelerate import Accelerator
 from safetensors import safe_open
@@ -25,7 +26,9 @@ from treespec.train.data.batches import pad_rows
 from treespec.train.machine import whole
 from treespec.train.progress import PhaseProgress
 
-SHARD_CONVERSATIONS = 256  # conversations a file
+SHARD_CONVERSATIONS = 256  # conversations of a shard, in one file or in pieces
+PIECE_BYTES = 512 << 20  # features in memory before they are written
+PIECE_SECONDS = 30.0  # a kill loses no more than the work of this time
 FEATURES_FORMAT = 3
 SHARD_NAMES = "features-*.safetensors"
 
@@ -34,117 +37,232 @@ SHARD_NAMES = "features-*.safetensors"
 class StoredFeatures:
     """Shards in a folder, such as `features-00000.safetensors`. Conversation i has the name "i" in its shard.
 
-    A shard's metadata has a checksum for each conversation. The first read of a conversation verifies it.
+    A shard that took long to compute is in pieces: features-00000.000.safetensors, features-00000.001.safetensors, …
+    A file's metadata has a checksum for each conversation. The first read of a conversation verifies it.
+
+    folder: the folder.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.verified: set[int] = set()
+        self.files: dict[int, dict[str, Path]] = {}  # by shard, then by conversation
 
     def build_shard_path(self, shard: int) -> Path:
         return self.folder / SHARD_NAMES.replace("*", f"{shard:05d}")
 
-    def write(self, shard: int, features: dict[str, Tensor]) -> None:
-        """Write a shard, under a temporary name first. features: [T, F] by the conversation's name."""
+    def list_files(self, shard: int) -> list[Path]:
+        """List the files of a shard: one, or its pieces in order."""
+        path = self.build_shard_path(shard)
+        files = sorted(self.folder.glob(f"{path.stem}.[0-9]*.safetensors"))
+        if path.exists():
+            files.append(path)
+        return files
+
+    def list_stored(self, shard: int) -> dict[str, Path]:
+        """Find the file of each stored conversation of a shard. Raises InputError for a damaged file."""
+        stored = {}
+        for file in self.list_files(shard):
+            try:
+                with safe_open(file, framework="pt") as content:
+                    names = list(content.keys())
+            except (
+                Exception
+            ) as error:  # safetensors raises errors of many types for a damaged header
+                raise build_damage_error(file) from error
+            for name in names:
+                stored[name] = file
+        return stored
+
+    def list_missing(self, conversations: int) -> dict[int, list[int]]:
+        """List the conversations that are not stored yet, by shard. conversations: the number of all."""
+        missing = {}
+        for shard in range(-(-conversations // SHARD_CONVERSATIONS)):
+            stored = self.list_stored(shard)
+            numbers = [i for i in list_conversations(shard, conversations) if str(i) not in stored]
+            if numbers:
+                missing[shard] = numbers
+        return missing
+
+    def write(self, shard: int, features: dict[str, Tensor], is_whole: bool = True) -> None:
+        """Write a shard, or a piece of it, under a temporary name first. features: [T, F] by conversation."""
+        path = self.build_shard_path(shard)
+        if not is_whole:
+            path = path.with_name(f"{path.stem}.{len(self.list_files(shard)):03d}{path.suffix}")
         about = {name: hash_tensors({"": row}, {}) for name, row in features.items()}
-        with writing(self.build_shard_path(shard)) as temporary:
+        with writing(path) as temporary:
             save_file(features, temporary, metadata=about)
 
     def read_row(self, i: int) -> Tensor:
-        """Read the features [T, F] of conversation i. Raises InputError for a missing or damaged shard."""
-        file = self.build_shard_path(i // SHARD_CONVERSATIONS)
+        """Read the features [T, F] of conversation i. Raises InputError for a missing or damaged file."""
+        shard = i // SHARD_CONVERSATIONS
+        if shard not in self.files:
+            self.files[shard] = self.list_stored(shard)
+        file = self.files[shard].get(str(i), self.build_shard_path(shard))
         try:
-            with safe_open(file, framework="pt") as shard:
-                row = shard.get_tensor(str(i))
-                about = shard.metadata()
+            with safe_open(file, framework="pt") as content:
+                row = content.get_tensor(str(i))
+                about = content.metadata()
             if i not in self.verified and about[str(i)] != hash_tensors({"": row}, {}):
                 raise ValueError("its checksum does not match")
         except Exception as error:  # safetensors raises errors of many types for a damaged header
-            raise InputError(
-                f"{file} is missing or damaged: delete it, and the same command stores it again"
-            ) from error
+            raise build_damage_error(file) from error
         self.verified.add(i)
         return row
+
+
+def build_damage_error(file: Path) -> InputError:
+    """Build the error of a file of features that cannot be read."""
+    return InputError(
+        f"{file} is missing or damaged: delete it, and the same command stores it again"
+    )
+
+
+class FeaturePart(NamedTuple):
+    """Conversations whose features are stored together.
+
+    Attributes:
+        name: for messages.
+        rows: the tokens [T] of each conversation.
+        stored: where their features are.
+        needed: the number of conversations that are needed, the first ones.
+    """
+
+    name: str
+    rows: list[Tensor]
+    stored: StoredFeatures
+    needed: int
+
+    def count_tokens(self, shards: Iterable[list[int]]) -> int:
+        """Count the tokens of conversations. shards: their numbers, by shard."""
+        return sum(len(self.rows[i]) for numbers in shards for i in numbers)
 
 
 def store(
     config: TrainConfig,
     target: Target,
     rows: list[Tensor],
+    held_out_rows: list[Tensor],
     aux_layers: tuple[int, ...],
     accelerator: Accelerator,
-) -> StoredFeatures:
+) -> tuple[StoredFeatures, StoredFeatures]:
     """Store the features of all conversations; each process writes its share of the missing shards.
 
     Args:
         config: the run's options. The shards lie below --features, in a folder named by a digest of all that the
-            features depend on.
+            features depend on; those of held-out conversations in a folder within.
         target: the target, or its ends; then the whole target is loaded if a shard is missing.
-        rows: the tokens [T] of each conversation.
+        rows: the tokens [T] of each conversation to train on.
+        held_out_rows: those of the held-out conversations; as many are stored as validations read.
         aux_layers: the target layers whose inputs the head reads.
         accelerator: the processes.
+
+    Returns:
+        The features of the conversations to train on, and of the held-out ones.
 
     Raises:
         InputError: if the disk has too little space.
     """
-    # 1. The folder, and the size of the features.
+    # 1. The folders, and the size of the features.
     assert config.features is not None
     folder = Path(config.features) / compute_inputs_digest(config, target, rows, aux_layers)
-    stored_features = StoredFeatures(folder)
+    digest = compute_inputs_digest(config, target, held_out_rows, aux_layers)
+    held_out_needed = min(config.validate_on, len(held_out_rows))
+    parts = [
+        FeaturePart("features", rows, StoredFeatures(folder), len(rows)),
+        FeaturePart(
+            "features of held-out conversations",
+            held_out_rows,
+            StoredFeatures(folder / f"held-out-{digest}"),
+            held_out_needed,
+        ),
+    ]
     width = target.feature_width + len(aux_layers) * target.config.hidden_size
     per_token = width * target.dtype.itemsize
-    needed_gib = per_token * sum(map(len, rows)) / 2**30
-    accelerator.print(f"features: {needed_gib:.2f} GiB, {per_token:,} bytes per token, in {folder}")
+    missing = [part.stored.list_missing(part.needed) for part in parts]
+    missing_bytes = 0
+    for part, shards in zip(parts, missing, strict=True):
+        part_gib = per_token * sum(map(len, part.rows[: part.needed])) / 2**30
+        accelerator.print(
+            f"{part.name}: {part_gib:.2f} GiB, {per_token:,} bytes per token, in {part.stored.folder}"
+        )
+        missing_bytes += per_token * part.count_tokens(shards.values())
 
-    # 2. The main process locks the folder until all processes have written their shards.
-    shards = range(-(-len(rows) // SHARD_CONVERSATIONS))
-    missing = [shard for shard in shards if not stored_features.build_shard_path(shard).exists()]
-    folder_lock: AbstractContextManager[object] = nullcontext()
-    if missing and accelerator.is_main_process:
-        folder_lock = locked(folder)
-    with folder_lock:
-        if len(missing) == len(shards) and accelerator.is_main_process:
-            free_gib = shutil.disk_usage(folder).free / 2**30
-            if needed_gib > free_gib:
-                raise InputError(
-                    f"the features need {needed_gib:.2f} GiB, {folder} has {free_gib:.2f} GiB free; leave "
-                    "out --features to compute them as training goes"
-                )
+    # 2. The main process locks the folders until all processes have written their shards.
+    with ExitStack() as locks:
+        if missing_bytes and accelerator.is_main_process:
+            locks.enter_context(locked(folder))
+            check_room(folder, missing_bytes)
         accelerator.wait_for_everyone()
-        own_shards = missing[accelerator.process_index :: accelerator.num_processes]
-        if own_shards:
+        if any(list_share(shards, accelerator) for shards in missing):
             with whole(target, config, accelerator, "store its features") as full:
                 full.check_aux_layers(aux_layers)
-                store_shards(
-                    config, full, rows, aux_layers, own_shards, stored_features, accelerator
-                )
+                for part, shards in zip(parts, missing, strict=True):
+                    store_shards(config, full, part, aux_layers, shards, accelerator)
         accelerator.wait_for_everyone()
-    return stored_features
+    train_part, held_out_part = parts
+    return train_part.stored, held_out_part.stored
+
+
+def check_room(folder: Path, needed_bytes: int) -> None:
+    """Raises InputError if the features do not fit the disk."""
+    free_gib = shutil.disk_usage(folder).free / 2**30
+    needed_gib = needed_bytes / 2**30
+    if needed_gib > free_gib:
+        raise InputError(
+            f"the features need {needed_gib:.2f} GiB, {folder} has {free_gib:.2f} GiB free; leave out "
+            "--features to compute them as training goes"
+        )
+
+
+def list_share(shards: dict[int, list[int]], accelerator: Accelerator) -> list[int]:
+    """List the shards that this process writes."""
+    return list(shards)[accelerator.process_index :: accelerator.num_processes]
 
 
 def store_shards(
     config: TrainConfig,
     target: Target,
-    rows: list[Tensor],
+    part: FeaturePart,
     aux_layers: tuple[int, ...],
-    shards: Sequence[int],
-    stored_features: StoredFeatures,
+    missing: dict[int, list[int]],
     accelerator: Accelerator,
 ) -> None:
-    """Compute and write some shards, and print how far that is. Arguments as for `store`; target: the whole one."""
-    shard_numbers = {shard: list_conversations(shard, len(rows)) for shard in shards}
-    total = 0
-    for numbers in shard_numbers.values():
-        total += sum(len(rows[i]) for i in numbers)
-    progress = PhaseProgress(accelerator, "storing features", total, "tokens")
+    """Compute and write this process's shards of a part, and print how far that is.
+
+    A piece is written whenever it fills `PIECE_BYTES` or took `PIECE_SECONDS`, so that memory stays bounded, and a
+    run that is killed goes on from its last piece.
+
+    Args:
+        config: the run's options.
+        target: the whole target.
+        part: the conversations.
+        aux_layers: the target layers whose inputs the head reads.
+        missing: the conversations to store, by shard.
+        accelerator: the processes.
+    """
+    share = {shard: missing[shard] for shard in list_share(missing, accelerator)}
+    total = part.count_tokens(share.values())
+    progress = PhaseProgress(accelerator, f"storing {part.name}", total, "tokens")
     stored_tokens = 0
-    for shard, numbers in shard_numbers.items():
-        features = {}
-        for name, row in compute_features(target, rows, aux_layers, numbers, config.forward_size):
-            features[name] = row
+    for shard, numbers in share.items():
+        pieces = bool(part.stored.list_files(shard))
+        piece: dict[str, Tensor] = {}
+        started = time.monotonic()
+        for name, row in compute_features(
+            target, part.rows, aux_layers, numbers, config.forward_size
+        ):
+            piece[name] = row
             stored_tokens += len(row)
             progress.update(stored_tokens)
-        stored_features.write(shard, features)
+            is_large = sum(value.nbytes for value in piece.values()) >= PIECE_BYTES
+            if is_large or time.monotonic() >= started + PIECE_SECONDS:
+                part.stored.write(shard, piece, is_whole=False)
+                pieces = True
+                piece = {}
+                started = time.monotonic()
+        if piece:
+            part.stored.write(shard, piece, is_whole=not pieces)
 
 
 def list_conversations(shard: int, conversations: int) -> range:

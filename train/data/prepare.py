@@ -19,6 +19,7 @@ from treespec.train.config import TrainConfig
 from treespec.train.data.batches import pad_rows
 from treespec.train.data.features import store
 from treespec.train.data.known import find_data_file
+from treespec.train.progress import PhaseProgress
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,13 @@ class Data:
         train: the examples to train on.
         held_out: the examples to validate on.
         features: (numbers of examples in `train`) -> the target's features [B, T, F], padded on the right.
+        held_out_features: (number of an example in `held_out`) -> its stored features [T, F]; None: none are stored.
     """
 
     train: list[Example]
     held_out: list[Example]
     features: Callable[[list[int]], Tensor]
+    held_out_features: Callable[[int], Tensor] | None = None
 
     @property
     def answers(self) -> Tensor:
@@ -53,8 +56,9 @@ def read_examples(config: TrainConfig, accelerator: Accelerator) -> list[Example
     model = load_config(config.target, config.placement)
     length = min(config.max_length, find_context_length(model.get_text_config()).length)
     conversations, read_report = read_conversations(find_data_file(config.data, accelerator.print))
+    progress = PhaseProgress(accelerator, "encoding", len(conversations))
     examples, encoding_report = encode_conversations(
-        tokenizer, conversations, config.template, length
+        tokenizer, progress.follow(conversations), config.template, length
     )
 
     # 2. Report what was left out.
@@ -118,12 +122,15 @@ def prepare(
     # 2. The features.
     rows = [example.input_ids for example in train]
     if config.features is not None:
-        stored_features = store(config, target, rows, aux_layers, accelerator)
+        held_out_rows = [example.input_ids for example in held_out]
+        stored, held_out_stored = store(
+            config, target, rows, held_out_rows, aux_layers, accelerator
+        )
 
         def read_stored(numbers: list[int]) -> Tensor:
-            return pad_rows([stored_features.read_row(i) for i in numbers]).to(accelerator.device)
+            return pad_rows([stored.read_row(i) for i in numbers]).to(accelerator.device)
 
-        return Data(train, held_out, read_stored)
+        return Data(train, held_out, read_stored, held_out_stored.read_row)
 
     def compute_features(numbers: list[int]) -> Tensor:
         return target.compute_features(pad_rows([rows[i] for i in numbers]), aux_layers, last=True)

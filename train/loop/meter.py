@@ -20,6 +20,7 @@ from treespec.errors import InputError
 from treespec.files.atomic import write_text
 from treespec.train.checkpoints import Place
 from treespec.train.losses.tokens import Loss
+from treespec.train.report import AGREEMENT, write_report
 
 LINE_EVERY_STEPS = 20  # steps between lines
 LINE_EVERY_SECONDS = (
@@ -95,9 +96,14 @@ class Meter:
         if time.monotonic() >= self.printed + LINE_EVERY_SECONDS:
             self.printed = time.monotonic()
             remaining = timedelta(seconds=round(seconds / progress - seconds))
+            agreement = describe_agreement(line)
             accelerator.print(
-                f"step {step}: loss {line['total']:,.3f}, {speed:,.0f} tokens/s, {remaining} left"
+                f"step {step}: loss {line['total']:,.3f}{agreement}, {speed:,.0f} tokens/s, {remaining} left"
             )
+            if accelerator.is_main_process:
+                write_report(
+                    self.path.parent, f"Step {step:,}, {progress:.0%} of the run, {remaining} left"
+                )
         self.describe_loss(line["total"])
 
     def describe_loss(self, loss: float) -> None:
@@ -123,6 +129,16 @@ class Meter:
                     print(json.dumps(line), file=file)
             except OSError as error:
                 raise InputError(f"cannot write {self.path}: {error.strerror or error}") from error
+
+
+def describe_agreement(line: Mapping[str, float]) -> str:
+    """Describe a line's agreement by draft step, after a comma; "" if it has none."""
+    shares = []
+    while f"{AGREEMENT}{len(shares) + 1}" in line:
+        shares.append(f"{line[f'{AGREEMENT}{len(shares) + 1}']:.1%}")
+    if not shares:
+        return ""
+    return f", agreement {' '.join(shares)}"
 
 
 def iterate_lines_until(path: Path, last: int) -> Iterator[str]:

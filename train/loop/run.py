@@ -1,17 +1,15 @@
-"""The state of a training run, and its validations: predicted agreement and decoded acceptance length.
-
-The head with the best validation is kept in the directory OUT/training/best, which any command accepts as a head.
-"""
+"""The state of a training run, and its validations: predicted agreement and decoded acceptance length."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from scipy.special import stdtrit
 from torch import Tensor, nn
 
 from treespec.api.spec import Spec
@@ -20,16 +18,15 @@ from treespec.engine.stats import Stats
 from treespec.errors import InputError
 from treespec.heads.head import Head
 from treespec.model.target import Target
-from treespec.text.encoding import Example
-from treespec.train.checkpoints import Place, find_latest_step, replacing
+from treespec.train.checkpoints import find_latest_step
 from treespec.train.config import TrainConfig
 from treespec.train.data.prepare import Data
-from treespec.train.loop.meter import Meter
-from treespec.train.machine import whole
 from treespec.train.progress import PhaseProgress, TimeLimit
 from treespec.train.record import Record, Validation
 
 DRAFT_STEPS = 5  # draft steps of a validation
+UPPER_QUANTILE = 0.975  # of Student's t, for 95 % intervals
+MIN_MARGIN_CONVERSATIONS = 2
 DECODE_TOKENS = 64  # most tokens of a decoded answer
 # Shares of the time of a validation, after which a phase begins nothing further.
 HELD_OUT_TIME_SHARE = 0.35
@@ -102,16 +99,18 @@ class TrainingRun:
         return head.eval()
 
     def iterate_validation_rows(
-        self, examples: Sequence[Example], limit: TimeLimit
+        self, conversations: int, is_over: Callable[[], bool]
     ) -> Iterator[ValidationRow]:
-        """Yield the conversations to validate on, with the target's features; at most `--validate-on` of them.
+        """Yield held-out conversations with the target's features: stored ones, or computed here.
 
-        limit: after its share for held-out conversations no further one begins.
+        Args:
+            conversations: how many, the first ones.
+            is_over: whether the time is up and no further one begins; the first always does.
         """
-        examples = examples[: self.config.validate_on]
+        examples = self.data.held_out[:conversations]
         progress = PhaseProgress(self.accelerator, "validating the head", len(examples))
         for number, example in enumerate(examples):
-            if number and limit.is_over(HELD_OUT_TIME_SHARE):
+            if number and is_over():
                 self.accelerator.print(
                     f"validated on {number} of {len(examples)} held-out conversations: the time is up"
                 )
@@ -119,10 +118,17 @@ class TrainingRun:
             if number:
                 progress.update(number)
             tokens = example.input_ids.to(self.target.output_device)
-            features = self.target.compute_features(tokens[None], self.head.aux_layers, last=True)[
-                0
-            ]
+            features = self.read_held_out_features(number)
             yield ValidationRow(tokens, example.loss_mask.to(tokens.device), features)
+
+    def read_held_out_features(self, number: int) -> Tensor:
+        """Read the features [T, F] of a held-out conversation, or compute them if none are stored."""
+        device = self.target.output_device
+        if self.data.held_out_features is not None:
+            return self.data.held_out_features(number).to(device)
+        tokens = self.data.held_out[number].input_ids.to(device)
+        (features,) = self.target.compute_features(tokens[None], self.head.aux_layers, last=True)
+        return features
 
 
 def check_head_weights(head: Head, owner: str, folder: Path) -> None:
@@ -156,7 +162,7 @@ def validate(head: Head, target: Target, rows: Iterable[ValidationRow], steps: i
         steps: the number of draft steps to validate; a head may have fewer.
     """
     steps = draft_steps(head, steps)
-    agreements = [torch.zeros(0, steps, dtype=torch.float32, device="cpu")]
+    agreements = []
     for tokens, mask, features in rows:
         inputs, last = target.split_features(features, head.aux_layers)
         target_tokens = target.compute_output_logits(last).argmax(-1)  # [T]
@@ -168,11 +174,52 @@ def validate(head: Head, target: Target, rows: Iterable[ValidationRow], steps: i
         if agrees_by_step:
             agree = torch.stack(agrees_by_step, dim=1).float()  # [R, steps]
             agreements.append(agree[mask[2 : 2 + len(agree)]].cpu())
-    agree = torch.cat(agreements)
+    return summarize_agreement(agreements, steps)
+
+
+def summarize_agreement(agreements: Sequence[Tensor], steps: int) -> Validation:
+    """Compute the figures of a validation, with 95 % intervals over conversations.
+
+    agreements: [R, steps] of each conversation, 1 where a draft step agrees. steps: the number of draft steps.
+    """
+    empty = torch.zeros(0, steps, dtype=torch.float32, device="cpu")
+    agree = torch.cat([empty, *agreements])
     positions = len(agree)
     shares = agree.sum(0) / max(positions, 1)
-    runs = float(agree.cumprod(-1).sum()) / max(positions, 1)
-    return Validation(shares.tolist(), 1 + runs, positions)
+    runs = agree.cumprod(-1).sum(0) / max(positions, 1)
+    length = agree.cumprod(-1).sum() / max(positions, 1)
+    numbers = []
+    for row in agreements:
+        lengths = row.cumprod(-1).sum(-1, keepdim=True)
+        numbers.append(torch.cat([row, lengths], dim=1))
+    margins = measure_margins(numbers)
+    return Validation(
+        shares.tolist(),
+        1 + float(length),
+        positions,
+        margins=margins[:-1],
+        length_margin=margins[-1] if margins else None,
+        runs=runs.tolist(),
+    )
+
+
+def measure_margins(numbers: Sequence[Tensor]) -> list[float]:
+    """Measure half of the 95 % interval of each column's mean over all positions.
+
+    Positions of a conversation are alike, so the conversations are what is sampled: the error of a ratio of totals.
+
+    numbers: [R_i, C] of each conversation. Returns [] for fewer than two conversations with positions.
+    """
+    rows = [row.double() for row in numbers if len(row)]
+    if len(rows) < MIN_MARGIN_CONVERSATIONS:
+        return []
+    sizes = torch.tensor([len(row) for row in rows], dtype=torch.float64, device="cpu")
+    totals = torch.stack([row.sum(0) for row in rows])  # [conversations, C]
+    means = totals.sum(0) / sizes.sum()
+    squares = (totals - sizes[:, None] * means).square().sum(0)
+    count = len(rows)
+    errors = (squares * count / (count - 1)).sqrt() / sizes.sum()
+    return (float(stdtrit(count - 1, UPPER_QUANTILE)) * errors).tolist()
 
 
 @torch.no_grad()
@@ -209,36 +256,40 @@ def measure_decoded_length(
 def validate_head(
     run: TrainingRun, limit: TimeLimit, rows: list[ValidationRow] | None = None
 ) -> Validation:
-    """Validate the head as it will be served, on held-out conversations.
+    """Validate the head as it will be served, on held-out conversations, at the end of a run.
 
     Args:
-        run: the run.
+        run: the run; its target is whole if prompts are decoded.
         limit: the time for it; one conversation is always read, and one prompt answered.
         rows: the conversations that were read are appended to this list.
     """
+    # 1. Predict, along the conversations.
     config = run.config
     head = run.copy_as_served()
-    with whole(run.target, config, run.accelerator, "validate the head") as target:
-        held_out = replace(run, target=target).iterate_validation_rows(run.data.held_out, limit)
-        if rows is not None:
-            held_out = keep_rows(held_out, rows)
-        result = validate(head, target, held_out, DRAFT_STEPS)
-        prompts = []
-        for example in run.data.held_out[: config.decode_on]:
-            answer = int(example.loss_mask.int().argmax())
-            if 0 < answer < target.context_length // 2:  # the other half is for the answer
-                prompts.append(example.input_ids[:answer].tolist())
-        if prompts:
-            decoded = measure_decoded_length(
-                head,
-                target,
-                prompts,
-                DRAFT_STEPS,
-                DECODE_TOKENS,
-                lambda: limit.is_over(DECODED_TIME_SHARE),
-            )
-            result = replace(result, decoded_length=decoded)
+    held_out = run.iterate_validation_rows(
+        config.validate_on, lambda: limit.is_over(HELD_OUT_TIME_SHARE)
+    )
+    if rows is not None:
+        held_out = keep_rows(held_out, rows)
+    result = validate(head, run.target, held_out, DRAFT_STEPS)
+
+    # 2. Decode.
+    prompts = []
+    for example in run.data.held_out[: config.decoded_prompts]:
+        answer = int(example.loss_mask.int().argmax())
+        if 0 < answer < run.target.context_length // 2:  # the other half is for the answer
+            prompts.append(example.input_ids[:answer].tolist())
+    if not prompts:
         return result
+    decoded = measure_decoded_length(
+        head,
+        run.target,
+        prompts,
+        DRAFT_STEPS,
+        DECODE_TOKENS,
+        lambda: limit.is_over(DECODED_TIME_SHARE),
+    )
+    return replace(result, decoded_length=decoded)
 
 
 def keep_rows(
@@ -248,21 +299,3 @@ def keep_rows(
     for row in rows:
         kept_rows.append(row)
         yield row
-
-
-def look(run: TrainingRun, place: Place, meter: Meter) -> None:
-    """Validate during a run, report the result, and keep the head in OUT/training/best if it is the best so far.
-
-    Heads are compared by the decoded acceptance length, or by the predicted one if nothing was decoded.
-    """
-    result = validate_head(run, TimeLimit(place.seconds))
-    meter.write({"step": place.step, **asdict(result)})
-    run.accelerator.print(f"step {place.step}: {result}")
-    run.accelerator.log(result.to_figures(), step=place.step)
-    length = result.acceptance_length
-    if result.decoded_length:
-        length = result.decoded_length
-    if run.accelerator.is_main_process and result.positions and length > place.best:
-        place.best = length
-        with replacing(run.folder / "best", run.head, Path(run.config.out)):
-            pass

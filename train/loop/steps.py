@@ -27,9 +27,17 @@ from treespec.files.atomic import write_json
 from treespec.heads.training import Recipe
 from treespec.train import checkpoints
 from treespec.train.checkpoints import Place, find_latest_step
-from treespec.train.data.batches import Forward, iterate_forwards, pad_rows, read_ahead, split_epoch
+from treespec.train.data.batches import (
+    Forward,
+    iterate_forwards,
+    pad_rows,
+    read_ahead,
+    share_position_counts,
+    split_epoch,
+)
+from treespec.train.loop.best import is_patience_over, is_validation_due, look
 from treespec.train.loop.meter import Meter
-from treespec.train.loop.run import TrainingRun, build_divergence_error, check_head_weights, look
+from treespec.train.loop.run import TrainingRun, build_divergence_error, check_head_weights
 from treespec.train.loop.stopping import StopRequest
 from treespec.train.losses.objectives import TrainingBatch
 from treespec.train.losses.tokens import Loss
@@ -161,8 +169,12 @@ def compute_ready_forwards(
     """
     accelerator = run.accelerator
     first = step * plan.per_step
-    coming = iterate_forwards(
-        first, plan.batches_of, accelerator.process_index, accelerator.num_processes
+    processes = accelerator.num_processes
+    coming = share_position_counts(
+        iterate_forwards(first, plan.batches_of, accelerator.process_index, processes),
+        plan.per_step,
+        processes,
+        [example.loss_mask for example in run.data.train],
     )
     if run.config.features is not None:
         yield from read_ahead(coming, run.data.features)
@@ -209,7 +221,8 @@ def run_training_steps(
     skipped = SkippedSteps(place.step)
     place.seconds = timer.elapsed()
     progress = clock.measure_progress(place.step, place.seconds)
-    while progress < 1 and not stop.is_requested():
+    ended = progress == 1 or is_patience_over(config, place)
+    while not ended and not stop.is_requested():
         # 2. Run a step; it is skipped if its gradient is not finite.
         rate = compute_learning_rate(recipe, clock, place.step, place.seconds)
         for group in run.optimizer.param_groups:
@@ -231,10 +244,11 @@ def run_training_steps(
             meter.write_line(place.step, place.seconds, progress, rate)
             passes.warn(round(place.step / progress))
 
-        # 4. Validate and save, if they are due. The validation at the end of the run comes later.
-        if progress < 1 and is_multiple(place.step, config.validate_every):
-            look_unless_stopped(run, stop, place, meter)
-        if result.good and (progress == 1 or is_multiple(place.step, config.checkpoint_every)):
+        # 4. Validate and save, if they are due. More is validated at the end of the run.
+        if is_validation_due(config.validate_every, place, progress):
+            look_unless_stopped(run, stop, place, meter, progress)
+        ended = progress == 1 or is_patience_over(config, place)
+        if result.good and (ended or place.step % config.checkpoint_every == 0):
             save_run_checkpoint(run, place)
         after_step(place.step)
 
@@ -243,11 +257,13 @@ def run_training_steps(
     return place
 
 
-def look_unless_stopped(run: TrainingRun, stop: StopRequest, place: Place, meter: Meter) -> None:
+def look_unless_stopped(
+    run: TrainingRun, stop: StopRequest, place: Place, meter: Meter, progress: float
+) -> None:
     """Validate during a run. Somebody who wants the run to stop need not wait for it."""
     if not stop.is_signalled:
         with stop.interruptible():
-            look(run, place, meter)
+            look(run, place, meter, progress)
 
 
 def end_if_stopped(
@@ -291,11 +307,6 @@ class PassesWarning:
         for line in warn_of_passes(measure_length(steps, conversations, self.run.data).passes):
             self.is_printed = True
             accelerator.print(line)
-
-
-def is_multiple(step: int, every: int) -> bool:
-    """Whether an action that is due every `every` steps is due after this step; 0: never."""
-    return every > 0 and step % every == 0
 
 
 def save_run_checkpoint(run: TrainingRun, place: Place) -> None:
@@ -356,7 +367,7 @@ def compute_forward_loss(run: TrainingRun, forward: Forward, features: Tensor, s
 
     Args:
         run: the run.
-        forward: the numbers of the conversations.
+        forward: the numbers of the conversations, and what their losses are divided by.
         features: [B, T, F] the target's features.
         steps: the number of draft steps to train over.
     """
@@ -375,6 +386,7 @@ def compute_forward_loss(run: TrainingRun, forward: Forward, features: Tensor, s
         generator=torch.Generator(device).manual_seed(seed),
         steps=steps,
         vocabulary=run.vocabulary,
+        position_counts=forward.position_counts,
     )
     # Autocast holds for the output layers too: the loss applies them, not the model.
     with run.accelerator.autocast():

@@ -45,7 +45,14 @@ from treespec.heads.llama import LlamaHead
 from treespec.heads.medusa import DepthHeads
 from treespec.model.target import Target
 from treespec.train.config import TrainConfig
-from treespec.train.losses.tokens import Loss, StepLogits, Teacher, compute_token_losses, to_float32
+from treespec.train.losses.tokens import (
+    Loss,
+    StepLogits,
+    Teacher,
+    choose_divisors,
+    compute_token_losses,
+    to_float32,
+)
 
 STEP_DECAY = 0.8  # weight of a draft step's loss, or of a Medusa head's, relative to the one before
 
@@ -61,6 +68,7 @@ class TrainingBatch(NamedTuple):
         generator: generator of this batch's noise, on the device of the features.
         steps: the number of draft steps to train over.
         vocabulary: [N] int64 the tokens of EAGLE-1's loss between distributions; None: all.
+        position_counts: what the loss of draft step 1, 2, … is divided by; (): the number of its positions here.
     """
 
     tokens: Tensor
@@ -70,6 +78,7 @@ class TrainingBatch(NamedTuple):
     generator: torch.Generator
     steps: int = 1
     vocabulary: Tensor | None = None
+    position_counts: tuple[float, ...] = ()
 
     @property
     def counts(self) -> Tensor:
@@ -115,17 +124,19 @@ def compute_eagle_loss(
         return target.compute_output_logits(states.to(target.dtype), rows)
 
     guesses = [StepLogits(states, project, STEP_DECAY**step) for step, states in enumerate(steps)]
+    teacher = build_target_teacher(target, target_states, rows)
     total, parts = compute_token_losses(
-        guesses, build_target_teacher(target, target_states, rows), places, config.loss
+        guesses, teacher, places, config.loss, position_counts=batch.position_counts
     )
     assert config.token_weight is not None, "the recipe sets it"
     total = config.token_weight * total
 
     # 3. The loss between features, of each step.
+    divisors = choose_divisors(guesses, batch.position_counts)
     for step, states in enumerate(steps):
         expected = target_states[places >= step].float()
         feature = F.smooth_l1_loss(states.float(), expected, reduction="sum")
-        feature = feature / max(states.numel(), 1)
+        feature = feature / (divisors[step] * states.shape[-1])
         total = total + STEP_DECAY**step * feature
         parts[f"feature_{step + 1}"] = feature.detach()
     return Loss(total, parts)
@@ -161,7 +172,9 @@ def build_own_output_objective(
         StepLogits(states, project, STEP_DECAY**step, weights) for step, states in enumerate(steps)
     ]
     teacher = build_target_teacher(target, batch.select_states(last), vocabulary=head.vocabulary)
-    return compute_token_losses(guesses, teacher, batch.places, config.loss)
+    return compute_token_losses(
+        guesses, teacher, batch.places, config.loss, position_counts=batch.position_counts
+    )
 
 
 def compute_depth_loss(
@@ -186,7 +199,9 @@ def compute_depth_loss(
     if medusa:
         decay = STEP_DECAY
     guesses = StepLogits.from_output_layers(states, heads.output_layers, decay)
-    return compute_token_losses(guesses, teacher, batch.places, config.loss)
+    return compute_token_losses(
+        guesses, teacher, batch.places, config.loss, position_counts=batch.position_counts
+    )
 
 
 def build_target_teacher(

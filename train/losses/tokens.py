@@ -100,7 +100,7 @@ class StepLogits(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """The loss of a forward. All numbers are means over the counted positions.
+    """The loss of a forward. All numbers are sums over its counted positions, divided by `position_counts`.
 
     Attributes:
         total: the number to minimise.
@@ -136,10 +136,14 @@ class LossSums:
         agreeing: the number of positions at which a guess's most likely token is the target's.
         state_gradients: the gradients at each guess's states [M_i, H].
         weight_gradients: the gradient at each trained output weight; guesses may share a weight.
+        divisors: what each guess's sums are divided by.
     """
 
-    def __init__(self, guesses: Sequence[StepLogits], device: torch.device) -> None:
+    def __init__(
+        self, guesses: Sequence[StepLogits], divisors: Sequence[float], device: torch.device
+    ) -> None:
         self.guesses = guesses
+        self.divisors = divisors
         self.done = [0] * len(guesses)
         self.losses = torch.zeros(len(guesses), device=device, dtype=torch.float32)
         self.agreeing = torch.zeros(len(guesses), device=device, dtype=torch.float32)
@@ -179,17 +183,15 @@ class LossSums:
         gradients = torch.autograd.grad(loss, (states,) + guess.weights)
         self.losses[number] += loss.detach()
         self.agreeing[number] += (learns & (logs.max(-1).indices == likely)).sum()
-        share = guess.share / len(guess.states)
+        share = guess.share / self.divisors[number]
         self.state_gradients[number][rows] = gradients[0] * share
         for weight, gradient in zip(guess.weights, gradients[1:], strict=True):
             self.weight_gradients[weight].add_(gradient, alpha=share)
 
     def to_loss(self) -> Loss:
-        """Build the loss: means over all positions, with the gradients that were computed already."""
+        """Build the loss: means over the positions, with the gradients that were computed already."""
         device = self.losses.device
-        counts = torch.tensor(
-            [max(count, 1) for count in self.done], dtype=torch.int64, device=device
-        )
+        counts = torch.tensor(self.divisors, dtype=torch.float32, device=device)
         means = self.losses / counts
         parts: dict[str, Tensor] = {}
         for step, (mean, share) in enumerate(
@@ -212,6 +214,7 @@ def compute_token_losses(
     places: Tensor,
     loss: str,
     rows: int | None = None,
+    position_counts: Sequence[float] = (),
 ) -> Loss:
     """Compute the loss of each draft step against the target, as means over positions, in chunks.
 
@@ -222,6 +225,8 @@ def compute_token_losses(
             from 0, reaches the positions with place i or more, in order.
         loss: the name of the loss, a value of `--loss`.
         rows: positions per chunk; default: `choose_chunk_rows`.
+        position_counts: what the sums of guess 1, 2, … are divided by, where a step has several forwards; default:
+            the number of positions that the guess reaches.
 
     Returns:
         The sum of the guesses' losses times their shares. Its parts are, for guess 1, 2, …, the loss
@@ -231,13 +236,24 @@ def compute_token_losses(
     loss_of = TOKEN_LOSSES[loss]
     if rows is None:
         rows = choose_chunk_rows(teacher.width, len(places), loss_of, device)
-    sums = LossSums(guesses, device)
+    sums = LossSums(guesses, choose_divisors(guesses, position_counts), device)
     for start in range(0, len(places), rows):
         positions = slice(start, start + rows)
         chunk = compute_target_chunk(teacher, positions, device)
         for number in range(len(guesses)):
             sums.add(number, chunk, places[positions] >= number, loss_of)
     return sums.to_loss()
+
+
+def choose_divisors(guesses: Sequence[StepLogits], position_counts: Sequence[float]) -> list[float]:
+    """Choose what each guess's sums are divided by: its count, or else its own positions; never 0."""
+    divisors = []
+    for number, guess in enumerate(guesses):
+        count: float = len(guess.states)
+        if number < len(position_counts):
+            count = position_counts[number]
+        divisors.append(count or 1.0)
+    return divisors
 
 
 def choose_chunk_rows(width: int, positions: int, loss_of: TokenLoss, device: torch.device) -> int:

@@ -19,6 +19,7 @@ from treespec.heads.head import Head
 from treespec.model.target import Target
 from treespec.sampling.probs import SamplingParams, compute_probs
 from treespec.trees.static import build_eagle_tree
+from treespec.verify.rrs import RRSWithoutReplacement
 
 Row = tuple[Tensor, Tensor, Tensor]  # tokens [T], whether each counts [T] bool, features [T, F]
 
@@ -26,6 +27,8 @@ CALIBRATED_TEMPERATURES = (0.3, 0.6, 1.0)
 SHARPNESS_FACTORS = tuple(1 + i / 10 for i in range(11))
 SHARPNESS_TIME_SHARE = 0.2  # of the time of a calibration, for the factors of the draft logits
 CHOICES_TIME_SHARE = 0.4  # for these and the model of greedy choices
+RATE_POSITIONS = 150  # of each draft step, along which acceptance rates are computed
+RATE_DRAWS = 4  # draws at each of them
 RATE_PROMPTS = 12  # completions over which acceptance rates are counted
 CALIBRATED_RANKS = 5  # most likely tokens of a node that the model learns from
 
@@ -42,7 +45,8 @@ def calibrate(
 
     Args:
         head: The trained head.
-        target: Its target.
+        target: Its target. If it has its ends only, acceptance rates are computed along the passages, not counted
+            while it writes.
         rows: Passages of text with the target's features. Tokens that do not count are skipped.
         depth: Draft steps. Default: 6.
         positions: The most positions for each draft step and temperature. Default: 1500.
@@ -68,7 +72,15 @@ def calibrate(
     coefficients = tuple(fit_logistic(features, hits, weights[:, None]).tolist())
     calibration = Calibration(coefficients, {}, sharpness)
 
-    # 2. Rates counted while the target writes. A prompt is what precedes the first token that counts:
+    # 2. Rates along the passages, where the target cannot write.
+    if target.ends:
+        rate_rows = iterate_draft_steps(
+            head, target, rows, depth, RATE_POSITIONS, sharpness, started + seconds
+        )
+        calibration.rates.update(predict_draw_rates(rate_rows))
+        return calibration
+
+    # 3. Rates counted while the target writes. A prompt is what precedes the first token that counts:
     #    at least one token, and at most half of the context, so that a completion fits.
     proposer = build_proposer(head, target)
     half_context = target.context_length // 2
@@ -221,6 +233,46 @@ def fit_logistic(x: Tensor, y: Tensor, weight: Tensor, steps: int = 30) -> Tenso
             step = step / 2
         solution = solution - step
     return solution
+
+
+@torch.no_grad()
+def predict_draw_rates(steps: Iterable[CalibrationStep]) -> dict[str, tuple[float, ...]]:
+    """Compute, along passages, how often the k-th draw without replacement is accepted, by temperature.
+
+    The scheme's plan says for drawn tokens how likely each is the output. Deeper draft steps count as often as a tree
+    reaches them: by the product of min(1, q/p) over the levels above.
+
+    steps: from `iterate_draft_steps`. Returns the rates of `Calibration.rates`.
+    """
+    scheme = RRSWithoutReplacement()
+    temperatures = (GREEDY_TEMPERATURE,) + CALIBRATED_TEMPERATURES
+    accepted = torch.zeros(len(temperatures), RATE_DRAWS, dtype=torch.float64, device="cpu")
+    total = torch.zeros(len(temperatures), 1, dtype=torch.float64, device="cpu")
+    weights = [torch.empty(0, dtype=torch.float32, device="cpu")] * len(temperatures)
+    generator = None
+    for step in steps:
+        if generator is None:
+            generator = torch.Generator(step.draft.device).manual_seed(0)
+        for i, temperature in enumerate(temperatures):
+            params = SamplingParams(temperature)
+            p = compute_probs(step.target, params)
+            q = compute_probs(step.draft, params)
+            if step.number == 1:
+                weights[i] = torch.ones(len(q), device=q.device, dtype=torch.float32)
+            chosen_p = p[step.chosen]
+            chosen_q = q[step.chosen]
+            draws = scheme.draw(chosen_q, RATE_DRAWS, generator)
+            plan = scheme.plan(chosen_p, chosen_q, draws)
+            kept = plan.gather(1, draws.tokens.clamp(min=0)) * (draws.tokens >= 0)  # [n, draws]
+            weight = weights[i][step.chosen]
+            accepted[i] += (kept * weight[:, None]).sum(0).cpu()
+            total[i] += weight.sum().cpu()
+            next_tokens = step.tokens[:, None]
+            ratio = q.gather(1, next_tokens) / p.gather(1, next_tokens).clamp(min=1e-9)
+            weights[i] = weights[i] * ratio.squeeze(1).clamp(max=1)
+    rates = accepted / total.clamp(min=1e-9)
+    named = zip(temperatures, rates.tolist(), strict=True)
+    return {f"{temperature:g}": tuple(row) for temperature, row in named}
 
 
 def measure_draw_rates(

@@ -3,17 +3,16 @@
 import atexit
 from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from pathlib import Path
 from threading import Condition, Thread, current_thread
 from typing import Unpack, final
 
-import psutil
 import torch
 
 from treespec.api.async_stream import AsyncStream
 from treespec.api.spec import Spec
-from treespec.engine.batch import pop_admissible
+from treespec.engine.batch import order_by_turns, pop_admissible
+from treespec.engine.decoder import Decoder
+from treespec.engine.memory import free_columns
 from treespec.engine.options import RequestKeywords, Seed
 from treespec.engine.output import Completion, OnPiece, Output
 from treespec.engine.prefill import IDLE_CHUNK_TOKENS, PREFILL_CHUNK_TOKENS
@@ -21,7 +20,6 @@ from treespec.engine.request import Piece, Request
 from treespec.errors import Busy, InputError
 from treespec.files.locks import alone_with
 from treespec.kernels.workers import end_workers
-from treespec.model.target import Target
 from treespec.options import require_whole_number
 from treespec.text.prompts import Prompt
 
@@ -32,9 +30,9 @@ MIN_PREFILL_TOKENS = 16  # the least prompt tokens that are prefilled between tw
 class Engine:
     """Decodes the requests of many callers together, on a thread of its own.
 
-    Requests enter the running batch between cycles, in the order in which they came. Between two
-    cycles a chunk of one prompt is prefilled, and the prompts take turns. So a long prompt delays the
-    other requests by no more than about two cycles at a time.
+    Requests enter the running batch between cycles: their callers in turns, those of one caller in the
+    order in which they came. Between two cycles a chunk of one prompt is prefilled, and the prompts take
+    turns. So a long prompt delays the other requests by no more than about two cycles at a time.
 
     Each request has its own options, seed and end. A request that fails or is cancelled leaves after
     the cycle that runs; the others go on. An error of the models ends all requests that run; later
@@ -49,6 +47,8 @@ class Engine:
         queue: The most requests that wait.
         columns: Positions of keys and values for the running requests together; None: no limit.
         stretch: Prompt tokens that are prefilled between two cycles; adapted to the cycles' time.
+        steps: How many steps have begun and ended; while requests run, it stays the same only if a step hangs.
+        failure: What ended the thread, in words; None while it runs, and after `close`.
     """
 
     def __init__(
@@ -90,7 +90,12 @@ class Engine:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._answers: dict[Request, Completion] = {}  # of waiting and running requests
+        self._other_decoders: dict[Request, Decoder] = {}  # of requests with a Spec of their own
+        self._turns: dict[str, int] = {}  # by caller: the number of its latest request to enter
+        self._entered = 0
         self._closed = False
+        self.steps = 0
+        self.failure: str | None = None
         self._thread = Thread(target=self._run_thread, name="treespec-engine", daemon=True)
         self._thread.start()
         # A thread that computes must not outlive the interpreter.
@@ -118,16 +123,25 @@ class Engine:
         *,
         seed: Seed = None,
         on_piece: OnPiece | None = None,
+        caller: str = "",
+        spec: Spec | None = None,
         **options: Unpack[RequestKeywords],
     ) -> Completion:
         """Queue a request. prompt, seed, options: as for `Spec.stream`.
 
         on_piece: called on the engine's thread with each piece, and with None at the end, also
         after an error or `cancel`; it must return soon.
+        caller: who asks; callers enter the batch in turns.
+        spec: another Spec of the same target that decodes this request, in turns with the engine's own;
+        None: the engine's own.
         Raises InputError for bad input, for a request that needs more than `columns`, and after
         `close`; Busy if the queue is full.
         """
-        return self.submit_n(prompt, 1, seed=seed, on_pieces=[on_piece], **options)[0]
+        on_pieces = [on_piece]
+        answers = self.submit_n(
+            prompt, 1, seed=seed, on_pieces=on_pieces, caller=caller, spec=spec, **options
+        )
+        return answers[0]
 
     async def generate(
         self, prompt: Prompt, *, seed: Seed = None, **options: Unpack[RequestKeywords]
@@ -161,6 +175,8 @@ class Engine:
         *,
         seed: Seed = None,
         on_pieces: Sequence[OnPiece | None] | None = None,
+        caller: str = "",
+        spec: Spec | None = None,
         **options: Unpack[RequestKeywords],
     ) -> list[Completion]:
         """Queue n requests for one prompt, which is prefilled once. If they do not all fit, none is queued.
@@ -170,7 +186,7 @@ class Engine:
         """
         # 1. The requests, on the caller's thread.
         n = require_whole_number("n", n, least=1)
-        requests = self.spec.requests(prompt, n, seed=seed, **options)
+        requests = (spec or self.spec).requests(prompt, n, seed=seed, **options)
         if self.columns is not None and requests[0].columns > self.columns:
             raise InputError(
                 f"the prompt and max_new_tokens take {requests[0].columns} positions, the memory for "
@@ -180,6 +196,7 @@ class Engine:
             on_pieces = [None] * n
         answers: dict[Request, Completion] = {}
         for request, on_piece in zip(requests, on_pieces, strict=True):
+            request.caller = caller
             answers[request] = Completion(request, on_piece)
 
         # 2. Queue all of them, if there is room.
@@ -195,14 +212,17 @@ class Engine:
                 )
             self._waiting += requests
             self._answers |= answers
+            if spec is not None:
+                self._other_decoders |= dict.fromkeys(requests, spec.decoder)
             self._changed.notify_all()
         return list(answers.values())
 
-    def close(self, finish: bool = True) -> None:
-        """Refuse further requests, and wait for the thread to end.
+    def close(self, finish: bool = True, seconds: float | None = None) -> bool:
+        """Refuse further requests, and wait for the thread to end. Returns whether it has ended.
 
         finish: whether to answer all requests first. Otherwise the cycle that runs is the last, and
         each unfinished answer raises an InputError.
+        seconds: the longest wait. Default: None, until it ends.
         """
         with self._changed:
             self._closed = True
@@ -210,8 +230,9 @@ class Engine:
                 end_requests(self._answers, InputError("the engine was closed"))
             self._changed.notify_all()
         if current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(seconds)
         atexit.unregister(self.close)
+        return not self._thread.is_alive()
 
     def _run_thread(self) -> None:
         """Run the engine's thread. If an error ends it, all answers get that error: no caller waits for ever."""
@@ -220,6 +241,7 @@ class Engine:
         except BaseException as error:
             with self._changed:
                 self._closed = True
+                self.failure = f"the engine failed: {error!r}"
                 answers = self._answers
                 self._answers = {}
             end_requests(answers, InputError(f"the engine failed: {error!r}"))
@@ -236,21 +258,43 @@ class Engine:
                 self._changed.wait_for(self._has_work)
                 if not self._answers:
                     return
-                entering = pop_admissible(self._waiting, self._running, self.batch, self.columns)
-                self._running += entering
+                entering = self._pop_entering()
 
-            # 2. A cycle, and its pieces.
-            for request, piece in self._run_cycle(entering):
-                self._answers[request].take(piece)
+            # 2. A cycle of each decoder, and its pieces.
+            for decoder in self._list_decoders():
+                for request, piece in self._run_cycle(decoder, entering):
+                    self._answers[request].take(piece)
 
             # 3. Requests that have ended, in the queue too.
             for answer in self._remove_ended():
                 answer.end()
             batch = self.decoder.batch
             if not self._running and (batch.requests or batch.prefilling):
-                self._run_cycle(
-                    []
-                )  # frees the rows of requests that were cancelled since the cycle
+                # Free the rows of requests that were cancelled since the cycle.
+                self._run_cycle(self.decoder, [])
+
+    def _pop_entering(self) -> list[Request]:
+        """Take the requests that may enter now off the queue, callers in turns; they run from now on."""
+        if self._waiting and len(self._running) < self.batch:
+            self._waiting = order_by_turns(self._waiting, self._running, self._turns)
+        entering = pop_admissible(self._waiting, self._running, self.batch, self.columns)
+        self._running += entering
+        for request in entering:
+            self._entered += 1
+            self._turns[request.caller] = self._entered
+        return entering
+
+    def _find_decoder(self, request: Request) -> Decoder:
+        """The decoder of a request: the engine's, or that of the request's own Spec."""
+        return self._other_decoders.get(request, self.decoder)
+
+    def _select(self, requests: Iterable[Request], decoder: Decoder) -> list[Request]:
+        """The requests that a decoder runs."""
+        return [request for request in requests if self._find_decoder(request) is decoder]
+
+    def _list_decoders(self) -> list[Decoder]:
+        """The decoders of the requests that run."""
+        return list(dict.fromkeys(map(self._find_decoder, self._running)))
 
     def _has_work(self) -> bool:
         """Whether the thread must wake up: requests run or wait, or the engine is closed."""
@@ -265,21 +309,36 @@ class Engine:
                     answers.append(self._answers.pop(request))
             self._waiting = deque(request for request in self._waiting if not request.ended)
             self._running = [request for request in self._running if not request.ended]
+            for request in list(self._other_decoders):
+                if request not in self._answers:
+                    del self._other_decoders[request]
+            callers = {request.caller for request in self._answers}
+            self._turns = {name: turn for name, turn in self._turns.items() if name in callers}
         return answers
 
-    def _run_cycle(self, entering: list[Request]) -> list[tuple[Request, Piece]]:
-        """Run one step of the decoder. An error of the models ends all requests that run."""
-        batch = self.decoder.batch
-        self.decoder.stretch = IDLE_CHUNK_TOKENS
+    def _run_cycle(
+        self, decoder: Decoder, entering: Sequence[Request]
+    ) -> list[tuple[Request, Piece]]:
+        """Run one step of a decoder. An error, of any kind, ends all requests that it runs.
+
+        entering: requests that enter now; those of other decoders are left to them.
+        """
+        batch = decoder.batch
+        decoder.stretch = IDLE_CHUNK_TOKENS
         if batch.running:
-            self.decoder.stretch = self.stretch
+            decoder.stretch = self.stretch
+        self.steps += 1
         try:
-            with alone_with(self.decoder.models):
-                pieces = self.decoder.run_step(entering)
-        except Exception as error:
-            end_requests(self._running, error)
+            with alone_with(decoder.models):
+                pieces = decoder.run_step(self._select(entering, decoder))
+        except BaseException as error:  # SystemExit too: the thread goes on for later requests
+            if not isinstance(error, Exception):
+                error = InputError(f"the engine failed: {error!r}")
+            end_requests(self._select(self._running, decoder), error)
             return []
-        if pieces and batch.prefilling:
+        finally:
+            self.steps += 1
+        if pieces and batch.prefilling and decoder is self.decoder:
             self._adapt_stretch()
         return pieces
 
@@ -299,68 +358,3 @@ def end_requests(requests: Iterable[Request], error: Exception) -> None:
     for request in requests:
         if request.error is None:
             request.error = error
-
-
-# The cache may take 1/4 of the free memory: it is up to twice as long as its requests, and a change of its
-# rows copies it once.
-PREFILL_SHARE = 4
-
-
-@torch.inference_mode()
-def free_columns(target: Target, texts: int = 1) -> int | None:
-    """Compute how many columns fit in a quarter of the free memory.
-
-    A column is the keys and values of one position of one request, in all layers. The caller holds the
-    model.
-
-    texts: the most requests that run at a time; their recurrent states, if the target has any, are
-    subtracted from the free memory first. Returns None if the device does not report its free memory,
-    and for a target without keys and values.
-    """
-    # 1. Bytes of a column, from a cache with one token. A target with only recurrent layers has none: the
-    #    size of a request's state does not depend on its length.
-    cache = target.build_cache(capacity=1)
-    target.prefill(cache, torch.zeros(1, 1, dtype=torch.int64, device="cpu"))
-    column_bytes = 0
-    for layer in cache.tree_layers:
-        for states in layer.storage:
-            column_bytes += states[0, :, 0].numel() * states.element_size()
-    if not column_bytes:
-        return None
-
-    # 2. Free bytes on the device of the output layer, less the requests' recurrent states.
-    free_bytes = free_memory_of(target.output_device)
-    if free_bytes is None:
-        return None
-    free_bytes = max(free_bytes - texts * cache.state_bytes, 0)
-    return free_bytes // (PREFILL_SHARE * column_bytes)
-
-
-def free_memory_of(device: torch.device) -> int | None:
-    """Return the free bytes of a device; None if its backend does not report them."""
-    if device.type == "cpu":
-        return free_memory()
-    # torch 2.9 has no `get_memory_info` of accelerators: it reports the memory of cuda devices only.
-    get_memory_info = getattr(torch.accelerator, "get_memory_info", torch.cuda.mem_get_info)
-    with suppress(RuntimeError, ValueError, AssertionError):  # not supported by this backend
-        return int(get_memory_info(device)[0])
-    return None
-
-
-def free_memory(group: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the free bytes of the machine, or of the process's control group (a container) if it has fewer.
-
-    A group counts the page cache as used memory; its inactive pages are counted as free here.
-
-    group: the folder of the control group's files.
-    """
-    free = psutil.virtual_memory().available
-    with suppress(OSError, ValueError, KeyError):  # no group, or one without a limit
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
-        stat = {}
-        for line in (group / "memory.stat").read_text().splitlines():
-            name, number = line.split()
-            stat[name] = number
-        free = min(free, max(limit - used + int(stat["inactive_file"]), 0))
-    return free

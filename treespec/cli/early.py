@@ -157,7 +157,7 @@ def check_text(file: str | None, name: str = "text") -> None:
 def check_questions(name: str, categories: Sequence[str] = ()) -> None:
     """Raises InputError for a file without questions. A published suite and a pipe are not read yet."""
     from treespec.eval.questions import load_questions
-    from treespec.options import QUESTION_SUITES
+    from treespec.eval.suites import SUITES
 
-    if name not in QUESTION_SUITES[1:] and not Path(name).is_fifo():
+    if name not in SUITES and not Path(name).is_fifo():
         load_questions(name, categories)

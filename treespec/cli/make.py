@@ -1,5 +1,6 @@
 """The commands that make files: train, regenerate, export."""
 
+import io
 import os
 import sys
 import time
@@ -74,6 +75,10 @@ def train(config: TrainConfig) -> None:
     from treespec.train.run import train
 
     end_notice()
+    if isinstance(
+        sys.stdout, io.TextIOWrapper
+    ):  # a file or a pipe gets each line when it is written
+        sys.stdout.reconfigure(line_buffering=True)
     with resumes(config.out, lambda: describe_stopped_run(config)):
         train(config)
 

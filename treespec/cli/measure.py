@@ -56,7 +56,7 @@ def evaluate(config: EvalConfig) -> None:
     """Measure acceptance length and speedup on questions. The same command resumes a killed run."""
     # 1. Check the options before torch loads.
     from treespec.eval.ledger import LEDGER_FILE
-    from treespec.eval.systems import list_systems
+    from treespec.eval.systems import is_oracle, list_systems
 
     check_folder(config.out)
     list_systems(config)
@@ -64,9 +64,9 @@ def evaluate(config: EvalConfig) -> None:
     if (Path(config.out) / LEDGER_FILE).exists():  # a finished evaluation needs no models
         show_notice(f"reading {config.out} …")
     else:
-        check_inputs_early(
-            config, [drafter.written for drafter in parse_drafters(config)], chats=True
-        )
+        drafters = [drafter.written for drafter in parse_drafters(config)]
+        heads = [drafter for drafter in drafters if not is_oracle(drafter)]
+        check_inputs_early(config, heads, chats=True)
         if config.assistant is not None:
             check_there(config.assistant, "assistant directory")
 

@@ -23,6 +23,7 @@ from treespec.eval.config import (
     SkipSearchConfig,
     TreeConfig,
 )
+from treespec.eval.systems import is_oracle
 from treespec.train.config import TrainConfig
 
 Row = Mapping[str, Any]
@@ -33,7 +34,8 @@ TRAINING_FAULTS = ("Little trained", "Off-policy text", "Untrained, or for anoth
 def end_eval(config: EvalConfig, rows: Sequence[Row]) -> ClosingLines:
     """Make the ending of `eval`. rows: of its report."""
     written = f"Ledger and report are in {Path(config.out).resolve()}; look at report.html there"
-    compared_rows = [row for row in rows if row["drafter"] and row["overall"]["speedup"]]
+    drafting_rows = [row for row in rows if row["drafter"] and not is_oracle(row["drafter"])]
+    compared_rows = [row for row in drafting_rows if row["overall"]["speedup"]]
     if not compared_rows:
         next_command = write_command("eval", EvalConfig, config, out=f"{config.out}-timed")
         return ClosingLines(

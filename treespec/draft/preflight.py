@@ -29,6 +29,14 @@ def check_head(spec: DrafterSpec, target: str) -> None:
         load_calibration(find_head_folder(spec.place))
 
 
+def refuse_oracle(spec: DrafterSpec, target: str) -> None:
+    """Raises InputError: the oracle drafts only where an evaluation has made the answer before."""
+    raise InputError(
+        f"--drafter {spec.own}: an oracle replays the answer that `treespec eval` has made before; take "
+        "it there, and another drafter here"
+    )
+
+
 def check_feature_width(head: str, target: str) -> None:
     """Check that a head's files are whole and that its features are as wide as the target's.
 

@@ -131,7 +131,13 @@ class SkipOptions(DrafterOptions):
     percent: int = option("percent of the layers to skip, without a file", 40, least=0, most=100)
 
 
+@dataclass(frozen=True)
+class OracleOptions(DrafterOptions):
+    depth: int = option("draft tokens of a cycle", 5, least=1, most=4095)
+
+
 CHECKS_MODULE = "treespec.draft.preflight"
+ORACLE_NAME = "oracle"  # the drafter that only `treespec eval` can use
 
 
 def build_head_row(name: str, summary: str, source: str = "", **facts: Any) -> DrafterKind:
@@ -196,6 +202,17 @@ BUILTIN_DRAFTERS = (
         "n-grams that the target's own forwards find beside the text",
         "Lookahead decoding, Fu et al. 2024",
         options=LookaheadOptions,
+        one_hot=True,
+    ),
+    DrafterKind(
+        ORACLE_NAME,
+        (f"{ORACLE_NAME}:DEPTH",),
+        "treespec.draft.lookup.oracle:load_oracle",
+        "in `eval` alone: the target's own answer again, which is accepted whole: the most that drafts of this depth "
+        "can bring",
+        "vllm-project/vllm#62258",
+        f"{CHECKS_MODULE}:refuse_oracle",
+        options=OracleOptions,
         one_hot=True,
     ),
     DrafterKind(
@@ -302,7 +319,9 @@ def build_class_options(path: str, part: Callable[..., Any]) -> type[Any] | None
 DRAFTERS: dict[str, DrafterKind] = {
     row.name: row for row in BUILTIN_DRAFTERS
 } | load_installed_rows("drafters", read_drafter)
-DRAFTER_FORMS = join_or(kind.forms[0] for kind in DRAFTERS.values())  # for `--help` and errors
+DRAFTER_FORMS = join_or(  # for `--help` and errors
+    kind.forms[0] for kind in DRAFTERS.values() if kind.name != ORACLE_NAME
+)
 
 
 def find_drafter(name: str) -> DrafterKind | None:

@@ -1,7 +1,7 @@
 """The requests decoded together: one row each in the target's cache and in the drafter."""
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
 from typing import final
 
 from treespec.draft.drafter import Drafter
@@ -288,3 +288,37 @@ def pop_admissible(
             break
         entering.append(waiting.popleft())
     return entering
+
+
+def order_by_turns(
+    waiting: Iterable[Request], running: Sequence[Request], turns: Mapping[str, int]
+) -> deque[Request]:
+    """Order waiting requests so that their callers take turns: the one with the fewest running requests is next.
+
+    Of several such callers the one whose last request entered earliest is next. Each caller's own requests keep
+    their order. A runs two requests, B and C none:
+
+        waiting    a1 a2 b1 a3 b2 c1
+        ordered    b1 c1 b2 a1 a2 a3    after b1, c1 and b2 caller B runs two as well, and A entered before
+
+    turns: a number of each caller that has entered, higher for a later one.
+    """
+    # 1. A queue for each caller.
+    queues: dict[str, deque[Request]] = {}
+    for request in waiting:
+        queues.setdefault(request.caller, deque()).append(request)
+
+    # 2. Take the next request of the caller whose turn it is.
+    counts = Counter(request.caller for request in running)
+    latest_turns = dict(turns)
+    turn = max(latest_turns.values(), default=0)
+    ordered: deque[Request] = deque()
+    while queues:
+        caller = min(queues, key=lambda name: (counts[name], latest_turns.get(name, 0)))
+        ordered.append(queues[caller].popleft())
+        if not queues[caller]:
+            del queues[caller]
+        counts[caller] += 1
+        turn += 1
+        latest_turns[caller] = turn
+    return ordered

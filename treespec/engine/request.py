@@ -177,6 +177,7 @@ class Request:
         memory: The name of the remembered answers that it may be drafted from; None: no answers.
         remember: Whether its own answer joins them.
         pictures: The processor's tensors for a prompt with pictures; None for text only.
+        caller: Who asked; callers enter a batch in turns.
     """
 
     prompt: list[int]
@@ -194,6 +195,7 @@ class Request:
     memory: str | None = None
     remember: bool = True
     pictures: Mapping[str, Tensor] | None = None
+    caller: str = ""
 
     @property
     def columns(self) -> int:

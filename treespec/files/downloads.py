@@ -199,12 +199,12 @@ def download(package: str, folder: Path, shown: bool = False) -> Path:
     raise InputError(f"cannot fetch the package {package.replace('==', ' ')}: {reason}")
 
 
-def load_or_download(path: Path, sha256: str, places: Sequence[Place]) -> bytes:
+def load_or_download(path: Path, sha256: str | None, places: Sequence[Place]) -> bytes:
     """Read a published file from the cache, or download it from the first source that has it.
 
     Args:
         path: the file in the cache.
-        sha256: SHA-256 of the file.
+        sha256: SHA-256 of the file; None: any file will do, as the sources name a commit.
         places: the sources, in the order in which they are tried.
 
     Raises: InputError if no source has the file; it says why, and where to put a copy.
@@ -213,7 +213,7 @@ def load_or_download(path: Path, sha256: str, places: Sequence[Place]) -> bytes:
     reasons = []
     if path.is_file():
         content = path.read_bytes()
-        if hash_bytes(content) == sha256:
+        if sha256 in (None, hash_bytes(content)):
             return content
         reasons.append(f"{path} is another file than the published one")
 
@@ -224,7 +224,7 @@ def load_or_download(path: Path, sha256: str, places: Sequence[Place]) -> bytes:
         except InputError as error:
             reasons.append(f"{place}: {error}")
             continue
-        if hash_bytes(content) == sha256:
+        if sha256 in (None, hash_bytes(content)):
             # If the disk is full, the next call downloads the file again.
             with suppress(InputError), writing(path) as temporary:
                 temporary.write_bytes(content)

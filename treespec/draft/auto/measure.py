@@ -64,10 +64,7 @@ def load_or_measure_cost(
     target: Target, proposer: Proposer | None, folder: Path | None = None
 ) -> CycleCost:
     """Returns the cost from the cache folder if it is still valid, else measures it, which takes a few seconds."""
-    about = json.dumps(list_dependencies(target, proposer), default=str).encode()
-    if folder is None:
-        folder = cache_folder()
-    file = folder / f"times-{hashlib.sha256(about).hexdigest()[:16]}.json"
+    file = name_cost_file(target, proposer, folder)
     stored_cost = read_cost(file)
     if stored_cost:
         if file in CHECKED_FILES or has_been_checked_lately(file):
@@ -81,6 +78,19 @@ def load_or_measure_cost(
     if keep_cost(cost, file):
         os.utime(file, (0, 0))  # the next process checks it
     return cost
+
+
+def find_known_cost(target: Target, proposer: Proposer | None) -> CycleCost | None:
+    """Returns the cost that this machine has measured before, unchecked; None without one. It runs no model."""
+    return read_cost(name_cost_file(target, proposer))
+
+
+def name_cost_file(target: Target, proposer: Proposer | None, folder: Path | None = None) -> Path:
+    """Returns the file of a cost, whether it is there or not. folder: default: the cache folder."""
+    about = json.dumps(list_dependencies(target, proposer), default=str).encode()
+    if folder is None:
+        folder = cache_folder()
+    return folder / f"times-{hashlib.sha256(about).hexdigest()[:16]}.json"
 
 
 def keep_cost(cost: CycleCost, file: Path) -> bool:

@@ -4,6 +4,9 @@ BIN := .venv/bin
 UPSTREAM := .venv/upstream
 INSTALL = $(BIN)/python -m pip --python $(UPSTREAM)/bin/python install --quiet --disable-pip-version-check -c constraints.txt
 TESTS = $(BIN)/pytest -n 2 -m "not slow"
+THREAD_TESTS = $(patsubst %,tests/test_%.py,kernels head_step packed choice)
+DTYPE_TESTS = $(patsubst %,tests/test_%.py,choice conversations default_dtype early every_model formats head_step heads \
+  kernels learnt_tokens packed pages ranges rows strict_fields)
 PURELIB = 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 .PHONY: quickstart test test-threads test-dtype kernels-check upstream types pages wheel setup clean
@@ -18,11 +21,12 @@ test: setup
 	$(TESTS) --durations 20
 
 # What a program may have set before it calls treespec: the threads, which change no bit, and torch's default dtype.
+# `make test-threads THREAD_TESTS=` and `make test-dtype DTYPE_TESTS=` run the whole suite.
 test-threads: setup
-	TEST_THREADS=3 $(TESTS)
+	TEST_THREADS=3 $(TESTS) $(THREAD_TESTS)
 
 test-dtype: setup
-	TEST_DTYPE=float64 $(TESTS)
+	TEST_DTYPE=float64 $(TESTS) $(DTYPE_TESTS)
 
 # The C kernels, under sanitizers, by each compiler and instruction set that is installed.
 kernels-check:
@@ -30,7 +34,7 @@ kernels-check:
 
 # Without the package the tests are skipped, and pytest says so.
 upstream: setup
-	@$(MAKE) --no-print-directory $(UPSTREAM)/ready || echo "upstream: speculators could not be installed, as pip says above: its tests are skipped"
+	@$(MAKE) --no-print-directory $(UPSTREAM)/ready || echo "upstream: speculators and specforge could not be installed, as pip says above: its tests are skipped"
 	$$(test -e $(UPSTREAM)/ready && echo $(UPSTREAM) || echo .venv)/bin/python -m pytest -rs tests/test_upstream.py
 
 $(UPSTREAM)/ready: Makefile constraints.txt .venv/ready
@@ -38,7 +42,7 @@ $(UPSTREAM)/ready: Makefile constraints.txt .venv/ready
 	$(BIN)/python -m venv --without-pip $(UPSTREAM)
 	echo "import site; site.addsitedir('$$($(BIN)/python -c $(PURELIB))')" > $$($(UPSTREAM)/bin/python -c $(PURELIB))/beside.pth
 	$(INSTALL) datasets loguru pydantic-settings
-	$(INSTALL) --no-deps speculators hs-connectors
+	$(INSTALL) --no-deps speculators hs-connectors specforge
 	touch $@
 
 setup: .venv/ready

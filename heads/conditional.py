@@ -63,6 +63,36 @@ class ConditionalBlockHead(DFlashHead):
         logits: of `project_levels`. latent: [..., L] of `read_parents`.
         """
 
+    def predict_levels(
+        self,
+        hidden: Tensor,
+        logits: Tensor,
+        roots: Tensor,
+        embed: Embed,
+        target: TargetOutputPath | None = None,
+    ) -> Tensor:
+        """Predict each level's draft logits [B, D, N], as if the tokens drafted above were the most likely ones.
+
+        Nothing is drawn for it, so a tree whose draws follow may have the shape that these levels advise.
+
+        Args:
+            hidden: [B, D, E] the block's states of all levels.
+            logits: [B, D, N] of `project_levels`.
+            roots: [B] int64, the tokens below which the levels are drafted.
+            embed: the target's embedding.
+            target: has the output layer, if the head has none.
+        """
+        tokens = roots
+        memory = hidden.new_zeros(len(roots), self.memory_size)
+        levels = []
+        for level in range(hidden.shape[1]):
+            latent, memory = self.read_parents(hidden[:, level], tokens, memory, level, embed)
+            levels.append(self.adjust_logits(logits[:, level], latent, target))
+            tokens = levels[-1].argmax(-1)
+            if self.vocabulary is not None:
+                tokens = self.vocabulary[tokens]
+        return torch.stack(levels, 1)
+
     @property
     def drafted_rows(self) -> list[nn.Module]:
         """Modules whose weight [N, …] has a row for each draft token, as `lm_head` has."""

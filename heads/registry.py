@@ -43,6 +43,7 @@ class HeadKind:
         summary: what the kind drafts from, in a few words.
         source: the paper.
         at_once: whether all levels are drafted in one forward, without the tokens of earlier levels.
+        conditional: whether one forward drafts all levels, whose logits then change with the tokens of earlier levels.
         write: import path of (head, target's config, format) -> (config, tensors), the files of an export.
             Raises ValueError for a head that the format cannot describe.
         engines: the formats that `write` knows.
@@ -64,6 +65,7 @@ class HeadKind:
     summary: str = ""
     source: str = ""
     at_once: bool = False
+    conditional: bool = False
     write: str = ""
     engines: tuple[str, ...] = ()
     embedded: bool = False
@@ -73,6 +75,11 @@ class HeadKind:
     proposer: str = ""
     training: Training | None = None
     name: str = ""
+
+    @property
+    def foresees(self) -> bool:
+        """Whether the levels' distributions are known, or predicted, before the first token is drafted."""
+        return self.at_once or self.conditional
 
     def build(self) -> Any:
         """Import the class of this kind's heads."""
@@ -186,6 +193,7 @@ HEAD_KINDS: dict[str, HeadKind] = {
         read=f"{FORMATS_PACKAGE}.dspark:read_dspark",
         summary="DFlash, with a bias by the token above",
         source="DSpark, 2607.05147",
+        conditional=True,
         marks=rf"(model_type|{SPECULATORS_KIND_FIELD})={DSPARK_KIND}$|architectures=.*dspark|dflash_config=.*'dspark'",
         levels=folders.count_dspark_levels,
     ),
@@ -194,6 +202,7 @@ HEAD_KINDS: dict[str, HeadKind] = {
         read=f"{FORMATS_PACKAGE}.dflash2:read_dflash2",
         summary="DFlash, with candidates scored in pairs",
         source="DFlash 2, Inco AI 2026",
+        conditional=True,
         marks=rf"(model_type|{SPECULATORS_KIND_FIELD})={DFLASH2_KIND}$|architectures=.*dflash2",
         levels=folders.count_dflash_levels,
     ),
@@ -202,6 +211,7 @@ HEAD_KINDS: dict[str, HeadKind] = {
         read=f"{FORMATS_PACKAGE}.domino:read_domino",
         summary="DFlash, with a GRU over the tokens above",
         source="Domino, SpecForge 2026",
+        conditional=True,
         marks=rf"model_type={DOMINO_KIND}$|architectures=.*domino|dflash_config=.*'domino'",
         levels=folders.count_domino_levels,
     ),
@@ -210,6 +220,7 @@ HEAD_KINDS: dict[str, HeadKind] = {
         read=f"{FORMATS_PACKAGE}.dspine:read_dspine",
         summary="DFlash, whose rows write into the next",
         source="DSpine, Tencent 2026",
+        conditional=True,
         marks=rf"model_type={DSPINE_KIND}$|architectures=.*dspine|dspine_config=",
         levels=folders.count_dflash_levels,
     ),

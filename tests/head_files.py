@@ -154,10 +154,10 @@ BLOCK_FORMATS = {  # config.json, tensors of a head, the head, what it is built 
     ),
     "SpecForge with windows": (Z_LAB | MIXED_WINDOWS, nn.Module.state_dict, build_dflash, MIXED_WINDOWS),
     "z-lab, all windows": (
-        Z_LAB | {"dflash_config": Z_LAB["dflash_config"] | {"use_swa": True, "swa_window_size": 4}},
+        Z_LAB | {"dflash_config": Z_LAB["dflash_config"] | {"use_swa": True, "swa_window_size": 6}},
         nn.Module.state_dict,
         build_dflash,
-        {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4, "causal": [False, False]},
+        {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6, "causal": [False, False]},
     ),
     "speculators": (SPECULATORS_DFLASH, with_output, build_dflash, {}),
     "speculators from the anchor": (

@@ -161,11 +161,6 @@ def test_a_directory_drafts_as_the_head_that_it_was_built_from(name, tmp_path):
 
 REFUSED = {  # config.json, the reason
     "no word of the convention": (SPECULATORS, "sample_from_anchor is missing, block_size is 5"),
-    "an older file": (
-        SPECULATORS
-        | {"speculators_config": {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 4}]}},
-        "speculative_tokens is 4: files of before",
-    ),
     "an unknown type": (DEEPSPEC | {"markov_head_type": "lstm"}, "markov_head_type is 'lstm', must be one of"),
     "no rank": (DEEPSPEC | {"markov_rank": None}, "markov_rank is None"),
     "a memory of an unknown beginning": (
@@ -229,7 +224,11 @@ ASKING = {  # kind, config.json, the reason
         "conv_group_size is 7, must divide hidden_size, 32",
     ),
     "no taps": ("dflash2", DFLASH2_FILE | {"dflash_config": IN_DFLASH}, "conv_kernel_size"),
-    "an anchor that drafts": ("dflash2", OF_SPECULATORS | {"sample_from_anchor": True}, "sample_from_anchor is True"),
+    "a window within the block": (
+        "domino",
+        DOMINO_FILE | WINDOWS | {"sliding_window": 3},
+        "sliding_window is 3, and block_size 5: projects disagree",
+    ),
     "rows that see later ones": ("dspine", DSPINE_FILE | {"is_causal": False}, "is_causal is False"),
     "a part of tomorrow": ("dspine", DSPINE_FILE | {"dspine_config": DSPINE | {"hops": 2}}, "dspine_config.hops is 2"),
 }

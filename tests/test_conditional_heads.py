@@ -17,6 +17,8 @@ from treespec.draft.drafter import Frontier
 from treespec.draft.heads.block import ConditionalProposer
 from treespec.draft.vocabulary import restrict
 from treespec.sampling.probs import SamplingParams
+from treespec.trees.layout import get_layout
+from treespec.trees.most_likely import build_most_likely_tree
 
 MARKOV = "markov_head."
 
@@ -201,6 +203,49 @@ def test_the_verifier_divides_by_the_conditional_that_was_drawn_from(name):
     tree = draft_tree(drafter, BLOCK_TEXT[-1:], SamplingParams(temperature=1.0), seeded(1))
     paths = list_token_paths(tree)
     assert len(tree.drafts.nodes) == 3
+    for node, q in zip(tree.drafts.nodes.tolist(), tree.drafts.q, strict=True):
+        wanted = draft_plainly(name, head, model, BLOCK_TEXT, paths[node][1:])[-1]
+        close(q.double(), wanted.double().softmax(-1), 1e-4)
+
+
+def draft_ddtree(name, temperature, seed):
+    """A head of the small target, its plain reading, and its `ddtree` of eight nodes."""
+    kind, changes, _ = HEADS[name]
+    head = build_dflash(kind=kind, **changes)
+    model = target("llama")
+    drafter = Spec(model, head, "ddtree:nodes=8,depth=2", "traversal").decoder.drafter
+    drafter.observe([model.compute_features(BLOCK_TEXT[None, :-1], head.aux_layers)[0]], [BLOCK_TEXT])
+    tree = draft_tree(drafter, BLOCK_TEXT[-1:], SamplingParams(temperature), seeded(seed))
+    return head, model, tree
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["dspark, rnn", "domino", "dflash2"])
+def test_a_ddtree_has_the_most_likely_paths_of_the_conditionals(name):
+    head, model, tree = draft_ddtree(name, 0.0, 0)
+    first = draft_plainly(name, head, model, BLOCK_TEXT, ())[-1].double().softmax(-1)
+    worth = {}
+    for token in range(64):
+        worth[token,] = float(first[token])
+        second = draft_plainly(name, head, model, BLOCK_TEXT, (token,))[-1].double().softmax(-1)
+        worth |= {(token, below): float(first[token] * second[below]) for below in range(64)}
+    best = sorted(worth, key=lambda path: -worth[path])[:7]
+    assert {path[1:] for path in list_token_paths(tree)} == {(), *best}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["dspark, rnn", "dspine"])
+def test_the_shape_of_a_sampled_ddtree_is_fixed_before_its_draws(name):
+    """By the levels below the most likely tokens; q of each node is that of its own path."""
+    trees = [draft_ddtree(name, 1.0, seed) for seed in range(3)]
+    assert len({tuple(tree.parents.tolist()) for _, _, tree in trees}) == 1
+    assert len({tuple(tree.tokens.tolist()) for _, _, tree in trees}) > 1
+    head, model, tree = trees[0]
+    first = draft_plainly(name, head, model, BLOCK_TEXT, ())[-1]
+    second = draft_plainly(name, head, model, BLOCK_TEXT, (int(first.argmax()),))[-1]
+    levels = [row.double().softmax(-1).sort(descending=True).values.tolist() for row in (first, second)]
+    assert tree.parents.tolist() == get_layout(build_most_likely_tree(levels, 8), tree.tokens.device).parents.tolist()
+    paths = list_token_paths(tree)
     for node, q in zip(tree.drafts.nodes.tolist(), tree.drafts.q, strict=True):
         wanted = draft_plainly(name, head, model, BLOCK_TEXT, paths[node][1:])[-1]
         close(q.double(), wanted.double().softmax(-1), 1e-4)

@@ -41,6 +41,7 @@ GROWN = [
     ("dflash", SURE, "2x2"),
     ("p-eagle", "topk", "ddtree:nodes=5"),
 ]
+FORESEEN = [("dspark", "traversal", "ddtree:nodes=4"), ("domino", "topk", "ddtree:nodes=5")]  # levels by predictions
 SETUPS = [
     *(("model", verifier, tree, way, 64) for (verifier, tree), way in product([*WIDE, *REPLACED, *CHAINS], SHAPED)),
     *(("model", verifier, tree, way, 64) for (verifier, tree), way in product(CHAINS[:2], ("top-p", "min-p"))),
@@ -62,6 +63,7 @@ SETUPS = [
     *((*grown, way, 64) for grown, way in product(GROWN, ("top-k", "penalties"))),
     *(("suffix+model", *pair, "top-k", 64) for pair in (*REPLACED, *CHAINS[:2], *WIDE[3:])),
     ("eagle", SURE, "2x2", "top-k", 64),
+    *((*foreseen, "top-k", 64) for foreseen in FORESEEN),
     *(("model", *pair, "processor", 1) for pair in (WIDE[0], WIDE[2], CHAINS[1])),
     *(("none", "topk", None, way, 64) for way in WAYS),
 ]

@@ -18,13 +18,15 @@ from treespec.eval.acceptance.acceptance_shares import SHARES_BY_SCHEME, Nodes
 from treespec.eval.acceptance.config import TauConfig, find_draw_scheme
 from treespec.eval.acceptance.decoded import Decoded, Simulated
 from treespec.eval.acceptance.path_probability import follow_pairs, share_by_samples
+from treespec.eval.acceptance.planned import Planned, follow_planned
 from treespec.eval.acceptance.simulated import count_lengths, simulate_totals
 from treespec.eval.acceptance.tau import count_cycle_starts, measure_tau
-from treespec.eval.acceptance.teacher_forced import run_teacher_forced
+from treespec.eval.acceptance.teacher_forced import predict_levels, run_teacher_forced
 from treespec.eval.texts import Text
 from treespec.sampling.probs import SamplingParams, compute_probs
 from treespec.trees.policy import parse_policy
 from treespec.trees.tree import Draws
+from treespec.verify.registry import load_verifier
 
 # Samples; the standard error of a share is below 0.5 / sqrt(1600), and none may be five of them off.
 SAMPLED = 1600
@@ -131,6 +133,34 @@ def test_tau_is_that_of_the_real_loop(verifier, shape, new):
     samples = {"samples": 1} if exact else {}
     found = sum(prob * cycles_of(verifier, shape, spec, text, **samples) for text, prob in texts.items())
     assert abs(found - wanted) < (1e-4 if exact else 0.02)
+
+
+@torch.no_grad()
+def planned_cycles_of(verifier, shape, spec, text, samples):
+    """As `cycles_of`, for a tree that is shaped anew after each token."""
+    params = SamplingParams(1.0)
+    new = len(text)
+    text = Text(torch.tensor([*PROMPT, *text]), len(PROMPT) - 1, 0)
+    pair = Planned(verifier, shape, load_verifier(verifier).scheme, parse_policy(shape))
+    depth = pair.tree.max_depth
+    generator = seeded(0)
+    steps = []
+    for p, scores, y in run_teacher_forced(spec, text, depth, params):
+        parts = [x.repeat_interleave(samples, 0) for x in (p, pad(compute_probs(scores, params), (0, 1)), y)]
+        steps.append((Nodes(*parts, generator, 1),) * 2)
+    trees = pair.plan_trees(list(predict_levels(spec, text, depth, params)), params)
+    cycles = follow_planned(pair, [tree for tree in trees for _ in range(samples)], steps)
+    r = cycles.kept.view(new, samples, -1).mean(1)
+    return count_cycle_starts((r - pad(r[:, 1:], (0, 1))).numpy()).sum()
+
+
+@pytest.mark.parametrize("kind, verifier, samples", [("medusa", "rrs", 1), ("dspark", "traversal", 100)])
+def test_tau_of_trees_shaped_before_their_draws_is_that_of_the_real_loop(kind, verifier, samples):
+    shape = "ddtree:nodes=4,depth=2"
+    spec = spec_of(kind, shape, verifier)
+    texts, wanted = enumerate_decoding(spec, PROMPT, 64, max_new_tokens=2, temperature=1.0).distribution()
+    found = sum(prob * planned_cycles_of(verifier, shape, spec, text, samples) for text, prob in texts.items())
+    assert abs(found - wanted) < (1e-4 if samples == 1 else 0.02)
 
 
 @pytest.mark.parametrize("kind, shape", [("eagle", "dynamic:depth=2,topk=2,nodes=4"), ("medusa", "ddtree:nodes=4")])

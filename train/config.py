@@ -17,8 +17,10 @@ from treespec.options import (
     check_place,
     join_or,
     option,
+    parse_numbers,
 )
 from treespec.train.recipes import TRAINING_BY_KIND, name_kind
+from treespec.trees.ranges import Range
 
 TOKEN_LOSS_NAMES = ("published", "cross-entropy", "tv")
 DRAFT_VOCAB = 32_000  # eagle3's published heads have that many draft tokens
@@ -66,12 +68,27 @@ class Eagle3Options(CommandOptions):
         choices=("llama", "qwen3"),
     )
     head_layers: int = option("number of decoder layers", 1, least=1, most=64)
+    aux_layers: str | None = option(
+        "target layers whose inputs the head reads, as vLLM counts them; default: 2, the middle one and the last but "
+        "two of them",
+        None,
+        least=0,
+        most=1000,
+        whole=True,
+    )
     sliding_window: int | None = option(
         "positions that each layer sees, its own included; default: all before it",
         None,
         least=1,
         most=MAX_TEXT_TOKENS,
     )
+
+    def list_aux_layers(self) -> list[int]:
+        """List the numbers of `--aux-layers`; [] if it is not given."""
+        if self.aux_layers is None:
+            return []
+        whole_numbers = Range(least=0, whole=True)
+        return [int(k) for k in parse_numbers("--aux-layers", self.aux_layers, whole_numbers, ())]
 
     def to_head_config(self) -> dict[str, object]:
         """Build the fields of the head's config.json; {} for EAGLE-3 as published."""
@@ -274,6 +291,11 @@ class TrainConfig(TargetOptions, Eagle3Options):
                 )
             if self.first_weights not in (None, "random"):
                 raise InputError("--from-head brings first weights: leave --first-weights out")
+        layers = self.list_aux_layers()
+        if sorted(set(layers)) != layers:
+            raise InputError(
+                f"--aux-layers is {self.aux_layers}: name each layer once, in ascending order"
+            )
         if self.draft_vocab == 1:
             raise InputError(
                 "--draft-vocab 1 drafts the same token always: give some thousands, or 0 for all tokens"

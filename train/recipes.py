@@ -21,6 +21,7 @@ EAGLE3_PART_OPTIONS = (
     "layer_family",
     "head_layers",
     "sliding_window",
+    "aux_layers",
 )
 DEPTH_TRAINING = Training(
     objective=f"{OBJECTIVES_MODULE}:compute_depth_loss",
@@ -42,7 +43,11 @@ BLOCK_TRAINING = Training(
     restricted_first=True,
     levels=True,
 )
-DFLASH_OPTIONS = ("unrolled_steps", "head_layers", "sliding_window")
+DFLASH_TRAINING = replace(
+    BLOCK_TRAINING,
+    options=("unrolled_steps", "head_layers", "sliding_window", "aux_layers"),
+    aux_field="aux_hidden_state_layer_ids",
+)
 BUILTIN_TRAINING = {
     "eagle": Training(
         objective=f"{OBJECTIVES_MODULE}:compute_eagle_loss",
@@ -92,9 +97,9 @@ BUILTIN_TRAINING = {
             batch=32,
         ),
     ),
-    "dflash": replace(BLOCK_TRAINING, options=DFLASH_OPTIONS),
-    "dspark": replace(BLOCK_TRAINING, options=DFLASH_OPTIONS),
-    "domino": replace(BLOCK_TRAINING, options=DFLASH_OPTIONS),
+    "dflash": DFLASH_TRAINING,
+    "dspark": DFLASH_TRAINING,
+    "domino": DFLASH_TRAINING,
     "p-eagle": BLOCK_TRAINING,
 }
 

@@ -74,7 +74,7 @@ class Validation:
 
     def __str__(self) -> str:
         if not self.positions:
-            return "not validated: --validate-on is 0, or every held-out conversation is too short"
+            return "not validated"
         steps = " ".join(f"{share:.1%}" for share in self.agreement)
         summary = (
             f"top-1 agreement by draft step {steps}; a chain commits "
@@ -97,6 +97,15 @@ class Validation:
 
 
 NOT_VALIDATED = Validation([], 1.0, 0)  # of a head that was written a moment ago
+
+
+def explain_no_validation(config: TrainConfig, data: Data) -> str:
+    """Say why a head at the end of its run has no validation."""
+    if config.validate_on == 0:
+        return "not validated (--validate-on 0)"
+    if not data.held_out:
+        return "not validated: no conversation is held out"
+    return "not validated: no held-out conversation is long enough"
 
 
 def record_of(config: TrainConfig, processes: int) -> Record:
@@ -133,13 +142,16 @@ def load_finished_result(folder: Path, record: Record) -> Validation | None:
     if earlier is None:
         return None
     earlier = {"patience": 0} | earlier  # of an earlier version
-    result = folder / "result.json"
+    file = folder / "result.json"
     changed = refuse_changed(folder.parent, earlier, record, MAY_CHANGE)
     if RUN_LENGTH_OPTIONS & changed or not (
-        result.exists() and (folder.parent / "model.safetensors").exists()
+        file.exists() and (folder.parent / "model.safetensors").exists()
     ):
         return None
-    return Validation(**read_json(result, "delete it, and the same command ends the run again"))
+    result = Validation(**read_json(file, "delete it, and the same command ends the run again"))
+    if not result.positions and earlier["validate_on"] == 0 < record["validate_on"]:
+        return None  # its end is run again, with the validation
+    return result
 
 
 def refuse_changed(
@@ -214,7 +226,12 @@ def write_card(config: TrainConfig, data: Data, place: Place, result: Validation
     tokens = sum(len(example.input_ids) for example in data.train)
     trained = len({example.key for example in data.train})
     held_out = len({example.key for example in data.held_out})
-    figures = "\n".join(f"- {line}" for line in str(result).split("; "))
+    findings = str(result)
+    if result is NOT_VALIDATED:
+        findings = "not validated: the run did not come to its end"
+    elif not result.positions:
+        findings = explain_no_validation(config, data)
+    figures = "\n".join(f"- {line}" for line in findings.split("; "))
     card = f"""\
 {write_front_matter(config.head, config.target, config.license)}
 `treespec chat --target {config.target} --head {shlex.quote(config.out)}`

@@ -14,7 +14,7 @@ from treespec.files.atomic import locked, remove_leftovers
 from treespec.model.weights import load_config
 from treespec.text.encoding import Example
 from treespec.train.budget import TrainingSize, choose_recipe, describe_recipe, keep_recipe
-from treespec.train.checkpoints import find_latest_step
+from treespec.train.checkpoints import Place, find_latest_step
 from treespec.train.config import TrainConfig, check_folders
 from treespec.train.data.prepare import Data, prepare, read_examples
 from treespec.train.finish import finish
@@ -35,7 +35,7 @@ from treespec.train.record import (
     load_record,
     record_of,
 )
-from treespec.train.report import write_report
+from treespec.train.report import write_training_report
 from treespec.train.start import build_untrained_head, start_head
 from treespec.train.verdict import (
     describe_end,
@@ -82,9 +82,7 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
         config = replace(config, dtype=choose_dtype(config))
         config = choose_recipe(config, measure_data(config, examples, accelerator))
     record = record_of(config, processes)
-    accelerator.print(describe_recipe(config))
-    for line in warn_of_rate(config):
-        accelerator.print(line)
+    print_recipe(config, accelerator)
 
     # 2. The main process locks the folder until the head is written.
     folder_lock: AbstractContextManager[object] = nullcontext()
@@ -124,15 +122,32 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
         result = finish(run, place)
         accelerator.wait_for_everyone()
         accelerator.end_training()
-        accelerator.print(str(result))
+        print_validation(result, accelerator)
         length = measure_length(place.step, config.count_conversations(processes), data)
-        lines = describe_end(config, data, place, length, result)
-        if accelerator.is_main_process:
-            row = {"step": place.best_step or place.step, **asdict(result)}
-            write_report(run.folder, str(result), lines, row)
-        for line in lines:
-            accelerator.print(line)
+        report_end(run, place, describe_end(config, data, place, length, result), result)
         return result
+
+
+def print_validation(result: Validation, accelerator: Accelerator) -> None:
+    """Print the figures of a validation, if there are any."""
+    if result.positions:
+        accelerator.print(str(result))
+
+
+def print_recipe(config: TrainConfig, accelerator: Accelerator) -> None:
+    """Print the recipe of a run, and a warning of a learning rate that is 0 or high."""
+    accelerator.print(describe_recipe(config))
+    for line in warn_of_rate(config):
+        accelerator.print(line)
+
+
+def report_end(run: TrainingRun, place: Place, lines: list[str], result: Validation) -> None:
+    """Print the lines that end a run, and write them with its plots into report.html."""
+    if run.accelerator.is_main_process:
+        row = {"step": place.served_step, **asdict(result)}
+        write_training_report(run.folder, str(result), lines, row)
+    for line in lines:
+        run.accelerator.print(line)
 
 
 def print_beginning(accelerator: Accelerator, data: Data, step: int | None) -> None:

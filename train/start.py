@@ -50,6 +50,9 @@ def build_untrained_head(config: TrainConfig, target: Target) -> Head:
         fields["bias"] = config.bias
     if "draft_heads" in config.training.options:
         fields["heads"] = config.draft_heads
+    aux_layers = config.list_aux_layers()
+    if aux_layers:
+        fields[config.training.aux_field] = aux_layers
     if config.training.levels:
         fields["levels"] = config.hyperparameters.unrolled_steps
     head = build_new_head(config.head, target, **fields)

@@ -75,7 +75,7 @@ class DynamicTree(Policy):
 
 @dataclass(frozen=True)
 class DDTree(Policy):
-    """DDTree (2604.12989): the best tree of a size for a head that drafts all levels at once.
+    """DDTree (2604.12989): the best tree of a size for a head that drafts all levels in one forward.
 
     The distribution of a level depends only on the sequence, not on the tokens drafted above. So the
     probability of a path is a product of one probability per level, and the tree of the most likely paths is
@@ -87,6 +87,9 @@ class DDTree(Policy):
 
     With sampled children the tree has the same shape, which the levels' distributions fix before anything
     is drawn. A child of rank r is then the r-th draw.
+
+    Where a level also depends on the tokens above (DSpark), the most likely children come from each node's own
+    distribution. With sampled children the shape follows the levels below the chain of most likely tokens.
 
     Attributes:
         nodes: N, root included.

@@ -43,7 +43,7 @@ class Builder(Protocol):
     def one_hot(self) -> bool: ...
 
     def predict_levels(self, depth: int, ranks: int) -> "Generator[Any, Any, np.ndarray]":
-        """Returns [D, R] the largest probabilities of up to `depth` levels; the head drafts all levels at once.
+        """Returns [D, R] the largest probabilities of up to `depth` levels, before anything is drafted.
 
         ranks: the largest R.
         """

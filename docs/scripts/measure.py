@@ -20,7 +20,7 @@ from treespec import Spec, load
 from treespec.api.load import load_parsed
 from treespec.draft.auto.measure import MEASURED_NODES, measure_model_costs
 from treespec.draft.builders import TreeBuilder
-from treespec.draft.heads.loading import build_new_head
+from treespec.draft.heads.loading import build_new_head, draft_along
 from treespec.draft.lookup.guess import Guess
 from treespec.draft.spec import DrafterSpec
 from treespec.eval.questions import load_questions
@@ -273,6 +273,48 @@ def ask_behind_all(suite: str, number: int) -> list[dict[str, str]]:
     turns = ["\n".join(question.turns) for question in load_questions(suite)[0]]
     parts = [f"{i}. {turn}" for i, turn in enumerate(turns, 1)]
     return [{"role": "user", "content": "\n\n".join([*parts, f"Answer question {number}."])}]
+
+
+@app.command()
+def windows(
+    target: str = "demo", head: str = "demo", suite: str = "mt-bench", sizes: str = "512,1024,2048",
+    lengths: str = "1024,2048,4096,8192", steps: int = 3,
+) -> None:  # fmt: skip
+    """Measure a head's acceptance by the length of the text before a draft, with all of it and with a window.
+
+    The text is all of a suite. α is Σ min(p, q) at temperature 1, after drafts that follow the text, in percent: its
+    mean over the positions between two lengths, step 1 / step 2 / …
+    sizes: of the windows. lengths: the ends of the columns.
+    """
+    # 1. The target's distributions over the draft tokens, once.
+    spec = load(target, head=head)
+    model, drafts = spec.target, spec.head
+    assert drafts is not None
+    tokens = torch.tensor(spec.encode(ask_behind_all(suite, 1)))
+    features = model.compute_features(tokens[None], drafts.aux_layers, last=True)[0]
+    inputs, last = model.split_features(features, drafts.aux_layers)
+    kept = slice(None) if drafts.vocabulary is None else drafts.vocabulary
+    p = torch.cat(
+        [model.compute_output_logits(part).float().softmax(-1)[:, kept] for part in last.split(512)]
+    )
+
+    # 2. The head's, for each window.
+    ends = list(map(int, lengths.split(",")))
+    rows = []
+    for size in (None, *map(int, sizes.split(","))):
+        for attention in drafts.attentions:
+            attention.window = size
+        shares = []
+        for step, logits in enumerate(draft_along(drafts, model, tokens, inputs, steps), 1):
+            pairs = zip(p[step : step + len(logits)].split(512), logits.split(512), strict=True)
+            shares.append(
+                torch.cat([torch.minimum(x, y.float().softmax(-1)).sum(-1) for x, y in pairs])
+            )
+        cells = [f"window of {size}" if size else "all"]
+        for begin, end in itertools.pairwise([0, *ends]):
+            cells.append(" / ".join(f"{100 * share[begin:end].mean():.1f}" for share in shares))
+        rows.append(cells)
+    show(["the head sees", *(f"up to {end:,}" for end in ends)], rows)
 
 
 @dataclass

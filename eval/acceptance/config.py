@@ -208,8 +208,8 @@ class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
         "all",
     )
     tree: str = option(
-        "trees, separated by semicolons: chain:5, 2x4, levels:3x2x1, eagle, medusa or a JSON file of paths; for topk "
-        "and gumbel also dynamic, for auto its own",
+        "trees, separated by semicolons: chain:5, 2x4, levels:3x2x1, eagle, medusa or a JSON file of paths; for a head "
+        "of blocks also ddtree; for topk and gumbel also dynamic, for auto its own",
         "chain:4;2x4;4x3;eagle",
     )
     batch: str = option(

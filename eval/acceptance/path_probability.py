@@ -246,6 +246,17 @@ class Pair:
         return [PathTerm(way.reach * share, way.weight) for share in shares[name, k]]
 
 
+def find_inner_nodes(tree: StaticTree) -> set[tuple[int, ...]]:
+    """Find the paths of the nodes that have children."""
+    return {path[:-1] for path in tree.paths[1:]}
+
+
+def build_pair(verifier: str, shape: str, scheme: Scheme, tree: StaticTree) -> Pair:
+    """Build the pair of a verifier and a tree of fixed shape. Arguments as the attributes of `Pair`."""
+    draws = {path: tree.count_draws(path) for path in find_inner_nodes(tree)}
+    return Pair(verifier, shape, scheme, tree, draws)
+
+
 @dataclass
 class FollowedPair:
     """How far a pair's cycles follow a text, level by level of its tree.

@@ -12,9 +12,9 @@ with probability w_t(l), and cycles end there u_(t+l) times on average:
 
 This is the average of decoding over its draws and coins. A tree of fixed shape needs only the draft's distributions
 along the text, and no forward over a tree (`path_probability`). So does the bound: the largest τ that any lossless
-verifier of the same draws can have (`drafted`). Trees of other shapes are drafted along the text by the real loop
-(`decoded`). A verifier of another package that judges whole trees writes answers of its own, whose cycles are counted
-(`simulated`).
+verifier of the same draws can have (`drafted`). A `ddtree` of draws has a fixed shape after each token (`planned`).
+Trees of other shapes are drafted along the text by the real loop (`decoded`). A verifier of another package that
+judges whole trees writes answers of its own, whose cycles are counted (`simulated`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,11 +39,12 @@ from treespec.eval.acceptance.decoded import (
 )
 from treespec.eval.acceptance.drafted import DraftedTexts
 from treespec.eval.acceptance.path_probability import Pair, follow_pairs
+from treespec.eval.acceptance.planned import Planned, follow_planned
 from treespec.eval.acceptance.simulated import simulate_totals
 from treespec.eval.acceptance.table import build_tau_page
 from treespec.eval.acceptance.tau_pairs import Costs, Measured, MeasuredPair, list_pairs
 from treespec.eval.acceptance.tau_rows import TauRow, TextTotals, build_tau_rows, tabulate_totals
-from treespec.eval.acceptance.teacher_forced import iterate_levels
+from treespec.eval.acceptance.teacher_forced import iterate_levels, predict_levels
 from treespec.eval.common import ProgressStep, Report, ignore_report
 from treespec.eval.header import get_today
 from treespec.eval.intervals import Array
@@ -162,15 +163,32 @@ def sum_text_totals(
     seed = config.seed + text.group
     fixed_pairs = [pair for pair in drafter.pairs if isinstance(pair, Pair)]
     fixed_totals = iter(compute_fixed_totals(text, drafter, fixed_pairs, params, config))
+    pairs = [choose_way_to_measure(pair, params) for pair in drafter.pairs]
+    planned_pairs = [pair for pair in pairs if isinstance(pair, Planned)]
+    planned_totals = iter(compute_planned_totals(text, drafter, planned_pairs, params, config))
+    decoded_totals: dict[Decoded, TextTotals] = {}
     totals = []
-    for pair in drafter.pairs:
+    for pair in pairs:
         if isinstance(pair, Pair):
             totals.append(next(fixed_totals))
+        elif isinstance(pair, Planned):
+            totals.append(next(planned_totals))
         elif isinstance(pair, Simulated):
             totals.append(simulate_totals(text, drafter.spec, drafter.costs, pair, params, config))
         else:
-            totals.append(decode_and_count(text, drafter, pair, params, seed))
+            if pair not in decoded_totals:
+                decoded_totals[pair] = decode_and_count(text, drafter, pair, params, seed)
+            totals.append(decoded_totals[pair])
     return totals
+
+
+def choose_way_to_measure(pair: Measured, params: SamplingParams) -> Measured:
+    """Choose how to measure a pair: a planned tree has the most likely tokens at temperature 0, whatever verifies."""
+    if not params.greedy:
+        return pair
+    if isinstance(pair, Planned) or (isinstance(pair, Decoded) and pair.verifier == "gumbel"):
+        return Decoded("topk", pair.shape, pair.tree)
+    return pair
 
 
 def compute_fixed_totals(
@@ -224,6 +242,44 @@ def compute_fixed_totals(
         )
         totals.append(pair_totals)
     return totals
+
+
+def compute_planned_totals(
+    text: Text,
+    drafter: MeasuredDrafter,
+    pairs: Sequence[Planned],
+    params: SamplingParams,
+    config: TauConfig,
+) -> Iterator[TextTotals]:
+    """Compute the totals of pairs whose trees the draft's levels fix before anything is drawn.
+
+    Arguments as for `compute_fixed_totals`. The temperature is above 0.
+    """
+    if not pairs:
+        return
+
+    # 1. Both models along the text.
+    head = drafter.spec.head
+    assert head
+    depth = draft_steps(head, max(pair.tree.max_depth for pair in pairs))
+    levels = list(predict_levels(drafter.spec, text, depth, params))
+    steps = list(iterate_levels(drafter.spec, text, depth, params, config))
+
+    # 2. The cycles of each pair.
+    for pair in pairs:
+        cycles = follow_planned(pair, pair.plan_trees(levels, params), steps)
+        w = (cycles.kept - pad(cycles.kept[:, 1:], (0, 1))).numpy()
+        u = count_cycle_starts(w)
+        seconds = cycles.predict_seconds(drafter.costs) @ u
+        starts_before_end = max(0, text.count - depth)
+        yield TextTotals(
+            tokens=text.count,
+            nodes=float(cycles.sizes @ u),
+            fewest_cycles=np.nan,
+            cycles=np.full(len(seconds), u.sum()),
+            seconds=seconds,
+            cycles_by_length=u[:starts_before_end] @ w[:starts_before_end],
+        )
 
 
 def decode_and_count(

@@ -9,19 +9,28 @@ from treespec.draft.spec import DrafterSpec
 from treespec.errors import InputError
 from treespec.eval.acceptance.config import TauConfig
 from treespec.eval.acceptance.decoded import Decoded, Simulated
-from treespec.eval.acceptance.path_probability import LEAF_FIRST_VERIFIERS, Pair
+from treespec.eval.acceptance.path_probability import (
+    LEAF_FIRST_VERIFIERS,
+    Pair,
+    build_pair,
+    find_inner_nodes,
+)
+from treespec.eval.acceptance.planned import Planned
 from treespec.trees.policy import parse_policy
 from treespec.trees.shape import Policy
 from treespec.trees.static import StaticTree
 from treespec.verify.registry import load_verifier
 from treespec.verify.walk import Verifier, is_walk, is_walk_of_most_likely
 
-Measured: TypeAlias = Pair | Decoded | Simulated
+Measured: TypeAlias = Pair | Planned | Decoded | Simulated
 Costs: TypeAlias = dict[int, CycleCost]  # batch size -> cost model
 TREE_VERIFIERS = LEAF_FIRST_VERIFIERS | {
     "gumbel",
     "auto",
 }  # treespec's, besides walks over a scheme
+NO_DISTRIBUTION = (
+    "it has no draft distribution along a text: take another tree, such as dynamic or auto"
+)
 OWN_TREE_LABEL = "its own"  # names the tree of a drafter without draft distributions
 
 
@@ -82,13 +91,19 @@ def has_fixed_shape(tree: Policy | None) -> TypeGuard[StaticTree]:
     return hasattr(tree, "paths")
 
 
+def has_planned_shape(tree: Policy | None) -> TypeGuard[Policy]:
+    """Whether the draft's levels fix a tree's shape in every cycle, before anything is drawn."""
+    return tree is not None and tree.at_once and tree.may_draw
+
+
 def make_pair(verifier: str, shape: str, tree: Policy | None, samples: int) -> Measured:
     """Make a pair of a verifier and a tree that `explain_misfit` allows. samples: answers of a simulated one."""
+    loaded = load_verifier(verifier)
+    if has_planned_shape(tree) and not loaded.scheme.deterministic:
+        return Planned(verifier, shape, loaded.scheme, tree)
     if not has_fixed_shape(tree):
         return Decoded(verifier, shape, tree)
-    loaded = load_verifier(verifier)
-    draws = {path: tree.count_draws(path) for path in find_inner_nodes(tree)}
-    pair = Pair(verifier, shape, loaded.scheme, tree, draws)
+    pair = build_pair(verifier, shape, loaded.scheme, tree)
     if is_simulated(verifier, loaded):
         return Simulated(pair, samples)
     return pair
@@ -99,11 +114,6 @@ def is_simulated(name: str, verifier: Verifier) -> bool:
     if name.partition(":")[0] in TREE_VERIFIERS:
         return False
     return verifier.coupled or not is_walk(verifier)
-
-
-def find_inner_nodes(tree: StaticTree) -> set[tuple[int, ...]]:
-    """Find the paths of the nodes that have children."""
-    return {path[:-1] for path in tree.paths[1:]}
 
 
 def explain_misfit(
@@ -119,14 +129,14 @@ def explain_misfit(
     """
     loaded = load_verifier(verifier)
     max_draws = loaded.scheme.max_draws
+    if has_planned_shape(tree) and not loaded.scheme.deterministic:
+        return explain_planned_misfit(verifier, loaded, tree, drafter)
     if not has_fixed_shape(tree):
         return explain_redrafted_misfit(verifier, are_texts_given)
     if is_simulated(verifier, loaded):
         return explain_simulated_misfit(verifier, loaded, tree, drafter, are_texts_given)
     if drafter.cache or not drafter.kind.is_head:
-        return (
-            "it has no draft distribution along a text: take another tree, such as dynamic or auto"
-        )
+        return NO_DISTRIBUTION
     if len(tree.paths) - 1 < sum(map(tree.count_draws, find_inner_nodes(tree))):
         return "a draw has no node: treespec eval measures it"
     if verifier == "auto":
@@ -142,6 +152,21 @@ def explain_simulated_misfit(
     """Explain why a verifier does not write answers by a drafter's tree; "" if it does."""
     if are_texts_given:
         return f"{name} writes texts of its own: leave out --text"
+    try:
+        check_named(drafter, verifier, tree)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def explain_planned_misfit(
+    name: str, verifier: Verifier, tree: Policy, drafter: DrafterSpec
+) -> str:
+    """Explain why a verifier of draws is not measured on a tree that is shaped before they are drawn; "" if it is."""
+    if is_simulated(name, verifier):
+        return "it judges whole trees of a fixed shape here: take another tree, such as 2x4"
+    if drafter.cache or not drafter.kind.is_head:
+        return NO_DISTRIBUTION
     try:
         check_named(drafter, verifier, tree)
     except InputError as error:

@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from treespec.api.spec import Spec
 from treespec.draft.calibration import scale_by_sharpness
-from treespec.draft.heads.loading import draft_along
+from treespec.draft.heads.loading import draft_along, predict_along
 from treespec.eval.acceptance.acceptance_shares import Nodes
 from treespec.eval.acceptance.config import TauConfig
 from treespec.eval.texts import Text
@@ -92,3 +92,21 @@ def run_teacher_forced(
         drafts = logits[text.root - 1 : text.root - 1 + n].float().cpu()
         scores = scale_by_sharpness(drafts, step, sharpness)
         yield masses[rows], scores, column_of_token[padded_ids[begin : begin + n]]
+
+
+def predict_levels(spec: Spec, text: Text, depth: int, params: SamplingParams) -> Iterator[Tensor]:
+    """Yield the draft logits [n, N] of each level of the cycles after each of a text's n tokens, before any is drafted.
+
+    depth: number of levels. params: above temperature 0. The others as for `run_teacher_forced`.
+    """
+    head = spec.head
+    target = spec.target
+    assert head
+    features = target.compute_features(text.tokens[None], head.aux_layers, last=True)[0]
+    inputs, _ = target.split_features(features, head.aux_layers)
+    tokens = torch.cat([text.tokens, text.tokens[-1:].expand(depth)])
+    inputs = pad(inputs, (0, 0, 0, depth))
+    first = text.root - 1
+    for level, logits in enumerate(predict_along(head, target, tokens, inputs, depth)):
+        rows = logits[first : first + text.count].float().cpu()
+        yield scale_by_sharpness(rows, level, spec.sharpness)

@@ -24,7 +24,7 @@ VALIDATION_SHARE = 0.2  # of the run between validations, by default
 MIN_VALIDATION_STEPS = 20  # between them; a run of fewer steps is validated at its end only
 VALIDATION_TIME_SHARE = 0.02  # of the run's time for one validation
 MIN_VALIDATION_SECONDS = 10.0
-ROUNDING = 1e-6  # of shares of the run
+SHARE_TOLERANCE = 1e-6  # of shares of the run
 
 
 def is_validation_due(every: int | None, place: Place, progress: float) -> bool:
@@ -41,12 +41,17 @@ def is_validation_due(every: int | None, place: Place, progress: float) -> bool:
         return every > 0 and place.step % every == 0
     share = progress - place.validated_progress
     steps = place.step - place.validated_step
-    return share >= VALIDATION_SHARE - ROUNDING and steps >= MIN_VALIDATION_STEPS
+    return share >= VALIDATION_SHARE - SHARE_TOLERANCE and steps >= MIN_VALIDATION_STEPS
 
 
 def is_patience_over(config: TrainConfig, place: Place) -> bool:
     """Whether the run ends because its last `--patience` validations brought no better head."""
     return 0 < config.patience <= place.worse
+
+
+def has_run_ended(config: TrainConfig, place: Place, progress: float) -> bool:
+    """Whether a run is over: by its length, or because no head gets better. progress: the share of the run so far."""
+    return progress == 1 or is_patience_over(config, place)
 
 
 def look(run: TrainingRun, place: Place, meter: Meter, progress: float) -> None:
@@ -71,7 +76,7 @@ def look(run: TrainingRun, place: Place, meter: Meter, progress: float) -> None:
     comment = f"; step {place.best_step} had {place.best:.2f}"
     if not length:
         comment = ""
-    if length > place.best or (length and not place.best_step):
+    if length > place.best:
         if run.accelerator.is_main_process:
             with replacing(run.folder / BEST_FOLDER, run.head, Path(run.config.out)):
                 pass
@@ -112,7 +117,7 @@ def validate_during_run(run: TrainingRun, place: Place, progress: float) -> Vali
 def take_best_head(run: TrainingRun, place: Place) -> None:
     """Replace the weights of a run's head at its end by the best validated ones, if these are others."""
     file = run.folder / BEST_FOLDER / "model.safetensors"
-    if place.best_step in (0, place.step) or not file.exists():
+    if place.served_step == place.step or not file.exists():
         return
     weights, _ = read_tensors(file, f"delete {file.parent}, and OUT gets the last head")
     take_weights(weights, run.head)

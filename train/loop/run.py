@@ -82,6 +82,11 @@ class TrainingRun:
         """The head as it is trained, in float32."""
         return self.accelerator.unwrap_model(self.model)
 
+    def set_learning_rate(self, rate: float) -> None:
+        """Set the learning rate of the next step."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
     def copy_as_served(self) -> Head:
         """Copy the head as it will be served: in the target's dtype.
 

@@ -35,7 +35,7 @@ from treespec.train.data.batches import (
     share_position_counts,
     split_epoch,
 )
-from treespec.train.loop.best import is_patience_over, is_validation_due, look
+from treespec.train.loop.best import has_run_ended, is_validation_due, look
 from treespec.train.loop.meter import Meter
 from treespec.train.loop.run import TrainingRun, build_divergence_error, check_head_weights
 from treespec.train.loop.stopping import StopRequest
@@ -221,12 +221,11 @@ def run_training_steps(
     skipped = SkippedSteps(place.step)
     place.seconds = timer.elapsed()
     progress = clock.measure_progress(place.step, place.seconds)
-    ended = progress == 1 or is_patience_over(config, place)
+    ended = has_run_ended(config, place, progress)
     while not ended and not stop.is_requested():
         # 2. Run a step; it is skipped if its gradient is not finite.
         rate = compute_learning_rate(recipe, clock, place.step, place.seconds)
-        for group in run.optimizer.param_groups:
-            group["lr"] = rate
+        run.set_learning_rate(rate)
         draft_steps = draft_steps_at(recipe, progress)
         result = run_optimizer_step(run, islice(ready, plan.per_step), draft_steps)
         place.step += 1
@@ -247,7 +246,7 @@ def run_training_steps(
         # 4. Validate and save, if they are due. More is validated at the end of the run.
         if is_validation_due(config.validate_every, place, progress):
             look_unless_stopped(run, stop, place, meter, progress)
-        ended = progress == 1 or is_patience_over(config, place)
+        ended = has_run_ended(config, place, progress)
         if result.good and (ended or place.step % config.checkpoint_every == 0):
             save_run_checkpoint(run, place)
         after_step(place.step)

@@ -129,7 +129,7 @@ class DraftCycle:
 
         root_logits: of each sequence; None: the proposer does not draft for it.
         """
-        if self.proposer.at_once:
+        if self.proposer.at_once or self.builders[0].policy.at_once:
             return False
         params = self.samplers[0].params
         noises = 0
@@ -225,7 +225,7 @@ class DraftCycle:
             self.paths[row] = [tuple(chain)]
             logits = self._process_logits(row, logits)
         ahead = None
-        if self.proposer.at_once:
+        if self.proposer.foresees:
             ahead = partial(self._score_all_levels, row)
         params = sampler.params
         if sampler.noise:

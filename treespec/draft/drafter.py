@@ -226,6 +226,11 @@ class Proposer(Observer):
         return f"{self.head.kind} head" if self.head else ""
 
     @property
+    def foresees(self) -> bool:
+        """Whether `compute_all_levels` returns the logits of all levels, or predicts them."""
+        return self.at_once
+
+    @property
     def aux_layers(self) -> tuple[int, ...]:
         return self.head.aux_layers if self.head else ()
 
@@ -292,7 +297,10 @@ class Proposer(Observer):
         return grow(roots, logits, noise)
 
     def compute_all_levels(self, row: int) -> Tensor:
-        """Returns [D, N] draft logits of all levels of a sequence's tree. Call it after `begin`, before `extend`."""
+        """Returns [D, N] draft logits of all levels of a sequence's tree. Call it after `begin`, before `extend`.
+
+        Where a level depends on the tokens above, those are the most likely ones.
+        """
         raise TypeError(f"{type(self).__name__} drafts level by level")
 
 

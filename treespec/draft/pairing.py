@@ -30,7 +30,7 @@ class ProposerInfo:
     Attributes:
         trained: whether it is a trained head.
         deepest: the largest number of levels that it drafts; None: any number.
-        at_once: whether it drafts all levels at once, because a level depends only on the sequence.
+        at_once: whether all levels are known, or predicted, before the first token is drafted.
     """
 
     trained: bool = False
@@ -158,7 +158,7 @@ def describe_draft_model(spec: DrafterSpec) -> ProposerInfo:
     deepest = None
     if folder.is_dir():  # else a hub id, which may hold anything
         deepest = count_folder_levels(folder)
-    at_once = kind is None or HEAD_KINDS[kind].at_once
+    at_once = kind is None or HEAD_KINDS[kind].foresees
     return ProposerInfo(True, deepest, at_once)
 
 

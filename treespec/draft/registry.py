@@ -151,7 +151,7 @@ def build_head_row(name: str, summary: str, source: str = "", **facts: Any) -> D
 BUILTIN_DRAFTERS = (
     build_head_row("head", "a trained head; its files name the kind"),
     *(
-        build_head_row(name, kind.summary, kind.source, at_once=kind.at_once)
+        build_head_row(name, kind.summary, kind.source, at_once=kind.foresees)
         for name, kind in HEAD_KINDS.items()
     ),
     DrafterKind(
@@ -344,7 +344,7 @@ def add_head_kind(path: str) -> DrafterKind:
     """
     name = register_kind(path)
     kind = HEAD_KINDS[name]
-    DRAFTERS[name] = build_head_row(name, kind.summary, kind.source, at_once=kind.at_once)
+    DRAFTERS[name] = build_head_row(name, kind.summary, kind.source, at_once=kind.foresees)
     return DRAFTERS[name]
 
 

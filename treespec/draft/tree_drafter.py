@@ -60,7 +60,7 @@ class TreeDrafter(Drafter):
         cache: OneHotDrafter | None = None,
     ) -> None:
         has_head = proposer.head is not None
-        draft_model = ProposerInfo(has_head, proposer.max_depth, proposer.at_once)
+        draft_model = ProposerInfo(has_head, proposer.max_depth, proposer.foresees)
         check_fit(policy, scheme, draft_model)
         self.proposer = proposer
         self.scheme = scheme

@@ -87,20 +87,39 @@ class ConditionalProposer(BlockRunner):
         hidden: [B, D, H] the block's states of all levels of this cycle.
         level_logits: [B, D, N] their draft logits, before they are rescored.
         memory: [B, F, M] of the nodes whose children were drafted last.
+        roots: [B] int64, the last tokens of the sequences.
     """
 
     head: ConditionalBlockHead
     level = 0
+    roots: Tensor
     hidden: Tensor
     level_logits: Tensor
     memory: Tensor
 
+    @property
+    def foresees(self) -> bool:
+        return True
+
     def draft_first_level(self, last: Tensor, roots: Tensor) -> Tensor:
         self.level = 0
+        self.roots = roots
         self.hidden = self.head.select_drafted_states(last, self.block)
         self.level_logits = self.head.project_levels(self.hidden, self.target)
         memory = self.hidden.new_zeros(len(roots), 1, self.head.memory_size)
         return self.adjust_level(roots[:, None], memory)
+
+    @torch.no_grad()
+    def compute_all_levels(self, row: int) -> Tensor:
+        rows = slice(row, row + 1)
+        levels = self.head.predict_levels(
+            self.hidden[rows],
+            self.level_logits[rows],
+            self.roots[rows],
+            self.target.embed_tokens,
+            self.target,
+        )
+        return levels[0]
 
     @torch.no_grad()
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:

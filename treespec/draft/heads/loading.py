@@ -20,6 +20,7 @@ from treespec.draft.spec import DrafterSpec
 from treespec.draft.vocabulary import expand_logits, load_vocabulary, restrict
 from treespec.errors import InputError
 from treespec.heads.checkpoint import load_head
+from treespec.heads.conditional import ConditionalBlockHead
 from treespec.heads.folder import find_head_folder
 from treespec.heads.head import Config, Head
 from treespec.heads.registry import HEAD_KINDS
@@ -116,6 +117,28 @@ def draft_along(
     drafted = head(tokens[None].to(device), inputs, counts, steps, target.embed_tokens)
     for step, states in enumerate(drafted):
         yield head.project(states[:rows], step, target)
+
+
+@torch.no_grad()
+def predict_along(
+    head: Head, target: Target, tokens: Tensor, features: Tensor, steps: int
+) -> Iterator[Tensor]:
+    """The [R, N] draft logits of each level, before anything is drafted: those of `draft_along`, or predicted ones.
+
+    A level that depends on the tokens above is predicted as `ConditionalBlockHead.predict_levels` does. Arguments as
+    for `draft_along`.
+    """
+    if not isinstance(head, ConditionalBlockHead):
+        yield from draft_along(head, target, tokens, features, steps)
+        return
+    rows = len(tokens) - steps - 1
+    inputs = features[None, : len(tokens) - 2].to(target.output_device, head.dtype)
+    texts = tokens[None].to(target.output_device)
+    hidden = torch.cat(head.compute_levels(texts, inputs, target.embed_tokens)[:steps])
+    states = hidden.transpose(0, 1)[:rows]
+    logits = head.project_levels(states, target)
+    roots = texts[0, 1 : 1 + rows]
+    yield from head.predict_levels(states, logits, roots, target.embed_tokens, target).unbind(1)
 
 
 def draft_steps(head: Head, steps: int) -> int:

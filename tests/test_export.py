@@ -124,7 +124,8 @@ def test_exports_have_the_engines_fields_and_load_as_the_same_head(to, make, tmp
         kept = loaded.vocabulary
         assert kept.tolist() == list(range(63))
     outputs = compute_outputs(head)
-    rounding = 0 if len(kept) == outputs.shape[1] else 1e-5  # several threads share the rows of a product by their number
+    # Several threads share the rows of a product by their number.
+    rounding = 0 if len(kept) == outputs.shape[1] else 1e-5
     close(compute_outputs(loaded), outputs[:, kept], rounding)
     assert exported.logits == compute_outputs(loaded).numel()
     file = out / ("model.gguf" if to == "gguf" else "model.safetensors")

@@ -271,7 +271,7 @@ YARN_ROPE = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_ma
 def build_biased_eagle():
     """With biases on queries, keys and values, as for a Qwen2."""
     torch.manual_seed(0)
-    head = EagleHead(build_eagle().config | {"qkv_bias": True, "bias": False}).eval()
+    head = EagleHead(build_eagle().config | {"qkv_bias": True, "bias": False}).eval().float()
     torch.nn.init.normal_(head.layers[0].self_attn.q_proj.bias)
     return head
 

@@ -25,7 +25,7 @@ from head_files import (
     save_with,
 )
 from huggingface_hub import HfApi
-from models import GROUPED, as_undrafted, random_eagle3, random_model
+from models import GROUPED, as_undrafted, close, random_eagle3, random_model
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
@@ -130,7 +130,10 @@ def test_exports_have_the_engines_fields_and_load_as_the_same_head(to, make, tmp
         assert exported.left_out == head.mask_token == 63
         kept = loaded.vocabulary
         assert kept.tolist() == list(range(63))
-    assert torch.equal(compute_outputs(loaded), compute_outputs(head)[:, kept])
+    outputs = compute_outputs(head)
+    # Several threads share the rows of a product by their number.
+    rounding = 0 if len(kept) == outputs.shape[1] else 1e-5
+    close(compute_outputs(loaded), outputs[:, kept], rounding)
     assert exported.logits == compute_outputs(loaded).numel()
     file = out / ("model.gguf" if to == "gguf" else "model.safetensors")
     assert sorted(out.iterdir()) == [out / "config.json", file]

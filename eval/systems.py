@@ -12,13 +12,13 @@ from pathlib import PurePath
 from random import Random
 
 from treespec.draft.pairing import check_named
-from treespec.draft.registry import ORACLE_NAME
 from treespec.draft.spec import DrafterSpec
 from treespec.errors import InputError
 from treespec.eval.common import split_list
 from treespec.eval.config import (
     TRANSFORMERS_PEER,
     EvalConfig,
+    is_oracle,
     parse_drafters,
     parse_peers,
     parse_whole_numbers,
@@ -122,11 +122,6 @@ def list_systems(config: EvalConfig) -> list[System]:
             systems.append(name_system(system, config))
     check_names(systems)
     return systems
-
-
-def is_oracle(drafter: str | None) -> bool:
-    """Whether a drafter, as the user writes it, is the oracle: a ceiling for the others, not one of them."""
-    return drafter is not None and drafter.partition(":")[0] == ORACLE_NAME
 
 
 def list_peer_methods(peer: str, config: EvalConfig) -> list[System]:

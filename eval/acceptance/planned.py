@@ -1,4 +1,4 @@
-"""Compute τ of trees that the draft shapes anew after each token of a text, before anything is drawn (`ddtree`).
+"""Compute τ of trees that the draft shapes again after each token of a text, before anything is drawn (`ddtree`).
 
 Such a tree is a function of the text. So it is followed as a tree of fixed shape, at the tokens that have this shape:
 

@@ -95,8 +95,8 @@ class Correction:
 
     def update(self, prediction: "Prediction", path: Sequence[int]) -> None:
         """Learns from a verified tree. path: its accepted nodes, without the root."""
-        predicted = decay_counts(self.predicted)
-        accepted = decay_counts(self.accepted)
+        predicted = scale_counts(self.predicted)
+        accepted = scale_counts(self.accepted)
         parents = prediction.parents.tolist()
         probabilities = prediction.probabilities.tolist()
         for depth, node in enumerate([0, *path]):
@@ -119,7 +119,7 @@ class Correction:
         ]
 
 
-def decay_counts(counts: list[list[float]]) -> list[list[float]]:
+def scale_counts(counts: list[list[float]]) -> list[list[float]]:
     """Returns [2, 2] counts with the weight that they have a cycle later."""
     return [[RATE_DECAY * count for count in row] for row in counts]
 

@@ -158,9 +158,15 @@ def test_every_golden_place_is_read():
     assert [place for place in places if place not in readers and place != "__pycache__"] == []
 
 
+NEW_DEFAULTS = (  # validations come at shares of a run, and stored features need no whole target
+    "train --decode-on 8 (now None)",
+    "train --validate-every 1000 (now None)",
+)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_no_name_has_gone(name, files):
-    gone = [*find_lost(NAMES[name], LISTS[name](NAMES[name]))]
+    gone = [lost for lost in find_lost(NAMES[name], LISTS[name](NAMES[name])) if lost not in NEW_DEFAULTS]
     assert not gone, f"{name} that have gone: {', '.join(gone)}"
 
 

@@ -82,7 +82,7 @@ def list_verifiers(state: State) -> list[str]:
 
 
 @router.post("/cycles")
-async def answer_page(request: Request, body: PageRequest) -> Response:
+async def send_answer(request: Request, body: PageRequest) -> Response:
     """Stream an answer to the page, one event per cycle."""
     # 1. Check the request. Only the listed trees: other forms may read files or take any amount of memory.
     answers = Answers(request)

@@ -5,7 +5,7 @@ import torch
 from commands import complains
 from drafters import BLOCK_TEXT, build_dflash, draft_paths
 from head_files import QWEN3_CONFIG, SPECULATORS_DFLASH, Z_LAB, write_head
-from models import close, target
+from models import close, randn, target
 
 from treespec.draft.heads.block import ConditionalProposer
 from treespec.draft.heads.loading import load_trained_head
@@ -40,7 +40,7 @@ def check_directory(folder, config, tensors, expected):
 def own_output(rows=64):
     """An output layer, and tokens of its rows: in another order than ascending, if there are few."""
     torch.manual_seed(5)
-    tensors = {"lm_head.weight": torch.randn(rows, 32)}
+    tensors = {"lm_head.weight": randn(rows, 32)}
     if rows < 64:
         tokens = torch.randperm(64)[:rows]
         tensors["d2t"] = tokens - torch.arange(rows)

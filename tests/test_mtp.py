@@ -69,7 +69,7 @@ class Plain:
         self.layer = decoder_layer(self.model).eval()
         self.layer.load_state_dict({name: tensors[before + name] for name in self.layer.state_dict()})
         norm = type(self.layer.input_layernorm)
-        self.norms = [norm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(3)]
+        self.norms = [norm(config.hidden_size, eps=config.rms_norm_eps).float() for _ in range(3)]
         for made, part in zip(self.norms, (parts[0], parts[1], parts[3]), strict=True):
             made.load_state_dict({"weight": tensors[f"{part}.weight"]})
         self.weight = tensors[f"{parts[2]}.weight"]

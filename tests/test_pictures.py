@@ -68,7 +68,7 @@ def prompt_with(name, seed):
 
 
 def answers(model, inputs):
-    out = model.generate(**inputs, do_sample=False, max_new_tokens=24, eos_token_id=None, pad_token_id=0)
+    out = model.generate(**inputs, do_sample=False, max_new_tokens=12, eos_token_id=None, pad_token_id=0)
     return out[0, inputs["input_ids"].shape[1] :].tolist()
 
 
@@ -89,9 +89,9 @@ def test_a_model_with_pictures_answers_as_its_own_generate_does(tmp_path, name, 
     target = load(tmp_path, device_map="cpu", dtype="float32").target  # with the kernels, if there are any
     for spec in (Spec(target, random_head(target), "2x2"), Spec(target, None)):
         for size in (1, 3):
-            outs = spec.generate(prompts, max_new_tokens=24, ignore_eos=True, batch=size)
+            outs = spec.generate(prompts, max_new_tokens=12, ignore_eos=True, batch=size)
             assert [out.token_ids for out in outs] == wanted
-        for out in spec.generate(prompts[0], n=2, max_new_tokens=24, ignore_eos=True):
+        for out in spec.generate(prompts[0], n=2, max_new_tokens=12, ignore_eos=True):
             assert out.token_ids == wanted[0]
 
 

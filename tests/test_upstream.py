@@ -11,7 +11,7 @@ import pytest
 import torch
 from drafters import BLOCK_TEXT, DRAFT_PATHS, DRAFT_VOCAB, EIGHT_LAYERS
 from head_files import EAGLE31_VARIANTS, build_eagle31, save_with
-from models import close, random_eagle3, random_head, seeded
+from models import close, ones, random_eagle3, random_head, seeded
 from reference_heads.block_files import BLOCK_FILES
 from reference_heads.eagle import draft_by_steps, step_mtp
 from reference_heads.eagle_files import MTP_LAYER, SPECULATORS_MTP, list_mtp
@@ -106,7 +106,7 @@ def test_speculators_loads_the_tensors_of_dflash_that_its_rule_says(drafted, tmp
     config = json.loads((out / "config.json").read_text())
     tensors = load_file(out / "model.safetensors")
     whole = {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}
-    save_file(whole | {"lm_head.weight": torch.ones(64, 32)}, out / "model.safetensors", {"format": "pt"})
+    save_file(whole | {"lm_head.weight": ones(64, 32)}, out / "model.safetensors", {"format": "pt"})
     (out / "config.json").write_text(json.dumps(config | {"draft_vocab_size": 64}))
     for lm_head in (model.from_pretrained(out).lm_head, read_as("speculators", "dflash", out, ends, 8).lm_head):
         close(lm_head.weight.detach(), ends.output.detach(), 0)

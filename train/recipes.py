@@ -67,6 +67,28 @@ BUILTIN_TRAINING = {
         options=("unrolled_steps", "grow_at", *EAGLE3_PART_OPTIONS),
         restricted_first=True,
     ),
+    # The second stage; the first is EAGLE-3.1's.
+    "eagle4": Training(
+        objective=f"{OBJECTIVES_MODULE}:compute_candidate_loss",
+        recipe=Recipe(
+            epochs=10,
+            learning_rate=1e-3,
+            weight_decay=0.0,
+            warm_up=None,
+            unrolled_steps=3,
+            grow_at=0.0,
+        ),
+        options=(
+            "unrolled_steps",
+            "grow_at",
+            "sliding_window",
+            "first_weights",
+            "candidate_rank",
+            "candidates",
+        ),
+        restricted_first=True,
+        first_stage="eagle3",
+    ),
     # Medusa's and Hydra++'s recipes are those of the commands in their repositories' README.md.
     "medusa": replace(
         DEPTH_TRAINING,

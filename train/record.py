@@ -58,6 +58,9 @@ class Validation:
         decoded_length: tokens a cycle while the target answers held-out prompts with such chains;
             None if it answered none.
         trained: the same agreement on training data.
+        recall: for each draft step the share of positions whose most likely token, by the head's whole output layer,
+            is a candidate; [] for a head that computes all logits.
+        recall_of_few: the share of candidates among the eight most likely tokens.
         margins: half of the 95 % interval of each agreement, over conversations; []: too few of them.
         length_margin: the same of `acceptance_length`.
         runs: the share of positions at which all of the first 1, 2, … draft steps agree.
@@ -68,6 +71,8 @@ class Validation:
     positions: int
     decoded_length: float | None = None
     trained: list[float] = field(default_factory=list)
+    recall: list[float] = field(default_factory=list)
+    recall_of_few: list[float] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
     length_margin: float | None = None
     runs: list[float] = field(default_factory=list)
@@ -75,25 +80,35 @@ class Validation:
     def __str__(self) -> str:
         if not self.positions:
             return "not validated"
-        steps = " ".join(f"{share:.1%}" for share in self.agreement)
         summary = (
-            f"top-1 agreement by draft step {steps}; a chain commits "
+            f"top-1 agreement by draft step {format_shares(self.agreement)}; a chain commits "
             f"{self.acceptance_length:.2f} tokens per forward ({self.positions} held-out positions)"
         )
         if self.decoded_length is not None:
             summary += f"; decoding commits {self.decoded_length:.2f}"
         if self.trained:
-            steps = " ".join(f"{share:.1%}" for share in self.trained)
-            summary += f"; on training data {steps}"
+            summary += f"; on training data {format_shares(self.trained)}"
+        if self.recall:
+            summary += (
+                f"; candidates hold the head's most likely token {format_shares(self.recall)}, "
+                f"of its eight most likely {format_shares(self.recall_of_few)}"
+            )
         return summary
 
     def to_figures(self) -> dict[str, float]:
         """Convert to figures by name, for a tracker."""
         figures = {f"agreement_{step}": share for step, share in enumerate(self.agreement, start=1)}
+        for step, share in enumerate(self.recall, start=1):
+            figures[f"recall_{step}"] = share
         figures["predicted_length"] = self.acceptance_length
         if self.decoded_length is not None:
             figures["decoded_length"] = self.decoded_length
         return {f"held_out/{name}": value for name, value in figures.items()}
+
+
+def format_shares(shares: list[float]) -> str:
+    """Format a share for each draft step, such as "71.0% 58.3%"."""
+    return " ".join(f"{share:.1%}" for share in shares)
 
 
 NOT_VALIDATED = Validation([], 1.0, 0)  # of a head that was written a moment ago

@@ -14,6 +14,7 @@ from treespec.files.atomic import locked, remove_leftovers
 from treespec.model.weights import load_config
 from treespec.text.encoding import Example
 from treespec.train.budget import TrainingSize, choose_recipe, describe_recipe, keep_recipe
+from treespec.train.candidates import list_stages
 from treespec.train.checkpoints import Place, find_latest_step
 from treespec.train.config import TrainConfig, check_folders
 from treespec.train.data.prepare import Data, prepare, read_examples
@@ -24,6 +25,7 @@ from treespec.train.loop.stopping import stopping_between_steps
 from treespec.train.machine import (
     choose_dtype,
     choose_precision,
+    end_stage,
     load_target,
     make_accelerator,
     start_tracker,
@@ -50,7 +52,7 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
 
     Args:
         config: the options.
-        after_step: called after each optimizer step with the number of finished steps.
+        after_step: called after each optimizer step with the number of finished steps, those of a first stage too.
 
     Returns:
         The validation of the head.
@@ -60,12 +62,41 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
             full disk. The last checkpoint is kept.
         KeyboardInterrupt: after Ctrl-C or SIGTERM. The step that was finished is saved.
     """
+    check_folders(config)
+    config = replace(config, mixed_precision=choose_precision(config))
+    accelerator = make_accelerator(config)
+    *first_stages, last_stage = list_stages(config)
+    earlier_steps = 0
+    for stage in first_stages:
+        accelerator.print(f"first stage: a head of kind {stage.head}, in {stage.out}")
+        train_stage(stage, accelerator, after_step, ends=False)
+        end_stage(accelerator)
+        step = find_latest_step(Path(stage.out) / "training")
+        assert step is not None, "a finished run has a checkpoint"
+        earlier_steps = step
+    result = train_stage(last_stage, accelerator, lambda step: after_step(earlier_steps + step))
+    accelerator.end_training()
+    return result
+
+
+def train_stage(
+    config: TrainConfig,
+    accelerator: Accelerator,
+    after_step: Callable[[int], None],
+    ends: bool = True,
+) -> Validation:
+    """Train a head in one run, as `train`.
+
+    Args:
+        config: the options of the run.
+        accelerator: the processes.
+        after_step: called after each optimizer step with the number of finished steps of the run.
+        ends: whether the training ends with this run. Default: True.
+    """
     # 1. Checks that need no weights come before loading them. A run that goes on keeps its recipe.
     check_folders(config)
     folder = Path(config.out) / "training"
     started = time.monotonic()
-    config = replace(config, mixed_precision=choose_precision(config))
-    accelerator = make_accelerator(config)
     processes = accelerator.num_processes
     accelerator.print(
         f"processes: {processes}, on {accelerator.device}, mixed precision: {config.mixed_precision}"
@@ -121,10 +152,10 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
         accelerator.unwrap_model(run.model, keep_fp32_wrapper=False)
         result = finish(run, place)
         accelerator.wait_for_everyone()
-        accelerator.end_training()
         print_validation(result, accelerator)
-        length = measure_length(place.step, config.count_conversations(processes), data)
-        report_end(run, place, describe_end(config, data, place, length, result), result)
+        if ends:
+            length = measure_length(place.step, config.count_conversations(processes), data)
+            report_end(run, place, describe_end(config, data, place, length, result), result)
         return result
 
 

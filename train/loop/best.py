@@ -12,6 +12,7 @@ import torch
 from accelerate.utils import broadcast
 
 from treespec.files.atomic import read_tensors
+from treespec.train.candidates import add_recall
 from treespec.train.checkpoints import Place, replacing, take_weights
 from treespec.train.config import TrainConfig
 from treespec.train.loop.meter import Meter
@@ -109,9 +110,10 @@ def validate_during_run(run: TrainingRun, place: Place, progress: float) -> Vali
         return not place.validated and limit.is_over(1.0)
 
     held_out = keep_rows(run.iterate_validation_rows(conversations, is_over), rows)
-    result = validate(run.copy_as_served(), run.target, held_out, DRAFT_STEPS)
+    head = run.copy_as_served()
+    result = validate(head, run.target, held_out, DRAFT_STEPS)
     place.validated = len(rows)
-    return result
+    return add_recall(result, head, run.target, rows, DRAFT_STEPS)
 
 
 def take_best_head(run: TrainingRun, place: Place) -> None:

@@ -133,7 +133,7 @@ class Meter:
 
 def describe_agreement(line: Mapping[str, float]) -> str:
     """Describe a line's agreement by draft step, after a comma; "" if it has none."""
-    shares = []
+    shares: list[str] = []
     while f"{AGREEMENT_PREFIX}{len(shares) + 1}" in line:
         shares.append(f"{line[f'{AGREEMENT_PREFIX}{len(shares) + 1}']:.1%}")
     if not shares:

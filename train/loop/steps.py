@@ -154,10 +154,11 @@ def plan_run(run: TrainingRun) -> RunPlan:
     per_step = config.count_forwards(processes)
     lengths = [len(example.input_ids) for example in run.data.train]
     batches_of = partial(split_epoch, lengths, config.forward_size * processes, config.seed)
-    steps = config.max_steps
-    if not steps:
+    if config.max_steps:
+        steps = config.count_stage_steps(config.max_steps)
+    else:
         steps = max(1, config.hyperparameters.epochs * len(batches_of(0)) // per_step)
-    return RunPlan(per_step, batches_of, Clock(steps, config.minutes))
+    return RunPlan(per_step, batches_of, Clock(steps, config.stage_minutes))
 
 
 def compute_ready_forwards(
@@ -212,7 +213,7 @@ def run_training_steps(
     place = checkpoints.load_checkpoint(run.folder, run.head, run.optimizer.optimizer)
     plan = plan_run(run)
     clock = plan.clock
-    place.seconds += count_preparation(config.minutes, prepared_seconds)
+    place.seconds += count_preparation(clock.minutes, prepared_seconds)
     passes = PassesWarning(run)
     accelerator.gradient_accumulation_steps = plan.per_step
     timer = SharedTimer(accelerator, place.seconds)

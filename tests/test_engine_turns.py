@@ -1,15 +1,21 @@
 """Callers of an engine take turns, a request may bring a Spec of its own, and errors end what they must."""
 
+from threading import Event
 from types import SimpleNamespace
 
 import pytest
 from commands import complains
 from models import random_head, random_prompts, target
-from test_engine import NEW, alone, held_up
 
 from treespec.api.engine import Engine
 from treespec.api.spec import Spec
 from treespec.engine.batch import order_by_turns
+
+NEW = {"max_new_tokens": 12}
+
+
+def alone(spec, prompt):
+    return spec.new().generate(prompt, **NEW).token_ids
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +33,7 @@ def test_an_error_of_any_kind_ends_the_requests_that_run(head):
             answer = engine.submit([5], **NEW)
             with complains(r"the engine failed: SystemExit\(3\)"):
                 answer.result()
-        assert engine.submit([5], **NEW).result().token_ids == alone(head, [5], **NEW)
+        assert engine.submit([5], **NEW).result().token_ids == alone(head, [5])
         assert engine.failure is None
 
 
@@ -51,7 +57,8 @@ def test_callers_enter_the_batch_in_turns(head):
     prompts = random_prompts(8)
     ends = []
     with Engine(head, batch=2) as engine:
-        _, go = held_up(engine, prompts[0], caller="a", **NEW)
+        go = Event()
+        engine.submit(prompts[0], caller="a", on_piece=lambda piece: go.wait(60), **NEW)
         answers = []
         for number, prompt in enumerate(prompts):
             caller = "b" if number == 7 else "a"
@@ -63,7 +70,7 @@ def test_callers_enter_the_batch_in_turns(head):
             answers.append(engine.submit(prompt, caller=caller, on_piece=listen, **NEW))
         go.set()
         for prompt, answer in zip(prompts, answers, strict=True):
-            assert answer.result().token_ids == alone(head, prompt, **NEW)
+            assert answer.result().token_ids == alone(head, prompt)
     assert ends.index(7) < 3
 
 
@@ -84,5 +91,5 @@ def test_a_request_with_a_spec_of_its_own_is_decoded_beside_the_others(head):
     with Engine(head) as engine:
         answers = [engine.submit(prompt, spec=spec, **NEW) for spec in (None, plain, head.baseline(), None)]
         for answer in answers:
-            assert answer.result().token_ids == alone(head, prompt, **NEW)
+            assert answer.result().token_ids == alone(head, prompt)
         assert answers[1].stats.cycles == len(answers[1].output.token_ids)

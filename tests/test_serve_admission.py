@@ -140,7 +140,7 @@ def test_a_key_with_a_refused_grammar_goes_behind_the_others():
         lane = Lane(1)
         order = []
         await lane.enter("first")
-        lane.demote("a")
+        lane.put_behind("a")
 
         async def work(caller):
             await lane.enter(caller)

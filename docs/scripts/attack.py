@@ -82,7 +82,7 @@ def measure_bomb(url: str, port: int, server: psutil.Process, body: bytes, left:
 
 def measure_turns(url: str) -> str:
     """Let A ask for all answers that it may have, then B for one; return the figures."""
-    long = {"messages": QUESTION, "max_tokens": 48, "temperature": 0}
+    long = {"messages": QUESTION, "max_tokens": 24, "temperature": 0}
     ends: list[float] = []
 
     def ask_as_a() -> None:

@@ -205,7 +205,7 @@ class Batch:
                 self._begin(prefilling)
             if self.target.tree_decoder.graphs and prefilling.is_new:
                 group_tokens = limit_tokens(max_tokens, spent_tokens, GROUP_PREFILL_TOKENS)
-                group = self._group_prompts(prefilling, group_tokens)
+                group = self._collect_prompts(prefilling, group_tokens)
                 sharing += [other.request.stats for other in group[1:]]
                 if len(group) > 1:
                     spent_tokens += prefill_group(self.target, group)
@@ -247,7 +247,7 @@ class Batch:
         request.stats.cached_tokens = len(request.committed)
         prefilling.cache.reserve(len(request.prompt))
 
-    def _group_prompts(self, prefilling: Prefilling, max_tokens: int) -> list[Prefilling]:
+    def _collect_prompts(self, prefilling: Prefilling, max_tokens: int) -> list[Prefilling]:
         """A new prompt and the next new ones that fit in one forward: a GPU takes as long for one as for many.
 
         max_tokens: of the whole group, padding included.

@@ -8,7 +8,7 @@ from torch import nn
 from treespec.engine.prefill import IDLE_CHUNK_TOKENS
 from treespec.engine.request import TokenLogprob, compute_logprobs
 from treespec.files.locks import alone_with
-from treespec.files.pauses import pause
+from treespec.files.pauses import take_pause
 from treespec.model.target import Target
 
 
@@ -31,7 +31,7 @@ def score_prompt(
     cache = target.build_cache(len(prompt))
     logprobs = list[TokenLogprob]()
     for start in range(0, count, IDLE_CHUNK_TOKENS):
-        pause()
+        take_pause()
         end = min(start + IDLE_CHUNK_TOKENS, count)
         with alone_with(models):
             features = target.prefill(cache, tokens[:, start:end], ahead=count - end)

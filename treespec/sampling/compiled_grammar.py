@@ -21,7 +21,7 @@ from multiprocessing.context import SpawnProcess
 from typing import TYPE_CHECKING, Any, final
 
 from treespec.errors import InputError, Unavailable, describe_os_error
-from treespec.files.pauses import pause
+from treespec.files.pauses import take_pause
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -247,7 +247,7 @@ class GrammarSandbox:
         except (EOFError, OSError):
             self._end()
             fault = f"{kind} is too complex to be compiled: give a simpler one"
-        except BaseException:  # of `pause`: nobody waits for this grammar any more
+        except BaseException:  # of `take_pause`: nobody waits for this grammar any more
             self._end()
             raise
         if fault:
@@ -258,7 +258,7 @@ class GrammarSandbox:
         assert self.pipe
         end = time.monotonic() + seconds
         while not self.pipe.poll(PAUSE_SECONDS):
-            pause()
+            take_pause()
             if time.monotonic() > end:
                 raise TimeoutError
         return str(self.pipe.recv())

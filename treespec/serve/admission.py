@@ -75,7 +75,7 @@ class Lane:
             self._waiting[caller] = self._waiting.pop(caller)  # behind the others
         self._admit()
 
-    def demote(self, caller: str) -> None:
+    def put_behind(self, caller: str) -> None:
         """Let the other callers go before this one for a while."""
         self._demoted[caller] = asyncio.get_running_loop().time() + DEMOTION_SECONDS
 
@@ -119,27 +119,27 @@ class Admission:
         """answers: the most that run and wait for one caller. seconds: the longest that a place is held."""
         self.limits = {"answers": answers, "bytes": MAX_CALLER_BYTES, "pixels": MAX_CALLER_PIXELS}
         self.seconds = seconds
-        self.places: set[Place] = set()
+        self.places: set[RequestPlace] = set()
         self.held: dict[str, Counter[str]] = {}  # by caller
         self.texts = Lane(2, requeues=True)
         self.grammars = Lane(1)
         self.scores = Lane(1)
 
-    def enter(self, caller: str) -> "Place":
+    def enter(self, caller: str) -> "RequestPlace":
         """Take a place. Raises ApiError, a 429, if the caller's places are all taken."""
-        place = Place(self, caller)
+        place = RequestPlace(self, caller)
         place.hold("answers", 1)
         self.places.add(place)
         return place
 
-    def expire(self) -> None:
+    def end_now(self) -> None:
         """End the time of all requests."""
         for place in list(self.places):
-            place.expire()
+            place.end_now()
 
 
 @final
-class Place:
+class RequestPlace:
     """What a request holds, from its headers to the end of its answer.
 
     Attributes:
@@ -196,7 +196,7 @@ class Place:
     async def run(self, call: Callable[[], T]) -> T:
         """Run `call` on a thread, in the lane, and return its result. Raises its error; TimeoutError at the deadline.
 
-        If the request ends before, `pause` ends the work by an AbandonedError. The thread keeps no process alive.
+        If the request ends before, `take_pause` ends the work by an AbandonedError. The thread keeps no process alive.
         """
         done: asyncio.Future[T] = self.loop.create_future()
 
@@ -211,11 +211,11 @@ class Place:
             else:
                 done.set_result(result)  # type: ignore[arg-type]
 
-        def work() -> None:
+        def run_call() -> None:
             result = None
             fault: BaseException | None = None
             try:
-                with pausing(self._pause):
+                with pausing(self._take_pause):
                     result = call()
             except BaseException as error:  # it is raised where the result is awaited
                 fault = error
@@ -223,7 +223,7 @@ class Place:
                 self.loop.call_soon_threadsafe(finish, result, fault)
 
         self._is_working = True
-        Thread(target=work, name="treespec-request", daemon=True).start()
+        Thread(target=run_call, name="treespec-request", daemon=True).start()
         try:
             async with self._until_end():
                 return await done
@@ -231,7 +231,7 @@ class Place:
             self._is_over = self._is_over or self._is_working
             raise
 
-    def expire(self) -> None:
+    def end_now(self) -> None:
         """End the request's time now."""
         self.end = self.loop.time()
         if self._timeout is not None:
@@ -258,17 +258,17 @@ class Place:
         finally:
             self._timeout = None
 
-    def _pause(self) -> None:
+    def _take_pause(self) -> None:
         """On a working thread: end the work if the request is over, or let others in the lane go first."""
         if self._is_over:
             raise AbandonedError
         lane = self._lane
         if lane is not None and lane.requeues and lane.has_waiting:
-            asyncio.run_coroutine_threadsafe(self._requeue(lane), self.loop).result()
+            asyncio.run_coroutine_threadsafe(self._enter_again(lane), self.loop).result()
             if self._is_over:
                 raise AbandonedError
 
-    async def _requeue(self, lane: Lane) -> None:
+    async def _enter_again(self, lane: Lane) -> None:
         """Go to the back of the lane."""
         lane.leave(self.caller)
         await lane.enter(self.caller)

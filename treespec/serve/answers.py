@@ -16,9 +16,9 @@ from treespec.api.spec import Spec
 from treespec.engine.output import Completion
 from treespec.engine.request import Piece
 from treespec.errors import InputError, TooLong, Unavailable, describe_os_error
-from treespec.files.pauses import pause
+from treespec.files.pauses import take_pause
 from treespec.sampling.compiled_grammar import GRAMMAR_KINDS
-from treespec.serve.admission import Lane, Place
+from treespec.serve.admission import Lane, RequestPlace
 from treespec.serve.errors import ApiError, build_bad_request, to_api_error
 from treespec.serve.state import State, get_state
 from treespec.text.pictures import count_pixels, has_pictures
@@ -48,7 +48,7 @@ class Answers:
     def __init__(self, request: Request) -> None:
         self.state: State = get_state(request)
         self.request = request
-        self.place: Place = request.state.place
+        self.place: RequestPlace = request.state.place
         self.loop = asyncio.get_running_loop()
         self.arrived: asyncio.Queue[Arrival] = asyncio.Queue()
         self.answers: list[Completion] = []
@@ -141,7 +141,7 @@ class Answers:
                 ]
                 keywords: Any = {"seed": first_seed, "on_pieces": listeners, **options}
                 keywords |= {"caller": self.place.caller, "spec": spec}
-                pause()
+                take_pause()
                 self.answers += state.engine.submit_n(prompt, samples, **keywords)
                 if self.cancelled:  # meanwhile
                     self.cancel()
@@ -163,19 +163,19 @@ class Answers:
         try:
             await self.run(partial(self.state.trial.run, kind, source), lane=grammars)
         except BaseException:
-            grammars.demote(self.place.caller)
+            grammars.put_behind(self.place.caller)
             raise
 
     def _build_listener(self, index: int) -> Callable[[Piece | None], None]:
         """Build the callback of an answer; the engine's thread calls it with each piece."""
         measure = self.state.metrics.watch()
 
-        def on_piece(piece: Piece | None) -> None:
+        def take_piece(piece: Piece | None) -> None:
             measure(piece)
             with suppress(RuntimeError):  # the server has shut down, and its event loop with it
                 self.loop.call_soon_threadsafe(self.arrived.put_nowait, (index, piece))
 
-        return on_piece
+        return take_piece
 
     def cancel(self) -> None:
         """Cancel all answers."""

@@ -289,7 +289,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Fields:
         encode = partial(encode_request, spec, body.messages)
     elif body.prompt is not None and body.messages is None:
         param = "prompt"
-        encode = partial(encode_text, spec, body.prompt, body.add_special_tokens)
+        encode = partial(encode_tokenize_text, spec, body.prompt, body.add_special_tokens)
     else:
         raise ApiError(400, "give either prompt or messages", "prompt")
     if spec.target.tokenizer is None:
@@ -298,7 +298,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Fields:
     return {"tokens": ids, "count": len(ids), "max_model_len": spec.target.context_length}
 
 
-def encode_text(spec: Spec, text: str, add_special_tokens: bool) -> list[int]:
+def encode_tokenize_text(spec: Spec, text: str, add_special_tokens: bool) -> list[int]:
     """Encode a text. Raises InputError if the text is too long or no valid Unicode."""
     tokenizer: Any = spec.target.tokenizer
     check_fits_context(

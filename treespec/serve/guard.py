@@ -13,13 +13,13 @@ from urllib.parse import urlsplit
 from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from treespec.serve.admission import Place
+from treespec.serve.admission import RequestPlace
 from treespec.serve.errors import ApiError, build_error_response
 from treespec.serve.logs import REQUEST_ID_HEADER, log_request, read_request_id, request_id
 from treespec.serve.state import State
 
 MAX_BODY_BYTES = 4 << 20  # of a request
-LOOKS = (
+SOCKET_LOOKS = (
     6  # of the event loop at its sockets before a body is parsed: many a client has left by then
 )
 CLIENT_LEFT_STATUS = 499  # in the log, as nginx has it
@@ -110,7 +110,7 @@ class Guard:
             request.state.place = place
             listener = asyncio.create_task(watch_client(receive, place, asyncio.current_task()))
             try:
-                for _ in range(LOOKS):
+                for _ in range(SOCKET_LOOKS):
                     await asyncio.sleep(0)
                 await place.move(self.state.admission.texts)
                 await self.app(request.scope, replay_body(body, place), send_whole)
@@ -156,7 +156,7 @@ class Guard:
         return matching_keys[0]
 
 
-async def receive_body(receive: Receive, place: Place) -> bytes | None:
+async def receive_body(receive: Receive, place: RequestPlace) -> bytes | None:
     """Receive a request's body; None if the client leaves. Raises ApiError for one that is too large."""
     parts: list[bytes] = []
     size = 0
@@ -176,7 +176,7 @@ async def receive_body(receive: Receive, place: Place) -> bytes | None:
             return b"".join(parts)
 
 
-def replay_body(body: bytes, place: Place) -> Receive:
+def replay_body(body: bytes, place: RequestPlace) -> Receive:
     """Build what the application receives: the body, then that the client has left, once it has."""
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -189,7 +189,9 @@ def replay_body(body: bytes, place: Place) -> Receive:
     return receive
 
 
-async def watch_client(receive: Receive, place: Place, request: asyncio.Task[None] | None) -> None:
+async def watch_client(
+    receive: Receive, place: RequestPlace, request: asyncio.Task[None] | None
+) -> None:
     """Wait until the client leaves, or has its whole answer; cancel a request that is left."""
     while (await receive())["type"] != "http.disconnect":
         pass

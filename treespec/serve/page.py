@@ -50,7 +50,7 @@ class PageRequest(StrictBody):
 
 
 @router.api_route("/", methods=["GET", "HEAD"])
-async def page() -> Response:
+async def send_page() -> Response:
     """Send the page."""
     return FileResponse(STATIC_FOLDER / "page.html")
 
@@ -67,7 +67,7 @@ async def setup(request: Request) -> Fields:
         "model": state.name,
         "drafts": spec.source is not None,
         "drafting": ", ".join(spec.drafting_names),
-        "verifiers": verifiers(state),
+        "verifiers": list_verifiers(state),
         "trees": TREE_CHOICES,
         "verifier": spec.verifier.name,
         "tree": tree,
@@ -75,20 +75,20 @@ async def setup(request: Request) -> Fields:
     }
 
 
-def verifiers(state: State) -> list[str]:
+def list_verifiers(state: State) -> list[str]:
     """The verifiers that the page offers, `auto` first; lossy ones only if the server allows them."""
     names = sorted(VERIFIER_NAMES, key="auto".__ne__)
     return [name for name in names if state.config.allow_lossy or name not in LOSSY_SCHEMES]
 
 
 @router.post("/cycles")
-async def answer(request: Request, body: PageRequest) -> Response:
+async def send_answer(request: Request, body: PageRequest) -> Response:
     """Stream an answer to the page, one event per cycle."""
     # 1. Check the request. Only the listed trees: other forms may read files or take any amount of memory.
     answers = Answers(request)
     state = answers.state
     state.check_tokens(body.max_tokens, "max_tokens")
-    check_page_choice("verifier", body.verifier, verifiers(state))
+    check_page_choice("verifier", body.verifier, list_verifiers(state))
     check_page_choice("tree", body.tree, TREE_CHOICES)
 
     # 2. Encode the prompt, and begin.

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 TICK_SECONDS = 0.1  # between two calls of on_tick
 MIN_STEP_SECONDS = 60.0
 LAST_STEP_SECONDS = 30.0  # for the engine's thread to end
-BACKLOG = 128  # connections that wait to be accepted
+ACCEPT_BACKLOG = 128  # connections that wait to be accepted
 PUBLIC_WARNING = "every machine that reaches this address may ask: demand a key by --api-key KEY"
 FAREWELL_SECONDS = 1.0  # for clients to read that their answer was cut off
 
@@ -69,7 +69,7 @@ class HttpServer(uvicorn.Server):
 
         # 2. End all requests, whatever their threads do; their clients have a second to read that.
         self.state.cut_off = True
-        self.state.admission.expire()
+        self.state.admission.end_now()
         closing = partial(self.state.engine.close, finish=False)
         Thread(target=closing, name="treespec-closing", daemon=True).start()
         await asyncio.sleep(FAREWELL_SECONDS)
@@ -78,13 +78,10 @@ class HttpServer(uvicorn.Server):
         for task in list(self.server_state.tasks):
             task.cancel()
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to accept connections."""
-        asyncio.get_running_loop().set_exception_handler(AcceptErrors())
-        await super().startup(sockets)
-
     async def on_tick(self, counter: int) -> bool:
         """Every tenth of a second: whether to end the server. A dead engine ends it."""
+        if counter == 0:
+            asyncio.get_running_loop().set_exception_handler(AcceptErrors())
         self.state.failure = self.watch.find_failure()
         if self.state.failure:
             log.error("%s", self.state.failure)
@@ -192,7 +189,7 @@ def build_uvicorn_config(state: State) -> uvicorn.Config:
         log_config=log_config,
         log_level=None,
         access_log=False,  # Guard logs
-        backlog=BACKLOG,
+        backlog=ACCEPT_BACKLOG,
         server_header=False,
         lifespan="off",
         ws="none",

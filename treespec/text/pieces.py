@@ -15,7 +15,7 @@ at last to the whole text.
 
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
-from treespec.files.pauses import pause
+from treespec.files.pauses import take_pause
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,7 +25,7 @@ OVERLAP_CHARACTERS = 1 << 10
 
 
 @final
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """The tokens of a piece of a text.
 
     Attributes:
@@ -47,7 +47,7 @@ def encode_text(
         text: valid Unicode.
         add_special_tokens: whether to add the tokens that the tokenizer puts around a text. Default: True.
     """
-    pause()
+    take_pause()
     if len(text) <= PIECE_CHARACTERS or not getattr(tokenizer, "is_fast", False):
         ids: list[int] = tokenizer.encode(
             text, add_special_tokens=add_special_tokens, verbose=False
@@ -68,7 +68,7 @@ def encode_words(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
     piece = encode_piece(tokenizer, text, start, start + size)
     begin = 0  # token of the piece that follows `ids`
     while start + size < len(text):
-        pause()
+        take_pause()
         end = start + size
         next_start = end - OVERLAP_CHARACTERS
         next_piece = encode_piece(tokenizer, text, next_start, next_start + PIECE_CHARACTERS)
@@ -85,7 +85,9 @@ def encode_words(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
     return ids + piece.ids[begin:]
 
 
-def encode_piece(tokenizer: "PreTrainedTokenizerBase", text: str, start: int, end: int) -> Piece:
+def encode_piece(
+    tokenizer: "PreTrainedTokenizerBase", text: str, start: int, end: int
+) -> TextPiece:
     """Encode the characters from `start` to `end` of a text."""
     encoded: Any = tokenizer(
         text[start:end], add_special_tokens=False, return_offsets_mapping=True, verbose=False
@@ -99,10 +101,10 @@ def encode_piece(tokenizer: "PreTrainedTokenizerBase", text: str, start: int, en
         if number != last_word:
             words.setdefault(start + first, index)
         last_word = number
-    return Piece(encoded["input_ids"], words)
+    return TextPiece(encoded["input_ids"], words)
 
 
-def find_joint(piece: Piece, next_piece: Piece, margin: int) -> int | None:
+def find_joint(piece: TextPiece, next_piece: TextPiece, margin: int) -> int | None:
     """The first character at which both pieces begin a word and from which they agree; None if there is none.
 
     margin: the character from which on `piece` may differ, because it has been cut off; the pieces must agree on

@@ -34,7 +34,7 @@ kernels-check:
 
 # Without the package the tests are skipped, and pytest says so.
 upstream: setup
-	@$(MAKE) --no-print-directory $(UPSTREAM)/ready || echo "upstream: speculators could not be installed, as pip says above: its tests are skipped"
+	@$(MAKE) --no-print-directory $(UPSTREAM)/ready || echo "upstream: speculators and specforge could not be installed, as pip says above: its tests are skipped"
 	$$(test -e $(UPSTREAM)/ready && echo $(UPSTREAM) || echo .venv)/bin/python -m pytest -rs tests/test_upstream.py
 
 $(UPSTREAM)/ready: Makefile constraints.txt .venv/ready
@@ -42,7 +42,7 @@ $(UPSTREAM)/ready: Makefile constraints.txt .venv/ready
 	$(BIN)/python -m venv --without-pip $(UPSTREAM)
 	echo "import site; site.addsitedir('$$($(BIN)/python -c $(PURELIB))')" > $$($(UPSTREAM)/bin/python -c $(PURELIB))/beside.pth
 	$(INSTALL) datasets loguru pydantic-settings
-	$(INSTALL) --no-deps speculators hs-connectors
+	$(INSTALL) --no-deps speculators hs-connectors specforge
 	touch $@
 
 setup: .venv/ready

@@ -245,7 +245,7 @@ def load_own(config: EvalConfig, dtype: str, device_map: str) -> tuple[Spec, Fre
     calibrations = {name: load_calibration_for(source, name) for name, source in sources.items()}
     plain = Spec(target, None, template=config.template)
 
-    def fresh(system: System) -> Spec:
+    def build_fresh(system: System) -> Spec:
         if system.drafter is None:
             return plain.baseline()
         return Spec(
@@ -258,7 +258,7 @@ def load_own(config: EvalConfig, dtype: str, device_map: str) -> tuple[Spec, Fre
             calibration=calibrations[system.drafter],
         )
 
-    return plain, fresh
+    return plain, build_fresh
 
 
 def build_answerer(spec: Spec, system: System, config: EvalConfig) -> Answerer:
@@ -270,7 +270,7 @@ def build_answerer(spec: Spec, system: System, config: EvalConfig) -> Answerer:
     """
     has_cache_folder = bool(system.drafter and DrafterSpec.parse(system.drafter).cache_folder)
 
-    def answer(asks: Sequence[PromptRequest]) -> list[Output]:
+    def generate_outputs(asks: Sequence[PromptRequest]) -> list[Output]:
         seeds: list[Seed] = [ask.seed for ask in asks]
         if (
             has_cache_folder
@@ -289,4 +289,4 @@ def build_answerer(spec: Spec, system: System, config: EvalConfig) -> Answerer:
             remember=False,
         )
 
-    return answer
+    return generate_outputs

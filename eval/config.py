@@ -142,6 +142,13 @@ def parse_drafters(config: EvalConfig) -> list[DrafterSpec]:
     return DrafterSpec.parse_all(config.source)
 
 
+def is_oracle(drafter: str | None) -> bool:
+    """Whether a drafter, as the user writes it, is the oracle: a ceiling for the others, not one of them."""
+    if drafter is None:
+        return False
+    return drafter.partition(":")[0] == ORACLE_NAME
+
+
 @dataclass(frozen=True, kw_only=True)
 class CertifyConfig(ModelOptions, QuestionOptions, LogitOptions):
     """The options of `treespec certify`. Raises InputError for a number out of its range and for `--drafter none`."""

@@ -1,12 +1,14 @@
-"""Format tables and plots for other programs: CSV with every digit, and LaTeX with booktabs."""
+"""Format tables, plots and figures for other programs: CSV with every digit, and LaTeX with booktabs."""
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from treespec.eval.header import RunHeader
 from treespec.eval.report import Cell, EvalPage, Plot, Table, escape_cell
 
+SYSTEM_COLUMNS = ("name", "drafter", "method", "tree", "temperature", "batch", "peer", "lossless")
 LATEX_SIGNS = {  # every other sign stands for itself
     "\\": r"\textbackslash{}",
     "&": r"\&",
@@ -74,6 +76,57 @@ def format_plot_csv(plot: Plot) -> str:
         for position, figure in points:
             lines.append([escape_cell(name), repr(position), *format_ends(figure)])
     return format_csv(lines)
+
+
+def format_summary_csv(summary: Mapping[str, Any]) -> str:
+    """Format the figures of OUT/report.json as CSV: for each system a row of all questions and one of each category.
+
+    A figure with an interval takes three columns: its value and the ends.
+    """
+    # 1. The rows, each with the columns that it has.
+    rows: list[dict[str, object]] = []
+    for row in summary["rows"]:
+        names = {name: row[name] for name in SYSTEM_COLUMNS}
+        for group, figures in {"overall": row["overall"], **row["categories"]}.items():
+            rows.append(names | {"group": group} | flatten_figures(figures))
+
+    # 2. One heading for every column of a row.
+    headings: dict[str, None] = {}
+    for cells in rows:
+        headings |= dict.fromkeys(cells)
+    lines = [list(headings)]
+    for cells in rows:
+        lines.append([format_value(cells.get(name)) for name in headings])
+    return format_csv(lines)
+
+
+def flatten_figures(figures: Mapping[str, Any], before: str = "") -> dict[str, object]:
+    """Flatten figures to columns: those below `cycle_ms` are cycle_ms_target and so on, those of a list have a number.
+
+    before: the beginning of each column's name.
+    """
+    columns: dict[str, object] = {}
+    for name, value in figures.items():
+        if isinstance(value, list):
+            value = {str(number): item for number, item in enumerate(value, 1)}
+        if not isinstance(value, dict):
+            columns[before + name] = value
+        elif "value" in value:
+            columns[before + name] = value["value"]
+            columns[f"{before}{name}_low"] = value["low"]
+            columns[f"{before}{name}_high"] = value["high"]
+        else:
+            columns |= flatten_figures(value, f"{before}{name}_")
+    return columns
+
+
+def format_value(value: object) -> str:
+    """Format a number or a text for a CSV cell; None becomes ""."""
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return repr(value)
+    return escape_cell(str(value))
 
 
 def format_csv(lines: Sequence[Sequence[str]]) -> str:

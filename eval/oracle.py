@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 from treespec.api.spec import Spec
 from treespec.eval.answering import PromptRequest, build_answerer
-from treespec.eval.config import EvalConfig
-from treespec.eval.systems import System, is_oracle
+from treespec.eval.config import EvalConfig, is_oracle
+from treespec.eval.systems import System
 
 Rehearsal = Callable[[Sequence[PromptRequest]], None]  # runs before the clock of a call starts
 
@@ -21,8 +21,8 @@ def build_rehearsal(spec: Spec, system: System, config: EvalConfig) -> Rehearsal
     assert drafter is not None
     answer = build_answerer(spec.baseline(), system, config)
 
-    def rehearse(asks: Sequence[PromptRequest]) -> None:
+    def show_answers(asks: Sequence[PromptRequest]) -> None:
         for ask, output in zip(asks, answer(asks), strict=True):
             drafter.remember("", [*ask.ids, *output.token_ids])
 
-    return rehearse
+    return show_answers

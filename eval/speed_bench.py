@@ -15,6 +15,7 @@ from typing import Any
 from treespec.errors import InputError, get_first_line
 from treespec.files.distribution import check_extra
 from treespec.files.downloads import HubFile
+from treespec.text.sources import PARQUET_START
 
 SPEED_BENCH_PARTS = {
     "speed-bench": "qualitative",
@@ -25,8 +26,7 @@ SPEED_BENCH_PARTS = {
     "speed-bench-32k": "throughput_32k",
 }
 SPEED_BENCH_COMMIT = "487aa718444e816458d1a0a52bfce7a454285cf4"
-PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
-PARQUET_START = b"PAR1"  # first bytes of a parquet file
+UNPUBLISHED_TEXT = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
 
 
 def build_hub_file(part: str) -> HubFile:
@@ -69,7 +69,7 @@ def list_user_turns(messages: object) -> list[object]:
 
 def check_published(turns: Sequence[str]) -> None:
     """Raise ValueError if the hub's file has a placeholder instead of a text."""
-    if any(turn.startswith(PLACEHOLDER) for turn in turns):
+    if any(turn.startswith(UNPUBLISHED_TEXT) for turn in turns):
         raise ValueError(
             "its text is not in the hub's file: fill it in by NVIDIA's prepare_data.py"
         )

@@ -269,7 +269,7 @@ def match_drafter(
     check_named(drafter, verifier_info, tree_policy)
     if is_oracle(drafter.written) and not verifier_info.coupled:
         raise InputError(
-            f"an oracle replays the text of a seed, which {verifier} would draw anew: take --verifier auto"
+            f"an oracle replays the text of a seed, which {verifier} would draw otherwise: take --verifier auto"
         )
     return System(verifier, drafter.written, tree)
 

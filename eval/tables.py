@@ -1,11 +1,12 @@
-"""Write an evaluation's tables and answers: OUT/report.md and .html, and OUT/answers."""
+"""Write an evaluation's tables and answers: OUT/report.md, .html and .csv, and OUT/answers."""
 
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePath
 
-from treespec.eval.config import EvalConfig
+from treespec.eval.config import EvalConfig, is_oracle
+from treespec.eval.exports import format_summary_csv
 from treespec.eval.figures import Row, Summary, summarize_ledger
 from treespec.eval.header import build_header
 from treespec.eval.intervals import MIN_QUESTIONS
@@ -20,7 +21,6 @@ from treespec.eval.report import (
     list_notes,
     to_percent,
 )
-from treespec.eval.systems import is_oracle
 from treespec.eval.verdict import estimate_noise, write_verdict
 from treespec.files.atomic import write_json, write_text
 
@@ -30,11 +30,12 @@ Cells = dict[str, Cell]  # a row's cells by column
 
 
 def write_report(ledger: Ledger, out: Path) -> Summary:
-    """Write OUT/report.json, the page OUT/report.html, and OUT/answers/<system>.jsonl; return the figures."""
+    """Write OUT/report.json, .csv and .html, and OUT/answers/<system>.jsonl; return the figures."""
     # 1. The figures, and the page.
     text = json.dumps(summarize_ledger(ledger))
     summary = json.loads(text, parse_constant=lambda _: None)  # NaN: no time was measured
     write_json(out / "report.json", summary)
+    write_text(out / "report.csv", format_summary_csv(summary))
     write_page(build_eval_page(summary), out / "report.html")
 
     # 2. The completions.
@@ -49,13 +50,15 @@ def write_report(ledger: Ledger, out: Path) -> Summary:
 
 
 def build_answer_line(completion: Completion) -> dict[str, object]:
-    """Build a line of OUT/answers, in the format that FastChat (llm_judge) and Spec-Bench (evaluation/eval.py) read.
+    """Build a line of OUT/answers, in the format of FastChat (llm_judge), Spec-Bench and EAGLE (their evaluation).
 
-    The fields that Spec-Bench adds have one item a turn, except accept_lengths, which is one list for all turns.
+    The fields that these add have one item a turn, except accept_lengths, which is one list for all turns. EAGLE's
+    `idxs` are the numbers of the turns' last cycles, counted from 0.
     """
     choice = {
         "index": 0,
         "turns": completion["turns"],
+        "idxs": [max(cycles - 1, 0) for cycles in completion["cycles"]],
         "new_tokens": completion["new_tokens"],
         "accept_lengths": completion["accept_lengths"],
         "decoding_steps": completion["cycles"],
@@ -113,7 +116,7 @@ def build_eval_report(summary: Summary) -> EvalReport:
     # 3. The report.
     tables = [
         replace(speed, rows=speed_rows),
-        build_table("By category: τ (speedup)", own_rows, build_category_cells),
+        build_table("By category: τ (speedup)", rows, build_category_cells),
         build_table("Right answers", [row for row in rows if row["right"]], build_accuracy_cells),
         build_table("Acceptance rate α by depth", own_rows, build_rate_cells),
         build_table("A cycle's time in ms (share)", timed_rows, build_cycle_cells),
@@ -128,9 +131,14 @@ def build_eval_report(summary: Summary) -> EvalReport:
         config=config,
         few=MIN_QUESTIONS,
         noises=noise_by_repeat,
-        has_oracle=any(is_oracle(row["drafter"]) for row in rows),
+        has_oracle=has_oracle(rows),
     )
     return EvalReport(tables, notes, write_verdict(summary))
+
+
+def has_oracle(rows: Sequence[Row]) -> bool:
+    """Whether an oracle is among the systems."""
+    return any(is_oracle(row["drafter"]) for row in rows)
 
 
 def build_table(title: str, rows: Sequence[Row], cells: Callable[[Row], Cells]) -> Table:
@@ -163,6 +171,7 @@ def build_speed_cells(row: Row) -> Cells:
         "τ": overall["acceptance_length"],
         "tokens/s": escape_cell(overall["tokens_per_second"]),
         "speedup": overall["speedup"],
+        "speedup of mean rates": overall["mean_rate_speedup"],
         "by generate": row["by_generate"],
         "first token, s": first_token,
         "identical": identical,
@@ -175,7 +184,9 @@ def build_category_cells(row: Row) -> Cells:
     for name, figures in {**row["categories"], "overall": row["overall"]}.items():
         tau, _, _ = escape_cell(figures["acceptance_length"]).partition(" ")  # without its interval
         speedup, _, _ = escape_cell(figures["speedup"]).partition(" ")
-        cells[name] = f"{tau} ({speedup})" if speedup else tau
+        cells[name] = tau
+        if speedup:
+            cells[name] = f"{tau} ({speedup})".strip()
     return cells
 
 

@@ -8,10 +8,10 @@ interval is beyond 1 by more than that noise.
 import math
 from collections.abc import Sequence
 
+from treespec.eval.config import is_oracle
 from treespec.eval.figures import Row, Summary
 from treespec.eval.intervals import MIN_QUESTIONS, Figure
 from treespec.eval.report import escape_cell
-from treespec.eval.systems import is_oracle
 
 LEAST_TAU = 1.02  # below this acceptance length drafts save nothing, so a difference in speed is the clock's noise
 VERDICT_SIDES = {

@@ -46,15 +46,14 @@ KNOWN_ARCHITECTURES = (
         "z-lab, SpecForge, NeMo AutoModel, speculators, vLLM, SGLang",
         r"(qwen3)?dflash2(draftmodel|speculator)?|dflash-2",
         "dflash2",
-        version="z-lab/dflash 1012959, SpecForge 5943b2f, NeMo AutoModel 36044ad, speculators 022a2f0, vLLM 030da62; "
-        "2026-11-29",
+        version="speculators 0.9.0, NeMo AutoModel 0.7.0; 2026-11-30",
     ),
     Architecture(
         "DSpark",
         "DeepSpec, SpecForge, speculators, vLLM, SGLang, NeMo AutoModel, llama.cpp",
         r"(qwen3)?dspark(draftmodel|model|speculator)?",
         "dspark",
-        version="DeepSpec afdfa7c, SpecForge a6b6b02, speculators c05b95b, vLLM 0302ff4; 2026-11-29",
+        version="DeepSpec afdfa7c, SpecForge 0.2.0, speculators 0.9.0; 2026-11-30",
     ),
     Architecture(
         "DSpark of other layers",
@@ -67,7 +66,7 @@ KNOWN_ARCHITECTURES = (
         "SpecForge; Tencent, by its converter",
         r"dspine(draftmodel)?",
         "dspine",
-        version="SpecForge 9aafadf; 2026-11-29",
+        version="SpecForge 9aafadf; 2026-11-30",
     ),
     Architecture(
         "DSpine of other projects",
@@ -80,7 +79,7 @@ KNOWN_ARCHITECTURES = (
         "SpecForge, NeMo AutoModel",
         r"domino(draftmodel)?",
         "domino",
-        version="SpecForge a6b6b02, NeMo AutoModel 36044ad; 2026-11-29",
+        version="SpecForge 0.2.0; 2026-11-30",
     ),
     Architecture("DFlare", "speculators", r"dflare.*", reason="treespec was not compared with it"),
     Architecture(
@@ -94,6 +93,14 @@ KNOWN_ARCHITECTURES = (
         "speculators",
         r"jetspec.*",
         reason="it has rows of drafted tokens where DFlash has mask tokens",
+    ),
+    Architecture(
+        "XPress",
+        "speculators",
+        r"xpress.*",
+        reason="it refines all tokens of a block together in several passes, so a tree's nodes have no draft "
+        "probabilities of their own",
+        version="speculators 0.9.0; 2026-11-30",
     ),
     Architecture(
         "DFlash of other layers",
@@ -113,7 +120,7 @@ KNOWN_ARCHITECTURES = (
         "NeMo AutoModel, TokenSpeed",
         r"llamaforcausallmeagle4",
         "eagle4",
-        version="NeMo AutoModel's documentation, nightly, 2026-11-29",
+        version="NeMo AutoModel's documentation, 26.10; 2026-11-30",
     ),
     Architecture(
         "EAGLE-4 of other layouts",
@@ -132,7 +139,7 @@ KNOWN_ARCHITECTURES = (
         "AMD, vLLM, speculators",
         r"pard.*",
         reason=f"{IS_LANGUAGE_MODEL}: name its directory with --drafter pard:DIR",
-        version="AMD-AIG-AIMA/PARD at 5dfe809, 2026-11-29; not PARD-2's projection of the target's states",
+        version="AMD-AIG-AIMA/PARD 5dfe809; 2026-11-30; not PARD-2's projection of the target's states",
         drafter="pard",
     ),
     Architecture(
@@ -153,7 +160,7 @@ KNOWN_ARCHITECTURES = (
         "speculators, vLLM, SGLang",
         r"mtp|fast_?mtp|.*mtp(draftmodel|model|speculator)?",
         reason="it is a layer of the target: --drafter mtp reads it in the target's files, mtp:DIR in others",
-        version="speculators at c05b95b3, FastMTP at 5875b70, 2026-11-29",
+        version="speculators 0.9.0, FastMTP 5875b70; 2026-11-30",
         drafter="mtp",
     ),
     Architecture(
@@ -182,7 +189,7 @@ KNOWN_ARCHITECTURES = (
         "vLLM, SGLang",
         r"eagle3deepseekv[23]forcausallm",
         "eagle3",
-        version="vLLM at 03590193, 2026-11-29",
+        version="vLLM 0359019; 2026-11-30",
     ),
     Architecture(
         "EAGLE-1 and 3 with latent attention (MLA), other layouts",
@@ -225,6 +232,7 @@ KNOWN_ARCHITECTURES = (
         "z-lab, SpecForge, NeMo AutoModel, ModelOpt, speculators; hao-ai-lab",
         r"(qwen3)?dflash(draftmodel|speculator)?",
         "dflash",
+        version="SpecForge 0.2.0, speculators 0.9.0, JetSpec 2c7b3fa; 2026-11-30",
     ),
     Architecture("Medusa", "FasterDecoding, vLLM", r"medusa(model|lmhead.*)?", "medusa"),
     Architecture("Hydra, Hydra++", "zankner", r"hydra(model)?", "hydra"),

@@ -28,6 +28,7 @@ from treespec.heads.layers import SLIDING_ATTENTION
 NEW_WINDOW = 2048  # positions
 NEW_RANK = 256
 NEW_CANDIDATES = 256  # tokens
+SMALLEST_MOMENT = 1e-6  # of the states, relative to the largest: some directions have none
 
 
 @final
@@ -89,11 +90,60 @@ class Eagle4Head(Eagle3Head):
     def token_layers(self) -> list[nn.Linear]:
         return [self.lm_head, self.efficient_lm_head]
 
+    @property
+    def candidate_weights(self) -> tuple[nn.Parameter, ...]:
+        """The two factors of the low-rank head, [Vd, r] and [r, H], which `estimate_logits` reads."""
+        down = tuple(self.efficient_lm_head_down_proj.parameters())
+        return tuple(self.efficient_lm_head.parameters()) + down
+
+    def estimate_logits(self, states: Tensor) -> Tensor:
+        """Estimate the logits of all draft tokens by the low-rank head: [..., H] -> [..., Vd]."""
+        estimates: Tensor = self.efficient_lm_head(self.efficient_lm_head_down_proj(states))
+        return estimates
+
     def project(
         self, states: Tensor, step: int = 0, target: TargetOutputPath | None = None
     ) -> Tensor:
         """As `Head.project`. The logit of a token that is no candidate is -inf."""
-        estimates = self.efficient_lm_head(self.efficient_lm_head_down_proj(states))
+        estimates = self.estimate_logits(states)
         _, candidates = select_candidates(estimates, self.num_candidates)
         logits = self.lm_head.multiply_rows(states, candidates)
         return spread_candidates(logits, candidates, estimates.shape[-1])
+
+    def find_retrieved(self, states: Tensor, count: int) -> Tensor:
+        """As `Head.find_retrieved`."""
+        _, candidates = select_candidates(self.estimate_logits(states), self.num_candidates)
+        _, likely = select_candidates(self.lm_head(states), count)
+        return (likely[..., :, None] == candidates[..., None, :]).any(-1)
+
+    @torch.no_grad()
+    def start_candidates(self, moments: Tensor | None = None) -> None:
+        """Set the low-rank head to the best approximation of `lm_head` by its rank r: the truncated SVD.
+
+        Without moments the weights are as near as possible, with them the logits of the states: |W s - A B s|^2 is
+        smallest on average.
+
+        Args:
+            moments: [H, H] the mean of s s' over states s; default: all directions count alike.
+        """
+        rows = self.lm_head.weight.double()
+        width = rows.shape[1]
+        rank = self.efficient_lm_head_down_proj.out_features
+        root = inverse = torch.eye(width, dtype=rows.dtype, device=rows.device)
+        if moments is not None:
+            sizes, axes = torch.linalg.eigh(moments.to(rows))
+            lengths = sizes.clamp(min=SMALLEST_MOMENT * sizes[-1]).sqrt()
+            root = (axes * lengths) @ axes.T
+            inverse = (axes / lengths) @ axes.T
+        # The last directions of `eigh` are the SVD's of W root, from H x H numbers.
+        _, directions = torch.linalg.eigh(root @ rows.T @ rows @ root)
+        directions = directions[:, -rank:]  # [H, r]
+        up = rows @ root @ directions
+        down = directions.T @ inverse
+        # Both factors are equally large in each direction.
+        norms = up.norm(dim=0)
+        scales = (
+            norms.clamp(min=torch.finfo(norms.dtype).eps * norms.max()) / down.norm(dim=1)
+        ).sqrt()
+        self.efficient_lm_head.weight.copy_(up / scales)
+        self.efficient_lm_head_down_proj.weight.copy_(down * scales[:, None])

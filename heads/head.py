@@ -197,6 +197,18 @@ class Head(nn.Module, ABC):
             [..., N] logits over the draft vocabulary.
         """
 
+    def find_retrieved(self, states: Tensor, count: int) -> Tensor | None:
+        """Find which of the most likely tokens a head that selects candidates selects.
+
+        Args:
+            states: [..., H] of a draft step.
+            count: the number k of tokens, the most likely ones by logits of all draft tokens.
+
+        Returns:
+            [..., k] bool, most likely first; None for a head that computes the logits of all its tokens.
+        """
+        return None
+
     def check_target(self, layers: int, vocab_size: int, hidden_size: int, last: int) -> None:
         """Check that the head fits a target; set default aux layers and adapt the vocabulary's padding.
 

@@ -157,6 +157,9 @@ HEAD_KINDS: dict[str, HeadKind] = {
         read=f"{FORMATS_PACKAGE}.eagle4:read_eagle4",
         summary="EAGLE-3.1 with a window, and logits for candidates",
         source="EAGLE-4, as NeMo AutoModel documents it",
+        write=f"{FORMATS_PACKAGE}.nemo:write_nemo_eagle4",
+        engines=("nemo",),
+        embedded=True,
         marks=r"architectures=.*eagle-?4(?!\d)|tensor efficient_lm_head\.",
     ),
     "medusa": HeadKind(

@@ -49,6 +49,9 @@ class Training:
         restricted_first: whether the draft vocabulary is chosen before training, because the head's output
             layer and d2t depend on it. Other heads are trained on all tokens and restricted at decoding.
         levels: whether the head drafts at most the levels that it is trained on.
+        first_stage: the kind of the first stage's head, for EAGLE-4, whose second stage trains its low-rank head alone;
+            "": there is one stage.
+        aux_field: the field of the head's config.json with its aux layers, for kinds with the option `aux_layers`.
     """
 
     objective: str
@@ -56,6 +59,8 @@ class Training:
     options: tuple[str, ...] = ()
     restricted_first: bool = False
     levels: bool = False
+    first_stage: str = ""
+    aux_field: str = "eagle_aux_hidden_state_layer_ids"
 
     def load_objective(self) -> Any:
         """Import the objective."""

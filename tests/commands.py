@@ -82,8 +82,19 @@ def cache_folder(hub, repository, commit, revision="main"):
 
 def to_command(function: Callable[[], None], before: str = "") -> list[str]:
     """The command of a process that runs a function, which imports what it uses. before: code to run first."""
-    before = f"import gc; gc.disable()\n{before}"  # it is short, and what it imports is no garbage
+    # It is short, and what it imports is no garbage. transformers would import torchao, for seconds.
+    before = f"import gc, sys; gc.disable(); sys.modules['torchao'] = None\n{before}"
     return [sys.executable, "-c", f"{before}\n{inspect.getsource(function)}\n{function.__name__}()"]
+
+
+def shorten_measurements() -> None:
+    """Costs are measured in two rounds, and rates over two completions: no test needs exact ones."""
+    from treespec.api import calibrate
+    from treespec.draft.auto import bench, measure
+
+    assert min(calibrate.RATE_PROMPTS, measure.MIN_ROUNDS, bench.MIN_ROUNDS, bench.MEASURING_SECONDS) > 2
+    calibrate.RATE_PROMPTS = measure.MIN_ROUNDS = bench.MIN_ROUNDS = 2
+    bench.MEASURING_SECONDS = 0.0
 
 
 FORKED = get_context("forkserver")  # it imports these once, and has no threads
@@ -97,6 +108,7 @@ def run_rank(number, port, words, said):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
     os.environ |= {"WORLD_SIZE": "2", "RANK": f"{number}", "LOCAL_RANK": f"{number}"}
     sys.argv[:] = words
+    shorten_measurements()
     with said.open("w") as out, redirect_stdout(out):
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 

@@ -55,15 +55,9 @@ def pytest_collection() -> "Generator[None, object, object]":
 
 @pytest.fixture(scope="session", autouse=True)
 def short_measurements() -> None:
-    """Costs are measured in two rounds, and rates over two completions: no test needs exact ones."""
-    from treespec.api import calibrate
-    from treespec.draft.auto import bench, measure
+    from commands import shorten_measurements  # transformers reads the environment when it is imported
 
-    patch = pytest.MonkeyPatch()  # which raises where a constant has moved
-    patch.setattr(calibrate, "RATE_PROMPTS", 2)
-    patch.setattr(measure, "MIN_ROUNDS", 2)
-    patch.setattr(bench, "MIN_ROUNDS", 2)
-    patch.setattr(bench, "MEASURING_SECONDS", 0.0)
+    shorten_measurements()
 
 
 @pytest.fixture(scope="session")

@@ -154,10 +154,10 @@ BLOCK_FORMATS = {  # config.json, tensors of a head, the head, what it is built 
     ),
     "SpecForge with windows": (Z_LAB | MIXED_WINDOWS, nn.Module.state_dict, build_dflash, MIXED_WINDOWS),
     "z-lab, all windows": (
-        Z_LAB | {"dflash_config": Z_LAB["dflash_config"] | {"use_swa": True, "swa_window_size": 4}},
+        Z_LAB | {"dflash_config": Z_LAB["dflash_config"] | {"use_swa": True, "swa_window_size": 6}},
         nn.Module.state_dict,
         build_dflash,
-        {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4, "causal": [False, False]},
+        {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6, "causal": [False, False]},
     ),
     "speculators": (SPECULATORS_DFLASH, with_output, build_dflash, {}),
     "speculators from the anchor": (
@@ -271,13 +271,18 @@ YARN_ROPE = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_ma
 def build_biased_eagle():
     """With biases on queries, keys and values, as for a Qwen2."""
     torch.manual_seed(0)
-    head = EagleHead(build_eagle().config | {"qkv_bias": True, "bias": False}).eval()
+    head = EagleHead(build_eagle().config | {"qkv_bias": True, "bias": False}).eval().float()
     torch.nn.init.normal_(head.layers[0].self_attn.q_proj.bias)
     return head
 
 
 def build_dflash_of_eight(**changes):
     return build_new_head("dflash", EIGHT_LAYERS, levels=5, **changes).eval()
+
+
+def build_eagle4_of_eight():
+    sizes = {"rank": 6, "num_candidates": 5}
+    return build_new_head("eagle4", EIGHT_LAYERS, sliding_window=4, candidate_head=sizes).eval()
 
 
 build_medusa = depth_heads("medusa")

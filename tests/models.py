@@ -344,13 +344,13 @@ SHORT_PROMPT = [3, 4, 5, 6]
 
 def generate_plainly(model):
     ids = torch.tensor([SHORT_PROMPT])
-    return model.generate(input_ids=ids, do_sample=False, max_new_tokens=24, eos_token_id=None)[
+    return model.generate(input_ids=ids, do_sample=False, max_new_tokens=12, eos_token_id=None)[
         0, len(SHORT_PROMPT) :
     ].tolist()
 
 
 def generate_with(spec):
-    return spec.generate(SHORT_PROMPT, max_new_tokens=24, ignore_eos=True).token_ids
+    return spec.generate(SHORT_PROMPT, max_new_tokens=12, ignore_eos=True).token_ids
 
 
 BRANCHING_TREE = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 1, 0), (0, 1, 1), (0, 1, 1, 0)))

@@ -96,7 +96,7 @@ def test_the_planned_shape_is_one_of_few_and_nearly_the_fastest():
     model = CostModel(cost, rates)
     met = set()
     for firsts in product(np.exp(np.linspace(-1, 0.4, 11)), repeat=2):
-        model.rate_correction.factors = np.array([firsts, (1.0, 1.0)]).T
+        model.rate_correction.factors = np.array([firsts, (1.0, 1.0)]).T.tolist()
         found = plan_tree(model, tree)
         shape = found.tree
         corrected = limit_sum(np.array([rates, rates]) * np.array([firsts, (1, 1), (1, 1)]).T)

@@ -1,32 +1,20 @@
 """Heads of masks draft as a second reading of their authors' formulas: tests/reference_heads."""
 
-import json
-from functools import cache, partial
+from functools import cache
 
 import pytest
 import torch
-from drafters import BLOCK_TEXT, DRAFT_PATHS, DRAFT_VOCAB, draft_paths
+from drafters import BLOCK_TEXT, DRAFT_PATHS, draft_paths
 from head_files import write_head
 from models import GROUPED, random_model
-from reference_heads.block import (
-    Block,
-    draft_dflash,
-    draft_dflash2,
-    draft_domino,
-    draft_dspark,
-    draft_dspine,
-)
-from reference_heads.parts import Checkpoint, compare, fill
-from transformers import LlamaConfig, Qwen3Config
+from reference_heads.block_files import BLOCK_FILES, IDS
+from reference_heads.parts import compare
+from transformers import LlamaConfig
 
 from treespec.draft.heads.block import BlockProposer, ConditionalProposer
 from treespec.draft.heads.loading import load_trained_head
 from treespec.model.target import Target
 
-HIDDEN, VOCAB, BLOCK, LAYERS, HEADS, GROUPS, WIDTH, INNER = 32, 64, 5, 2, 4, 2, 8, 48
-IDS = [0, 3, 5]  # the aux layers, as the projects of z-lab's line count them
-MASK = 63
-RANK = 6
 TOLERANCE = 1e-5
 
 
@@ -35,329 +23,38 @@ def build_target():
     return Target(random_model(LlamaConfig(**GROUPED | {"num_hidden_layers": 8})).double())
 
 
-def list_shapes(**more):
-    """The tensors of DFlash, and `more` of them."""
-    shapes = {"fc.weight": (HIDDEN, len(IDS) * HIDDEN)}
-    shapes |= dict.fromkeys(["hidden_norm.weight", "norm.weight"], (HIDDEN,))
-    for layer in range(LAYERS):
-        name = f"layers.{layer}"
-        shapes |= {
-            f"{name}.input_layernorm.weight": (HIDDEN,),
-            f"{name}.post_attention_layernorm.weight": (HIDDEN,),
-            f"{name}.self_attn.q_proj.weight": (HEADS * WIDTH, HIDDEN),
-            f"{name}.self_attn.k_proj.weight": (GROUPS * WIDTH, HIDDEN),
-            f"{name}.self_attn.v_proj.weight": (GROUPS * WIDTH, HIDDEN),
-            f"{name}.self_attn.o_proj.weight": (HIDDEN, HEADS * WIDTH),
-            f"{name}.self_attn.q_norm.weight": (WIDTH,),
-            f"{name}.self_attn.k_norm.weight": (WIDTH,),
-            f"{name}.mlp.gate_proj.weight": (INNER, HIDDEN),
-            f"{name}.mlp.up_proj.weight": (INNER, HIDDEN),
-            f"{name}.mlp.down_proj.weight": (HIDDEN, INNER),
-        }
-    return shapes | {name.replace("__", "."): shape for name, shape in more.items()}
-
-
-QWEN3 = {
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "block_size": BLOCK,
-    "bos_token_id": 1,
-    "dtype": "float64",
-    "eos_token_id": 2,
-    "head_dim": WIDTH,
-    "hidden_act": "silu",
-    "hidden_size": HIDDEN,
-    "initializer_range": 0.02,
-    "intermediate_size": INNER,
-    "layer_types": ["full_attention"] * LAYERS,
-    "max_position_embeddings": 128,
-    "max_window_layers": LAYERS,
-    "model_type": "qwen3",
-    "num_attention_heads": HEADS,
-    "num_hidden_layers": LAYERS,
-    "num_key_value_heads": GROUPS,
-    "num_target_layers": 8,
-    "rms_norm_eps": 1e-6,
-    "rope_scaling": None,
-    "rope_theta": 5000.0,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": VOCAB,
-}
-WINDOWED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4, "use_sliding_window": True}
-
-
-def as_specforge(architecture, dflash=None, **fields):
-    """config.json of SpecForge, for instance configs/qwen3-8b-dspark.json."""
-    inner = {"mask_token_id": MASK, "target_layer_ids": IDS} | (dflash or {})
-    module = architecture.removesuffix("DraftModel").lower()
-    names = {"architectures": [architecture], "auto_map": {"AutoModel": f"{module}.{architecture}"}}
-    return QWEN3 | names | {"dflash_config": inner} | fields
-
-
-def as_saved(config):
-    """As transformers writes that config beside a checkpoint."""
-    return json.loads(Qwen3Config(**config).to_json_string())
-
-
-def as_speculators(kind, architecture, tokens, drafted=VOCAB, **fields):
-    """config.json of speculators: its layers in an object, and its layer ids one more than z-lab's."""
-    unused = {"block_size", "num_target_layers", "dtype"}
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": tokens,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
-    verifier = {"name_or_path": "some/model", "architectures": ["LlamaForCausalLM"]}
-    return {
-        "architectures": [architecture],
-        "speculators_model_type": kind,
-        "speculators_version": "0.9.0",
-        "speculators_config": {
-            "algorithm": kind,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": verifier,
-        },
-        "transformer_layer_config": {name: value for name, value in QWEN3.items() if name not in unused},
-        "draft_vocab_size": drafted,
-        "block_size": BLOCK,
-        "aux_hidden_state_layer_ids": [number + 1 for number in IDS],
-        "mask_token_id": MASK,
-        "sliding_window_non_causal": False,
-        "sample_from_anchor": False,
-        "target_hidden_size": None,
-        "dtype": "float64",
-        "tie_word_embeddings": False,
-        "transformers_version": "5.2.0",
-    } | fields
-
-
-def list_markov(kind, drafted=VOCAB, confidence=True):
-    shapes = {"markov_head__markov_w1__weight": (VOCAB, RANK), "markov_head__markov_w2__weight": (drafted, RANK)}
-    if kind == "gated":
-        shapes |= {"markov_head__gate_proj__weight": (RANK, HIDDEN + RANK), "markov_head__gate_proj__bias": (RANK,)}
-    if kind == "rnn":
-        shapes |= {
-            "markov_head__joint_proj__weight": (3 * RANK, 2 * RANK + HIDDEN),
-            "markov_head__joint_proj__bias": (3 * RANK,),
-        }
-    if confidence:
-        shapes |= {"confidence_head__proj__weight": (1, HIDDEN + RANK), "confidence_head__proj__bias": (1,)}
-    return list_shapes(**shapes)
-
-
-def list_convolutions():
-    shapes = {
-        "candidate_selector.predecessor_codebook": (VOCAB, RANK),
-        "candidate_selector.successor_codebook": (VOCAB, RANK),
-        "candidate_selector.hidden_projection.weight": (RANK, HIDDEN),
-    }
-    for layer in range(LAYERS):
-        for name in ("attention_conv", "mlp_conv"):
-            shapes[f"layers.{layer}.{name}.base_kernel"] = (2, 2, HIDDEN)
-            shapes[f"layers.{layer}.{name}.kernel_projection.weight"] = (2 * 2 * 4, HIDDEN)
-    return list_shapes(**shapes)
-
-
-def list_injection():
-    message = 5
-    shapes = {
-        "injection.message.weight": (message, RANK),
-        "injection.receiver_gate.weight": (message, RANK),
-        "injection.predecessor_gate.weight": (message, RANK),
-        "injection.bias": (message,),
-        "transfer_codes": (VOCAB, RANK),
-    }
-    for layer in range(LAYERS):
-        shapes[f"injection.readouts.{layer}.weight"] = (RANK, HIDDEN)
-        shapes[f"injection.writes.{layer}.weight"] = (HIDDEN, message)
-    return list_shapes(**shapes)
-
-
-DOMINO_SHAPES = list_shapes(
-    prefix_gru__weight_ih_l0=(3 * 7, HIDDEN),
-    prefix_gru__weight_hh_l0=(3 * 7, 7),
-    embed_proj__0__weight=(9, HIDDEN + 7),
-    embed_proj__2__weight=(VOCAB, 9),
-)
-OWN_ENDS = {"embed_tokens.weight": (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN)}
-CONFIDENCE = {"enable_confidence_head": True, "confidence_head_with_markov": True}
-DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": RANK, "selector_top_k": 9}
-DSPINE = {"transfer_rank": RANK, "message_size": 5, "top_k": 9}
-DSPINE_TRAINING = {
-    "ce_weight": 0.1,
-    "alignment_weight": 0.5,
-    "alignment_warmup_steps": 146,
-    "replacement_layers": 3,
-    "replacement_probability": 0.5,
-    "replacement_hold_ratio": 1 / 6,
-    "replacement_end_ratio": 1 / 3,
-    "candidate_mass_threshold": 1e-4,
-}
-
-
-def markov_fields(kind):
-    alpha = {"confidence_head_alpha": 1.0, "attention_mode": "gqa", "projector_type": "dspark"}
-    return {"markov_rank": RANK, "markov_head_type": kind} | CONFIDENCE | alpha
-
-
-def as_deepspec(kind, rank=RANK, confidence=True):
-    own = {
-        "architectures": ["Qwen3DSparkModel"],
-        "mask_token_id": MASK,
-        "target_layer_ids": IDS,
-        "num_anchors": 512,
-        "enable_confidence_head": confidence,
-        "markov_rank": rank,
-    }
-    if confidence:
-        own["confidence_head_with_markov"] = True
-    if rank:
-        own["markov_head_type"] = kind
-    return as_saved(QWEN3 | own)
-
-
-def domino_fields(pure, shifted):
-    sizes = {"emb_dim": 9, "gru_hidden_dim": 7, "projector_type": "domino"}
-    return sizes | {"pure_draft_prefix_len": pure, "shift_label": shifted}
-
-
-def speculators_dspark(kind, from_anchor, drafted=VOCAB):
-    fields = {"markov_rank": RANK, "markov_head_type": kind, "sample_from_anchor": from_anchor} | CONFIDENCE
-    return as_speculators("dspark", "DSparkDraftModel", BLOCK - (not from_anchor), drafted, **fields)
-
-
-# name: (config.json, shapes of the tensors, the second reading of it, what the block is)
-CASES = {
-    "dflash": (as_specforge("DFlashDraftModel"), list_shapes(), draft_dflash, {}),
-    "dflash-saved": (as_saved(as_specforge("DFlashDraftModel")), list_shapes(), draft_dflash, {}),
-    "dflash-window": (as_specforge("DFlashDraftModel", **WINDOWED), list_shapes(), draft_dflash, {}),
-    "dflash-causal": (
-        as_specforge("DFlashDraftModel", is_causal=True, **WINDOWED),
-        list_shapes(),
-        draft_dflash,
-        {"causal": True},
-    ),
-    "dflash-window-both-ways": (
-        as_specforge("DFlashDraftModel", is_causal=False, **WINDOWED),
-        list_shapes(),
-        draft_dflash,
-        {"causal": False},
-    ),
-    "jetspec": (
-        as_specforge("DFlashDraftModel", {"causal_head": True}),
-        list_shapes(),
-        draft_dflash,
-        {"causal": True},
-    ),
-    "jetspec-both-ways": (as_specforge("DFlashDraftModel", {"causal_head": False}), list_shapes(), draft_dflash, {}),
-    "speculators-dflash": (
-        as_speculators("dflash", "DFlashDraftModel", BLOCK - 1),
-        list_shapes(),
-        draft_dflash,
-        {},
-    ),
-    "speculators-dflash-anchor": (
-        as_speculators("dflash", "DFlashDraftModel", BLOCK, sample_from_anchor=True),
-        list_shapes(),
-        partial(draft_dflash, from_anchor=True),
-        {},
-    ),
-    "deepspec-no-markov": (
-        as_deepspec("vanilla", rank=0, confidence=False),
-        list_shapes() | OWN_ENDS,
-        partial(draft_dflash, from_anchor=True),
-        {},
-    ),
-    "speculators-dflash2": (
-        as_speculators("dflash2", "DFlash2DraftModel", BLOCK - 1, **DFLASH2 | {"sliding_window_non_causal": True}),
-        list_convolutions(),
-        partial(draft_dflash2, count=9),
-        {"convolved": True},
-    ),
-    "speculators-dflash2-anchor": (
-        as_speculators("dflash2", "DFlash2DraftModel", BLOCK, **DFLASH2 | {"sample_from_anchor": True}),
-        list_convolutions(),
-        partial(draft_dflash2, count=9, from_anchor=True),
-        {"convolved": True},
-    ),
-    "dspine": (
-        as_specforge("DSpineDraftModel", dspine_config=DSPINE | DSPINE_TRAINING),
-        list_injection(),
-        partial(draft_dspine, count=9),
-        {"causal": True, "injected": True},
-    ),
-}
-for _kind in ("vanilla", "gated", "rnn"):
-    for _anchor in (True, False):
-        if _kind != "rnn" or _anchor:
-            CASES[f"speculators-dspark-{_kind}-{'anchor' if _anchor else 'masks'}"] = (
-                speculators_dspark(_kind, _anchor),
-                list_markov(_kind),
-                partial(draft_dspark, kind=_kind, from_anchor=_anchor),
-                {},
-            )
-    CASES[f"deepspec-{_kind}"] = (
-        as_deepspec(_kind),
-        list_markov(_kind) | OWN_ENDS,
-        partial(draft_dspark, kind=_kind, from_anchor=True),
-        {},
-    )
-    CASES[f"specforge-dspark-{_kind}"] = (
-        as_specforge("DSparkDraftModel", markov_fields(_kind)),
-        list_markov(_kind),
-        partial(draft_dspark, kind=_kind, from_anchor=True),
-        {},
-    )
-for _pure in (0, 1):
-    for _shifted in (True, False):
-        CASES[f"domino-{_pure}-{'shifted' if _shifted else 'in-place'}"] = (
-            as_specforge("DominoDraftModel", domino_fields(_pure, _shifted), emb_dim=9),
-            DOMINO_SHAPES,
-            partial(draft_domino, pure=_pure, shifted=_shifted),
-            {},
-        )
-
-
 @cache
-def read_target():
-    """[8, A * H] the aux layers at every token but the last, by transformers alone; embedding and output layer."""
-    model = build_target().model
+def read_features():
+    """[8, A * H] the aux layers at every token but the last, by transformers alone."""
     with torch.no_grad():
-        states = model(BLOCK_TEXT[None], output_hidden_states=True).hidden_states
-    features = torch.cat([states[number + 1][0, :-1] for number in IDS], dim=-1)
-    return features, model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
+        states = build_target().model(BLOCK_TEXT[None], output_hidden_states=True).hidden_states
+    return torch.cat([states[number + 1][0, :-1] for number in IDS], dim=-1)
+
+
+def read_ends():
+    """The target's embedding and its output layer."""
+    model = build_target().model
+    return model.get_input_embeddings().weight, model.get_output_embeddings().weight
 
 
 @torch.no_grad()
-def draft_by(directory):
-    """[8, V] logits of treespec after each of `DRAFT_PATHS`, and the head."""
+def draft_by_head(directory):
+    """[8, V] logits of treespec after each of `DRAFT_PATHS`."""
     target = build_target()
     head = load_trained_head(str(directory), target)
     features = target.compute_features(BLOCK_TEXT[None, :-1], head.aux_layers)[0]
-    Proposer = ConditionalProposer if head.kind != "dflash" else BlockProposer
-    return draft_paths(Proposer(head, target), target, BLOCK_TEXT[1:], features), head
+    proposer = BlockProposer(head, target)
+    if head.kind != "dflash":
+        proposer = ConditionalProposer(head, target)
+    return draft_paths(proposer, target, BLOCK_TEXT[1:], features)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", BLOCK_FILES)
 def test_a_block_head_drafts_as_a_second_reading_says(name, tmp_path):
-    config, shapes, draft, forms = CASES[name]
-    tensors = fill(shapes)
-    if "transfer_codes" in tensors:
-        codes = torch.nn.functional.normalize(tensors["transfer_codes"], dim=-1)
-        tensors |= {"transfer_codes": codes, "transfer_ready": torch.tensor(True)}
-    found, _ = draft_by(write_head(tmp_path / "head", config, tensors))
-    features, embedding, output = read_target()
-    sizes = Checkpoint(
-        QWEN3 | {name: config[name] for name in ("layer_types", "sliding_window") if config.get(name)} | DFLASH2,
-        tensors,
-    )
-    ends = tensors.get("embed_tokens.weight", embedding), tensors.get("lm_head.weight", output)
-    block = Block(sizes, features, int(BLOCK_TEXT[-1]), MASK, *ends, **forms)
+    file = BLOCK_FILES[name]
+    tensors = file.fill()
+    found = draft_by_head(write_head(tmp_path / "head", file.config, tensors))
+    block = file.build_block(tensors, read_features(), int(BLOCK_TEXT[-1]), *read_ends())
     for row, path in zip(found, DRAFT_PATHS, strict=True):
-        assert compare(row, draft(block, path)) < TOLERANCE, path
+        assert compare(row, file.draft(block, file.name_path(path))) < TOLERANCE, path

@@ -75,13 +75,14 @@ class Tables:
     def __init__(self, shape, size, seed, make):
         generator = seeded(seed)
         self.shape, self.tree, self.size = shape, parse_policy(shape), size
-        depth = self.tree.max_depth
+        self.depth = depth = self.tree.max_depth
         prefixes = [y for n in range(depth + 1) for y in product(range(size), repeat=n)]
         self.p, self.q = ({y: make(size, generator) for y in prefixes} for _ in "pq")
-        self.texts = [y for y in product(range(size), repeat=depth + 1) if self.chance(y)]
-
-    def chance(self, y):
-        return math.prod(float(self.p[y[:i]][y[i]]) for i in range(len(y)))
+        self.chances = {(): 1.0}
+        for y in prefixes:
+            for token, mass in enumerate(self.p[y].tolist()):
+                self.chances[(*y, token)] = self.chances[y] * mass
+        self.texts = [y for y in product(range(size), repeat=depth + 1) if self.chances[y]]
 
     def best(self, verifier):
         """Tokens that the best lossless verifier of the draws keeps of a tree, on average: the program."""
@@ -91,9 +92,9 @@ class Tables:
             for row, texts in enumerate(drafted)
             for text in texts
             for token in range(self.size)
-            if self.chance((*text, token))
+            if self.chances[(*text, token)]
         ]
-        chances = {y: self.chance(y) for y in [*self.texts, *{z for _, z in emitted}]}
+        chances = self.chances
         sums = np.zeros((len(drafted) + len(self.texts), len(emitted)))
         for column, (row, z) in enumerate(emitted):
             sums[row, column] = 1
@@ -103,24 +104,23 @@ class Tables:
 
     def measured(self, verifier):
         """Tokens that a verifier keeps on average, and the most that the bound lets any keep."""
-        kept = limit = 0.0
-        for y in self.texts:
-            steps = [(self.p[y[:d]], self.q[y[:d]], y[d]) for d in range(self.tree.max_depth)]
-            along = kept_along(verifier, self.shape, steps)
-            kept = kept + self.chance(y) * along[0]
-            limit = limit + self.chance(y) * along[1]
-        return kept, limit
+        steps = []
+        for depth in range(self.depth):
+            p, q = (torch.stack([masses[y[:depth]] for y in self.texts]) for masses in (self.p, self.q))
+            steps.append((p, q, torch.tensor([y[depth] for y in self.texts])))
+        chances = torch.tensor([self.chances[y] for y in self.texts], dtype=torch.float64)
+        return tuple(float(chances @ along) for along in kept_along(verifier, self.shape, steps))
 
 
 def kept_along(verifier, shape, steps):
-    """`Tables.measured` of one text. steps: p, q and y of each level."""
+    """`Tables.measured` of each of n texts. steps: p [n, V], q [n, V] and y [n] of each level."""
     pair = build_tree_pair(verifier, shape)
-    levels = [(Nodes(p[None], q[None], torch.tensor([y]), seeded(0), 1),) * 2 for p, q, y in steps]
+    levels = [(Nodes(*step, seeded(0), 1),) * 2 for step in steps]
     drafted = DraftedTexts([pair], False)
     for level in levels:
         drafted.add_level(*level)
     (kept,) = follow_pairs([pair], levels, False)
-    return float(kept[0, 1:].sum()), float(drafted.limit_kept(pair)[0, 1:].sum())
+    return kept[:, 1:].sum(1), drafted.limit_kept(pair)[:, 1:].sum(1)
 
 
 def flat_probs(size, generator):
@@ -246,8 +246,9 @@ def test_at_a_node_draws_without_replacement_may_keep_more_than_block_optimal():
     p = to_probs([0, 0, 0.5, 0.5])
     q = to_probs([0.4, 0.3, 0.2, 0.1])
     [(_, in_turn)] = enumerate_plans(scheme_by_name("rrs-wo"), p, q, [2])
-    kept = sum(float(p[y]) * kept_along("block-optimal:exact=1", "2x1", [(p, q, y)])[0] for y in (2, 3))
-    assert (in_turn.item(), kept) == pytest.approx((0.6286, 0.5), abs=1e-4)
+    y = torch.tensor([2, 3])
+    kept = p[y] @ kept_along("block-optimal:exact=1", "2x1", [(p.expand(2, -1), q.expand(2, -1), y)])[0]
+    assert (in_turn.item(), kept.item()) == pytest.approx((0.6286, 0.5), abs=1e-4)
 
 
 def test_likely_tokens_may_keep_more_than_any_verifier_of_draws_without_replacement():
@@ -255,9 +256,10 @@ def test_likely_tokens_may_keep_more_than_any_verifier_of_draws_without_replacem
     p, q = (pad(torch.full((11,), (1 - top) / 11, dtype=torch.float64), (1, 0), value=top) for top in (0.9, 0.5))
 
     def tokens(verifier):
-        texts = product((0, 1), repeat=2)  # the eleven others are alike
-        found = [(math.prod((0.9, 0.1)[y] for y in text), [(p, q, y) for y in text]) for text in texts]
-        return [1 + sum(w * kept_along(verifier, "2x2", steps)[i] for w, steps in found) for i in (0, 1)]
+        texts = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]])  # the eleven others are alike
+        chances = torch.tensor([0.9, 0.1], dtype=torch.float64)[texts].prod(1)
+        found = kept_along(verifier, "2x2", [(p.expand(4, -1), q.expand(4, -1), y) for y in texts.T])
+        return [1 + float(chances @ along) for along in found]
 
     assert tokens("greedy") == pytest.approx([3, 3])
     assert tokens("block-optimal") == pytest.approx([3, 3])
@@ -269,8 +271,9 @@ def test_at_a_node_the_bound_may_be_above_the_optimum():
     """Two draws of 1,000 equally likely tokens; the target gives probability to 500 of them."""
     q = torch.full((1000,), 1e-3, dtype=torch.float64)
     p = torch.where(torch.arange(1000) < 500, 2e-3, 0.0).double()
-    limit = sum(float(p[y]) * kept_along("rrs", "2x1", [(p, q, y)])[1] for y in range(500))
-    assert limit == pytest.approx(1, abs=1e-3)
+    y = torch.arange(500)
+    limit = p[y] @ kept_along("rrs", "2x1", [(p.expand(500, -1), q.expand(500, -1), y)])[1]
+    assert limit.item() == pytest.approx(1, abs=1e-3)
     assert compute_optimal_iid(p[None], q[None], 2).item() == pytest.approx(0.75)
 
 

@@ -173,11 +173,12 @@ def test_greedy_answers_that_leave_out_a_path_are_found(monkeypatch):
 
 
 TESTS = 10  # of samples, at most
+BATCH = 16  # half of the samples are drawn in batches, which is quicker
 
 
 def p_values(spec, tokens, seed=0):
     """By question; plain texts are not compared."""
-    examined = Examination(spec, PROMPTS, replace(CONFIG, tokens=tokens, seed=seed))
+    examined = Examination(spec, PROMPTS, replace(CONFIG, tokens=tokens, seed=seed, batch=BATCH))
     return {test["test"]: test["p_value"] for test in examined.judge([], examined.sample(), [])["tests"][1:]}
 
 
@@ -217,7 +218,7 @@ def test_a_fault_of_the_named_size_is_found_and_a_fifth_not():
 
         spec = tiny("chain:1", "single")
         faults.plant_scheme(spec, planning=plan)
-        texts = Examination(spec, PROMPTS, replace(CONFIG, tokens=tokens)).sample()
+        texts = Examination(spec, PROMPTS, replace(CONFIG, tokens=tokens, batch=BATCH)).sample()
         return torch.cat([place[BY_P] for place in iterate_sequence_ranks(spec, texts)]).numpy()
 
     size = find_least_gap(500, CONFIG.error / TESTS) / kstest(tested(1.0, 1000), "uniform").statistic

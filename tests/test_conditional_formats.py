@@ -5,7 +5,7 @@ import torch
 from commands import complains
 from drafters import BLOCK_TEXT, build_dflash, draft_paths
 from head_files import QWEN3_CONFIG, SPECULATORS_DFLASH, Z_LAB, write_head
-from models import close, target
+from models import close, randn, target
 
 from treespec.draft.heads.block import ConditionalProposer
 from treespec.draft.heads.loading import load_trained_head
@@ -40,7 +40,7 @@ def check_directory(folder, config, tensors, expected):
 def own_output(rows=64):
     """An output layer, and tokens of its rows: in another order than ascending, if there are few."""
     torch.manual_seed(5)
-    tensors = {"lm_head.weight": torch.randn(rows, 32)}
+    tensors = {"lm_head.weight": randn(rows, 32)}
     if rows < 64:
         tokens = torch.randperm(64)[:rows]
         tensors["d2t"] = tokens - torch.arange(rows)
@@ -161,11 +161,6 @@ def test_a_directory_drafts_as_the_head_that_it_was_built_from(name, tmp_path):
 
 REFUSED = {  # config.json, the reason
     "no word of the convention": (SPECULATORS, "sample_from_anchor is missing, block_size is 5"),
-    "an older file": (
-        SPECULATORS
-        | {"speculators_config": {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 4}]}},
-        "speculative_tokens is 4: files of before",
-    ),
     "an unknown type": (DEEPSPEC | {"markov_head_type": "lstm"}, "markov_head_type is 'lstm', must be one of"),
     "no rank": (DEEPSPEC | {"markov_rank": None}, "markov_rank is None"),
     "a memory of an unknown beginning": (
@@ -229,7 +224,11 @@ ASKING = {  # kind, config.json, the reason
         "conv_group_size is 7, must divide hidden_size, 32",
     ),
     "no taps": ("dflash2", DFLASH2_FILE | {"dflash_config": IN_DFLASH}, "conv_kernel_size"),
-    "an anchor that drafts": ("dflash2", OF_SPECULATORS | {"sample_from_anchor": True}, "sample_from_anchor is True"),
+    "a window within the block": (
+        "domino",
+        DOMINO_FILE | WINDOWS | {"sliding_window": 3},
+        "sliding_window is 3, and block_size 5: projects disagree",
+    ),
     "rows that see later ones": ("dspine", DSPINE_FILE | {"is_causal": False}, "is_causal is False"),
     "a part of tomorrow": ("dspine", DSPINE_FILE | {"dspine_config": DSPINE | {"hops": 2}}, "dspine_config.hops is 2"),
 }

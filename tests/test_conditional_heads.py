@@ -10,7 +10,7 @@ from drafters import (
     draft_paths,
     list_token_paths,
 )
-from models import close, draft_tree, seeded, target
+from models import close, draft_tree, randn, seeded, target, zeros
 
 from treespec.api.spec import Spec
 from treespec.draft.drafter import Frontier
@@ -27,7 +27,7 @@ def bias_plainly(tensors, states, logits, tokens):
     """DSpark's logits of each level after a path, from the file's tensors: a bias by the token before."""
     w1 = tensors[f"{MARKOV}markov_w1.weight"]
     w2 = tensors[f"{MARKOV}markov_w2.weight"]
-    memory = torch.zeros(w1.shape[1])
+    memory = zeros(w1.shape[1])
     out = []
     for h, row, token in zip(states, logits, tokens, strict=False):
         latent = w1[token]
@@ -59,7 +59,7 @@ def domino_plainly(head, model, text, tokens):
     tensors = head.state_dict()
     states = block_states_plainly(head, model, text)
     weights, recurrent = tensors["prefix_gru.weight_ih_l0"], tensors["prefix_gru.weight_hh_l0"]
-    memory = torch.zeros(recurrent.shape[1])
+    memory = zeros(recurrent.shape[1])
     out = []
     for level, (h, row, token) in enumerate(zip(states, model.compute_output_logits(states), tokens, strict=False)):
         x = model.embed_tokens(torch.tensor(token))
@@ -291,7 +291,7 @@ def test_the_confidence_head_reads_the_state_and_the_token_above():
     for reads_token in (True, False):
         head = build_dflash(kind="dspark", **DSPARK | {"confidence_head_with_markov": reads_token})
         tensors = head.state_dict()
-        state = torch.randn(32)
+        state = randn(32)
         features = state
         if reads_token:
             features = torch.cat([state, tensors["markov_head.markov_w1.weight"][7]])

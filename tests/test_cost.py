@@ -165,8 +165,8 @@ def test_the_drawing_of_predicted_and_actual_acceptance():
     """Drawn in treespec/draft/auto/cost_model.py."""
     correction = Correction(0.0)
     correction.update(Prediction(1.0, np.array([-1, 0, 0, 1]), np.array([1, 0.6, 0.2, 0.5])), [1])
-    assert correction.predicted.tolist() == [[0.6, 0.2], [0.5, 0]]
-    assert correction.accepted.tolist() == [[1, 0], [0, 0]]
+    assert correction.predicted == [[0.6, 0.2], [0.5, 0]]
+    assert correction.accepted == [[1, 0], [0, 0]]
 
 
 def test_the_drawing_of_bounded_probabilities():

@@ -101,10 +101,9 @@ def home(gguf, index, tmp_path, monkeypatch):
 
 @pytest.fixture
 def folder(home, converted, monkeypatch):
-    """The demo's folder after it was fetched."""
-    with monkeypatch.context() as quick:
-        quick.setattr(fetch, "from_package", lambda _, out: shutil.copytree(converted, out, dirs_exist_ok=True))
-        folder = Path(find_model_path("demo"))
+    """The demo's folder after it was fetched, which is quick."""
+    monkeypatch.setattr(fetch, "from_package", lambda _, out: shutil.copytree(converted, out, dirs_exist_ok=True))
+    folder = Path(find_model_path("demo"))
     fetch_demo_folder.cache_clear()
     return folder
 

@@ -69,7 +69,7 @@ def test_training_on_other_texts_than_the_targets_answers_is_diagnosed(tmp_path,
     config.vocab_size = len(words)
     own, other = (Spec(Target(random_model(config, seed), words), None) for seed in (0, 1))
     ending = [7, 8] if said == "Chat template" else words("\n<s>assistant: ")["input_ids"]
-    prompts = [[*row, *ending] for row in torch.randint(3, 280, (32, 6), generator=seeded(0)).tolist()]
+    prompts = [[*row, *ending] for row in torch.randint(3, 280, (16, 6), generator=seeded(0)).tolist()]
     writer = other if said == "Off-policy text" else own
     lines = []
     for temperature in (0, 1):
@@ -158,12 +158,15 @@ def test_wrong_drafts_of_two_sure_tokens_tell_nothing():
     assert compute_share_ceiling(0.0, 2) > MIN_CERTAIN_AGREEMENT > compute_share_ceiling(0.0, 3)
 
 
+@pytest.fixture(scope="module")
+def few_texts():
+    return completions(target("llama"), 8, 20, temperature=0)
+
+
 @pytest.mark.parametrize("kind", HEAD_KINDS)
-def test_an_untrained_head_of_any_kind_is_told_to_be_one(kind):
+def test_an_untrained_head_of_any_kind_is_told_to_be_one(kind, few_texts):
     model = target("llama")
     torch.manual_seed(0)
     head = build_head(model, kind) if kind.startswith(("medusa", "hydra")) else build_new_head(kind, model)
     spec = Spec(model, head.eval())
-    assert diagnose_head(spec, completions(model, 12, 20, temperature=0))[1][0].startswith(
-        "Untrained, or for another target"
-    )
+    assert diagnose_head(spec, few_texts)[1][0].startswith("Untrained, or for another target")

@@ -120,7 +120,7 @@ def text(length, seed=0, batch=2):
 @pytest.mark.parametrize("kv_heads", [2, 4])
 def test_memory_of_the_backward_pass_grows_linearly_with_the_rows(kv_heads):
     config = LlamaConfig(hidden_size=16, num_attention_heads=4, num_key_value_heads=kv_heads, vocab_size=8)
-    attention = Attention(config, 16)
+    attention = Attention(config, 16).float()
     rotary = Rotary(config)
 
     def kept(rows):

@@ -8,7 +8,7 @@ import torch
 from commands import complains
 from drafters import DRAFT_PATHS, EIGHT_LAYERS, draft_paths
 from head_files import LAYER_IDS_KEY, rename_midlayer, write_head
-from models import close, randn, same_weights
+from models import close, ones, randn, same_weights
 from torch.nn.functional import silu
 from training import change_json
 
@@ -17,7 +17,6 @@ from treespec.draft.heads.host_step import find_head_step
 from treespec.draft.heads.loading import build_new_head
 from treespec.draft.vocabulary import restrict
 from treespec.heads.checkpoint import load_head, save_head
-from treespec.heads.registry import HEAD_KINDS
 from treespec.model.cpu.packing import pack
 from treespec.model.target import Target
 
@@ -68,7 +67,7 @@ def norm(x, weight):
 def rotate_by_position(x):
     """[T, heads, D], the pairs (i, i + D/2) turned by position / 10000^(2i/D)."""
     half = x.shape[-1] // 2
-    angles = torch.arange(len(x))[:, None] / 10000 ** (torch.arange(half) / half)
+    angles = torch.arange(len(x))[:, None] / 10000 ** (torch.arange(half, dtype=torch.float32) / half)
     turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)[:, None]
     return torch.cat([turned.real, turned.imag], -1)
 
@@ -104,7 +103,7 @@ def compute_logits(tensors, config, text, features, path):
         hidden = torch.cat([hidden, state[None]])
         tokens = torch.cat([tokens, torch.tensor([token or 0])])
     low_rank = tensors["efficient_lm_head.weight"] @ tensors["efficient_lm_head_down_proj.weight"]
-    logits = torch.full((config["vocab_size"],), -torch.inf)
+    logits = torch.full((config["vocab_size"],), -torch.inf, dtype=torch.float32)
     for token in (low_rank @ state).sort(descending=True).indices[: config["candidate_head"]["num_candidates"]]:
         logits[token] = tensors["lm_head.weight"][token] @ state
     return logits
@@ -180,10 +179,10 @@ def test_a_low_rank_head_of_other_sizes_is_refused(tmp_path):
     config = write_config(random_eagle4())
     for changed, complaint in (
         (
-            {"efficient_lm_head.weight": torch.ones(63, 6)},
+            {"efficient_lm_head.weight": ones(63, 6)},
             "efficient_lm_head.weight has 63 rows, and lm_head.weight 64",
         ),
-        ({"efficient_lm_head_down_proj.weight": torch.ones(6, 31)}, r"efficient_lm_head_down_proj.weight is \[6, 31\]"),
+        ({"efficient_lm_head_down_proj.weight": ones(6, 31)}, r"efficient_lm_head_down_proj.weight is \[6, 31\]"),
     ):
         with complains(complaint):
             load_head(write_head(tmp_path / "other", config, tensors | changed))
@@ -201,7 +200,3 @@ def test_a_step_with_candidates_is_no_c_call():
         pack(head)
         assert find_head_step(head, target) is None
         assert head.project(randn(2, 32).bfloat16()).isfinite().sum() == 2 * CANDIDATES
-
-
-def test_the_kind_has_no_training_yet():
-    assert HEAD_KINDS["eagle4"].training is None

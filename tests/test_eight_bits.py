@@ -7,7 +7,7 @@ import torch
 import transformers as hf
 from commands import complains
 from head_files import write_gguf
-from models import GROUPED, MODELS, as_undrafted, close, random_model, random_prompts, seeded, tiny
+from models import GROUPED, MODELS, as_undrafted, close, randn, random_model, random_prompts, seeded, tiny
 from torch import nn
 from training import save_model
 
@@ -103,7 +103,7 @@ def test_a_layer_in_eight_bits_shows_the_values_that_it_multiplies_by():
 
 def test_the_gradient_of_a_product_is_that_of_its_values():
     layer = build_layer(dtype=torch.float32)
-    x = torch.randn(3, 96, generator=seeded(2), requires_grad=True)
+    x = randn(3, 96, generator=seeded(2), requires_grad=True)
     layer(x).sum().backward()
     close(x.grad, layer.weight.sum(0).expand(3, -1), 1e-5)
 

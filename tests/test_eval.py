@@ -1,5 +1,6 @@
 """An evaluation measures what it says: same completions, honest totals, nothing lost and nothing twice."""
 
+import csv
 import json
 import re
 from dataclasses import replace
@@ -117,6 +118,36 @@ def test_the_files_of_completions_are_what_fastchat_and_spec_bench_read(finished
     speeds = [sum(choice["new_tokens"]) / sum(choice["wall_time"]) for choice in choices]
     assert speeds == [sum(one["new_tokens"]) / sum(one["wall"]) for one in own[1:]]
     assert all(len(choice["accept_lengths"]) == sum(choice["decoding_steps"]) for choice in choices)
+    # EAGLE's `idxs`: a turn's last cycle, from 0
+    assert all(choice["idxs"] == [steps - 1 for steps in choice["decoding_steps"]] for choice in choices)
+
+
+def test_the_figures_are_also_a_csv_with_a_row_for_each_category(finished):
+    out, summary, _ = finished
+    rows = list(csv.DictReader((out / "report.csv").open(newline="")))
+    assert [(row["name"], row["group"]) for row in rows] == [
+        (row["name"], group) for row in summary["rows"] for group in ("overall", "writing", "math")
+    ]
+    for got, expected in zip(rows[::3], summary["rows"], strict=True):
+        overall = expected["overall"]
+        assert float(got["tokens_per_second"]) == overall["tokens_per_second"]["value"]
+        assert float(got["mean_rate_high"]) == overall["mean_rate"]["high"]
+        assert float(got["cycle_ms_target"]) == overall["cycle_ms"]["target"]
+        assert (got["speedup"] == "") == (overall["speedup"] is None) == (got["drafter"] == "")
+
+
+def test_spec_benchs_speedup_is_the_ratio_of_mean_rates(finished):
+    """As its evaluation/speed.py computes it from the answers."""
+    out, summary, _ = finished
+    means = []
+    for row in summary["rows"]:
+        lines = map(json.loads, (out / "answers" / f"{row['name']}.jsonl").read_text().splitlines())
+        choices = [line["choices"][0] for line in lines]
+        means.append(np.mean([sum(choice["new_tokens"]) / sum(choice["wall_time"]) for choice in choices]))
+    for row, mean in zip(summary["rows"][1:], means[1:], strict=True):
+        assert row["overall"]["mean_rate"]["value"] == pytest.approx(mean)
+        assert row["overall"]["mean_rate_speedup"]["value"] == pytest.approx(mean / means[0])
+    assert "speedup of mean rates" in (out / "report.md").read_text()
 
 
 def test_one_row_of_steps_for_a_person_to_watch(finished):

@@ -9,9 +9,9 @@ from treespec.eval.acceptance.drafted import count_fewest_cycles, find_in_tops_a
 from treespec.eval.acceptance.path_probability import FollowedPair, Pair, PathTerm
 from treespec.eval.certify.draws import gather_random_draws, place_tokens
 from treespec.eval.certify.ranks import match_successive
-from treespec.eval.figures import compute_depth_rates
 from treespec.eval.intervals import leave_one_out
 from treespec.eval.report import split_columns
+from treespec.eval.system_figures import compute_depth_rates
 from treespec.eval.texts import Passage, iterate_counted_runs
 from treespec.trees.static import StaticTree
 from treespec.trees.tree import Drafts, Draws

@@ -12,6 +12,7 @@ from treespec import load
 from treespec.api.trace import trace
 from treespec.draft.heads.loading import build_new_head
 from treespec.draft.registry import DRAFTERS as ROWS
+from treespec.draft.registry import ORACLE_NAME
 from treespec.draft.spec import DrafterSpec
 from treespec.heads.checkpoint import save_head
 from treespec.heads.registry import HEAD_KINDS
@@ -19,7 +20,7 @@ from treespec.model.target import Target
 
 TEXT = "the user asks and the assistant answers the question the user asks "
 DRAFTERS = {
-    **{name: name for name in ROWS},
+    **{name: name for name in ROWS if name != ORACLE_NAME},  # test_oracle.py
     **{kind: f"{kind}:{{home}}/{kind}" for kind in HEAD_KINDS},
     "head": "head:{home}/eagle3",
     "model": "model:{home}/small",
@@ -57,17 +58,17 @@ def home(tmp_path_factory):
 
 
 def test_no_drafter_is_left_out():
-    assert DRAFTERS.keys() == ROWS.keys()
+    assert DRAFTERS.keys() == ROWS.keys() - {ORACLE_NAME}
 
 
-@pytest.mark.parametrize("kind", DRAFTERS | JOINED)
+@pytest.mark.parametrize("kind", sorted({*DRAFTERS, *JOINED} - {ORACLE_NAME}))  # eval alone gives it answers
 def test_greedy_answers_are_the_targets_own_tokens(home, kind):
     """Float32, one text, three together, two at a time under another tree and verifier, and one that is traced."""
     spec = load(f"{home}/target", drafter=(DRAFTERS | JOINED)[kind].format(home=home), dtype="float32")
     prompts = [TEXT * 2, "the answer", TEXT]
-    as_undrafted(spec, prompts[:1], 16)
-    plain, *_ = as_undrafted(spec, prompts, 16)
+    as_undrafted(spec, prompts[:1], 10)
+    plain, *_ = as_undrafted(spec, prompts, 10)
     if not DrafterSpec.parse((DRAFTERS | JOINED)[kind]).kind.one_hot:
-        as_undrafted(spec.configured("2x2", "rrs"), prompts, 16, batch=2)
-    pieces = [piece for cycle in trace(spec, prompts[0], max_new_tokens=16) for piece in cycle.answer]
+        as_undrafted(spec.configured("2x2", "rrs"), prompts, 10, batch=2)
+    pieces = [piece for cycle in trace(spec, prompts[0], max_new_tokens=10) for piece in cycle.answer]
     assert [token for piece in pieces for token in piece.token_ids] == plain.token_ids

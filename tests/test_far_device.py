@@ -1,10 +1,8 @@
 """Nothing mixes devices, and the waits of a cycle do not grow: on a device that counts them.
 
-As a program it prints JSON: for each set-up the waits and launches of a cycle. The device does not exist: its tensors
-lie on the CPU, say `far`, refuse other devices and count waits. `install` lasts as long as its process.
-
-A wait: the host stops until the device has answered, as by `item`, `tolist`, a copy either way (except up from pinned
-memory with `non_blocking`), and operations whose result has a size that the device decides. A launch: no view.
+As a program it prints JSON. The device does not exist: its tensors lie on the CPU, say `far`, and count waits.
+A wait: the host stops until the device has answered, as by `item`, a copy (but up from pinned memory), and operations
+whose result has a size that the device decides. A launch: no view.
 """
 
 import json
@@ -58,9 +56,7 @@ class Far(torch.Tensor):
 
 
 class FarGenerator(Generator):
-    @property
-    def device(self):
-        return torch.device("far:0")
+    device = property(lambda self: torch.device("far:0"))
 
 
 class Either(type):
@@ -294,7 +290,7 @@ SETUPS = {
 def measure():
     """{set-up: for each batch [waits and launches a cycle, lines that wait, launches outside a head's steps], error}"""
     from drafters import source_of
-    from models import CONFIGS, random_model
+    from models import random_model, small
 
     from treespec.api.spec import Spec
     from treespec.draft.auto.cost import CycleCost
@@ -308,7 +304,13 @@ def measure():
 
     # 1. A target on the device, and what drafts for it.
     torch.set_num_threads(1)  # the tensors are small
-    plain_model = Target(random_model(CONFIGS["llama"](), spread=0))  # a moved weight is no plain matrix
+    config = small().model.config
+    plain_model = Target(random_model(config, spread=0))  # a moved weight is no plain matrix
+    plain_model.eos = frozenset()
+    prompts = [[(7 * row + i) % 60 + 3 for i in range(20)] for row in range(BATCH)]
+    how = {"max_new_tokens": 24, "seed": [1] * BATCH}
+    plain = Spec(plain_model, None, verifier="auto")
+    texts = [[out.token_ids for out in plain.generate(prompts, temperature=t, **how)] for t in (0, 1)]
     heads = {}
     for name in {setup[0] for setup in SETUPS} & {*HEAD_KINDS}:
         torch.manual_seed(0)
@@ -319,8 +321,8 @@ def measure():
     count_outside(TreeDrafter, "draft_trees", 1)
     count_outside(EagleProposer, "extend", -1)
     count_outside(EagleProposer, "run_layers", -1)
-    target = Target(move_to_far(random_model(CONFIGS["llama"](), spread=0)))
-    target.eos = plain_model.eos = frozenset()
+    target = Target(move_to_far(random_model(config, spread=0)))
+    target.eos = frozenset()
     assert not has_equal_bits(target)
 
     def source(name):
@@ -332,8 +334,7 @@ def measure():
     found = {}
     for setup in SETUPS:
         drafter, tree, verifier, temperature = setup
-        with_graphs = ((1, WARM), (BATCH, WARM)) if setup in GRAPHED else ()
-        for batch, first in ((1, 2), (BATCH, 2), *with_graphs):
+        for batch, first in ((1, 2), (BATCH, 2), (1, WARM), (BATCH, WARM))[: 4 if setup in GRAPHED else 2]:
             target.tree_decoder.graphs = graphs.Graphs("Llama") if first == WARM else None
             spec = Spec(target, source(drafter), tree, verifier, times=CycleCost((1, 8), (1.0, 1.1)))
             cycles = 0
@@ -343,20 +344,18 @@ def measure():
                 nonlocal cycles
                 cycles += 1
                 if cycles == first:
-                    waits.clear()
-                    launches.clear()
-                    outside.clear()
+                    for counts in (waits, launches, outside):
+                        counts.clear()
                 return plain()
 
             spec.decoder._run_cycle = run_cycle
-            prompts = [[(7 * row + i) % 60 + 3 for i in range(20)] for row in range(batch)]
             try:
                 how = {"temperature": temperature, "max_new_tokens": 8 if first == 2 else 24, "batch": batch}
-                outs = spec.generate(prompts, seed=[1] * batch, **how)
-                if temperature == 0 or verifier in ("auto", "gumbel"):  # one text, whatever is drafted
-                    wanted = Spec(plain_model, None, verifier="auto").generate(prompts, seed=[1] * batch, **how)
-                    if [out.token_ids for out in outs] != [out.token_ids for out in wanted]:
-                        raise RuntimeError(f"{setup}: the texts are not the CPU's")
+                outs = spec.generate(prompts[:batch], seed=[1] * batch, **how)
+                has_one_text = temperature == 0 or verifier in ("auto", "gumbel")  # whatever is drafted
+                wanted = [ids[: how["max_new_tokens"]] for ids in texts[temperature][:batch]]
+                if has_one_text and [out.token_ids for out in outs] != wanted:
+                    raise RuntimeError(f"{setup}: the texts are not the CPU's")
             except RuntimeError as error:
                 found.setdefault(str(setup), []).append(str(error))
                 continue
@@ -389,7 +388,7 @@ def test_nothing_mixes_devices_and_waits_do_not_grow(found, setup):
 
 
 def test_a_cycle_launches_little_beside_its_forwards(found):
-    most = {"topk": (40, 51, 54, 93), "gumbel": (59, 89, 106, 293.5)}
+    most = {"topk": (40, 48, 51, 98), "gumbel": (59, 89, 100, 201)}
     for setup in GRAPHED:
         alone, batch, graphed, graphed_batch = found[str(setup)]
         counts = alone[3], batch[3], graphed[1], graphed_batch[1]
@@ -397,4 +396,5 @@ def test_a_cycle_launches_little_beside_its_forwards(found):
 
 
 if __name__ == "__main__":
+    sys.modules["torchao"] = None  # transformers would import it, for seconds
     print(json.dumps(measure(), indent=1))

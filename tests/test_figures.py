@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from commands import summary_row
 
-from treespec.eval.figures import compute_figures
 from treespec.eval.intervals import compute_interval, leave_one_out
 from treespec.eval.questions import Question
+from treespec.eval.system_figures import compute_figures
 from treespec.eval.systems import System, plan_questions
 from treespec.eval.verdict import estimate_noise, write_sentences
 

@@ -45,7 +45,7 @@ def layer_output(w, x, residual, eps=1e-6, heads=4, groups=2, theta=1e4):
 
     def turned(part):
         half = part.shape[-1] // 2
-        angles = torch.arange(len(x))[:, None] * theta ** -(torch.arange(half) / half)
+        angles = torch.arange(len(x))[:, None] * theta ** -(torch.arange(half, dtype=torch.float32) / half)
         z = torch.complex(part[..., :half], part[..., half:]) * torch.polar(torch.ones_like(angles), angles)
         return torch.cat([z.real, z.imag], dim=-1)
 

@@ -6,7 +6,7 @@ import torch
 from commands import complains
 from drafters import build_eagle3
 from head_files import EAGLE3_CONFIG, write_head
-from models import seeded
+from models import ones, rand, seeded
 from training import change_json
 
 from treespec.heads.checkpoint import load_head
@@ -48,10 +48,10 @@ def quantize(tensors, name):
         stored[tensor] = value
         if value.ndim < 2 or tensor == "embed_tokens.weight":
             continue
-        factors = torch.rand(shape(*value.shape), generator=seeded(len(stored))) + 0.01
+        factors = rand(shape(*value.shape), generator=seeded(len(stored))) + 0.01
         stored[tensor] = value.to(torch.float8_e4m3fn)
         stored[tensor + ending] = factors
-        stored[tensor.replace("weight", "input_scale")] = torch.tensor(0.5)
+        stored[tensor.replace("weight", "input_scale")] = torch.tensor(0.5, dtype=torch.float32)
         numbers = np.array(stored[tensor].double())
         wanted[tensor] = np.empty_like(numbers)
         for row, column in np.ndindex(numbers.shape):
@@ -110,11 +110,11 @@ def test_another_quantisation_is_refused_by_name(name, tmp_path):
 
 
 def test_factors_that_do_not_fit_a_weight_are_refused():
-    weight = {"a.weight": torch.ones(6, 9).to(torch.float8_e4m3fn)}
+    weight = {"a.weight": ones(6, 9).to(torch.float8_e4m3fn)}
     for factors, block, complaint in (
         ({}, None, "a.weight is in fp8, and the file has not one of a.weight_scale_inv and a.weight_scale"),
-        ({"a.weight_scale": torch.ones(2, 2)}, None, "weight_block_size is missing"),
-        ({"a.weight_scale": torch.ones(2, 3)}, (5, 7), r"factors of a.weight are \[2, 3\], .* blocks \[5, 7\]"),
+        ({"a.weight_scale": ones(2, 2)}, None, "weight_block_size is missing"),
+        ({"a.weight_scale": ones(2, 3)}, (5, 7), r"factors of a.weight are \[2, 3\], .* blocks \[5, 7\]"),
         ({"a.weight_scale": torch.ones(6, 1, dtype=torch.uint8)}, None, "are of torch.uint8: treespec reads floats"),
     ):
         with pytest.raises(ValueError, match=complaint):

@@ -36,7 +36,8 @@ def as_llama_cpp(file, ids, aux):
     both = torch.cat([norm(w["token_embd.weight"][ids], "blk.0.attn_norm"), norm(g, "blk.0.attn_norm_2")], 1)
 
     # 2. Neighbours are rotated; keys serve several heads.
-    places = torch.arange(len(ids))[:, None, None] * number("rope.freq_base") ** -(torch.arange(0, width, 2) / width)
+    powers = torch.arange(0, width, 2, dtype=torch.float32) / width
+    places = torch.arange(len(ids))[:, None, None] * number("rope.freq_base") ** -powers
     turns = torch.polar(ones(1), places / w.get("rope_freqs.weight", ones(1)))
 
     def rotated(name):

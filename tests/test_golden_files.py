@@ -3,6 +3,7 @@
 import hashlib
 import inspect
 import json
+import re
 import runpy
 import shutil
 import sys
@@ -80,7 +81,8 @@ def test_an_evaluation_resumes_with_nothing_asked_again(files):
     answers = read_content("evaluation/answers")
     capture(RUNS["evaluation"].replace("--target target", "--target ./target"))
     assert Path("evaluation/ledger.jsonl").read_bytes() == ledger
-    assert read_content("evaluation/answers") == answers
+    for name, content in read_content("evaluation/answers").items():
+        assert re.sub(rb'"idxs": .*?\], ', b"", content) == answers[name]  # these began later
     assert not [*find_differences(read_json("evaluation/report.json"), report)]
     for name in ("report.md", "report.html"):
         shown = Path("evaluation", name).read_text(encoding="utf-8")

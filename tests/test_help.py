@@ -13,6 +13,7 @@ from treespec import options
 from treespec.cli import app
 from treespec.cli.make import ENGINE_HELP
 from treespec.draft.registry import DRAFTERS as ROWS
+from treespec.draft.registry import ORACLE_NAME
 from treespec.eval.acceptance.config import PAPER_PRESETS
 from treespec.eval.questions import INSTALLED_FILES
 from treespec.eval.suites import SUITES
@@ -45,7 +46,7 @@ LOSSLESS = {name for name, scheme in SCHEMES.items() if scheme.lossless}
 MARKED = {name if name in LOSSLESS or name not in SCHEMES else f"{name} (lossy)" for name in VERIFIER_NAMES}
 LISTS = {  # what the help of an option lists, wherever the option is
     "verifier": MARKED,
-    "drafter": {row.forms[0] for row in ROWS.values()},
+    "drafter": {row.forms[0] for row in ROWS.values() if row.name != ORACLE_NAME},
     "tree": {*options.TREE_FORMS.values(), options.TREE_FILE},
     "dtype": set(options.DTYPE_NAMES),
     "questions": {*INSTALLED_FILES, *SUITES, "a JSONL file in FastChat's format"},

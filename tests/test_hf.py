@@ -56,6 +56,11 @@ class ByLength(LogitsProcessor):
         return scores.index_fill(1, torch.arange(input_ids.shape[1] % 7, scores.shape[1], 7), -torch.inf)
 
 
+float32_alone = pytest.mark.skipif(
+    torch.get_default_dtype() != torch.float32, reason="transformers' own processor fails under another default dtype"
+)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -67,7 +72,7 @@ class ByLength(LogitsProcessor):
         {"stopping_criteria": [EndsAfterTwo()]},
         {"max_new_tokens": None, "max_length": 11},
         {"prefix_allowed_tokens_fn": lambda row, ids: [row + int(ids[-1]) % 50, 60, 70]},
-        {"bad_words_ids": [[7], [9, 12]]},
+        pytest.param({"bad_words_ids": [[7], [9, 12]]}, marks=float32_alone),
     ],
     ids="-".join,
 )

@@ -62,10 +62,14 @@ def build_reference(head):
         attn_implementation="eager",
         **SIZES,
     )
-    attention = DeepseekV3Attention(config, 0).eval()
+    attention = DeepseekV3Attention(config, 0).eval().float()
     width = 2 * llama.hidden_size
-    attention.q_a_proj = nn.Linear(width, SIZES["q_lora_rank"], bias=False)
-    attention.kv_a_proj_with_mqa = nn.Linear(width, SIZES["kv_lora_rank"] + SIZES["qk_rope_head_dim"], bias=False)
+    outputs = {
+        "q_a_proj": SIZES["q_lora_rank"],
+        "kv_a_proj_with_mqa": SIZES["kv_lora_rank"] + SIZES["qk_rope_head_dim"],
+    }
+    for name, size in outputs.items():
+        setattr(attention, name, nn.Linear(width, size, bias=False, dtype=torch.float32))
     attention.load_state_dict(head.midlayer.self_attn.state_dict())
     return attention, DeepseekV3RotaryEmbedding(config)
 
@@ -78,7 +82,7 @@ def test_the_attention_is_that_of_deepseek(tmp_path):
     x = randn(2, 9, 2 * head.hidden_size)
     positions = torch.arange(9)
     ours = head.midlayer.self_attn(x, head.rotary(positions, x.dtype))
-    mask = torch.full((9, 9), torch.finfo(torch.float32).min).triu(1)[None, None]
+    mask = torch.full((9, 9), torch.finfo(torch.float32).min, dtype=torch.float32).triu(1)[None, None]
     wanted, _ = attention(x, rotary(x, positions[None]), mask)
     close(ours, wanted, 1e-5)
     assert head.aux_layers == (2, 4, 5)

@@ -125,7 +125,7 @@ def test_a_partial_rotary_factor_of_a_head_rotates_as_in_transformers(rope):
     model = random_model(hf.NemotronConfig(**GROUPED, head_dim=8, rope_parameters=rope)).model
     theirs = model.layers[0].self_attn
     config = hf.LlamaConfig(**GROUPED, rope_parameters=rope)
-    own = Attention(config, qkv_bias=False, in_features=32)
+    own = Attention(config, qkv_bias=False, in_features=32).float()
     own.load_state_dict(theirs.state_dict())
     x = randn(1, 5, 32)
     places = torch.arange(5)

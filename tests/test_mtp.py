@@ -69,7 +69,7 @@ class Plain:
         self.layer = decoder_layer(self.model).eval()
         self.layer.load_state_dict({name: tensors[before + name] for name in self.layer.state_dict()})
         norm = type(self.layer.input_layernorm)
-        self.norms = [norm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(3)]
+        self.norms = [norm(config.hidden_size, eps=config.rms_norm_eps).float() for _ in range(3)]
         for made, part in zip(self.norms, (parts[0], parts[1], parts[3]), strict=True):
             made.load_state_dict({"weight": tensors[f"{part}.weight"]})
         self.weight = tensors[f"{parts[2]}.weight"]
@@ -232,6 +232,15 @@ def test_a_finetuned_layer_of_speculators_drafts_from_its_own_directory(folders,
             {"transformer_layer_config": layer | {"model_type": "qwen3"}},
             "its model_type is 'qwen3', the target's 'qwen3_n",
         ),
+        (
+            {"transformer_layer_config": layer | {"num_attention_heads": 2}},
+            "its num_attention_heads is 2, the target's 4",
+        ),
+        (
+            {"transformer_layer_config": layer | {"rope_parameters": {"rope_theta": 7.0}}},
+            "its rope_theta is 7.0, the target's 10000",
+        ),
+        ({"num_hot_tokens": 9}, "num_hot_tokens is 9: treespec does not know"),
         ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is more than 1"),
         ({"speculators_model_type": "eagle3"}, "is a eagle3 head of speculators: name it as head:DIR"),
     ):

@@ -292,6 +292,11 @@ RUNS = [  # a script, its arguments, and what it prints of its figures
         "long --target target --suite questions.jsonl --drafters suffix,sparse:4@chain:2 --questions 1 --tokens 4",
         r"\| `sparse:4@chain:2` \|( [\d.]+ \|){9}",
     ),
+    (
+        "measure",
+        "floor --target target --sizes 1,2 --no-hard --tokens 4 --rounds 1 --temperatures 0",
+        r"\| its head \| 2 at a time \|( [\d.]+ \|){4}",
+    ),
     ("picture", "target head Hello --max-new-tokens 4 --out chat.svg", "wrote chat.svg"),
 ]
 

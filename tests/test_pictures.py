@@ -6,7 +6,7 @@ from base64 import b64encode
 import pytest
 import torch
 import transformers as hf
-from commands import client, complains, serving
+from commands import client, complains, serving, tiny_spec
 from drafters import check_tree_logits
 from models import GROUPED, generate_plainly, generate_with, randn, random_head
 from PIL import Image
@@ -18,6 +18,7 @@ from treespec.engine import prefill
 from treespec.model.pictures import prepare_pictures
 from treespec.model.target import Target
 from treespec.serve.errors import to_api_error
+from treespec.text.pictures import count_pixels
 
 PICTURE = 9  # the token that a picture's rows stand for
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -67,7 +68,7 @@ def prompt_with(name, seed):
 
 
 def answers(model, inputs):
-    out = model.generate(**inputs, do_sample=False, max_new_tokens=24, eos_token_id=None, pad_token_id=0)
+    out = model.generate(**inputs, do_sample=False, max_new_tokens=12, eos_token_id=None, pad_token_id=0)
     return out[0, inputs["input_ids"].shape[1] :].tolist()
 
 
@@ -88,9 +89,9 @@ def test_a_model_with_pictures_answers_as_its_own_generate_does(tmp_path, name, 
     target = load(tmp_path, device_map="cpu", dtype="float32").target  # with the kernels, if there are any
     for spec in (Spec(target, random_head(target), "2x2"), Spec(target, None)):
         for size in (1, 3):
-            outs = spec.generate(prompts, max_new_tokens=24, ignore_eos=True, batch=size)
+            outs = spec.generate(prompts, max_new_tokens=12, ignore_eos=True, batch=size)
             assert [out.token_ids for out in outs] == wanted
-        for out in spec.generate(prompts[0], n=2, max_new_tokens=24, ignore_eos=True):
+        for out in spec.generate(prompts[0], n=2, max_new_tokens=12, ignore_eos=True):
             assert out.token_ids == wanted[0]
 
 
@@ -147,3 +148,40 @@ def test_a_picture_by_http_is_answered_as_in_python(tmp_path):
         part["image_url"]["url"] = "http://example.org/a.png"
         refused = ask.post("/v1/chat/completions", json=body)
         assert "data:image/" in refused.json()["error"]["message"]
+
+
+def to_part(picture, kind="PNG", **more):
+    file = io.BytesIO()
+    picture.save(file, kind, **more)
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"}}
+
+
+def test_pictures_are_bounded_by_their_headers_before_they_are_decoded(monkeypatch):
+    """A hundred kilobytes may hold gigabytes. The pixels of a caller's requests are counted together."""
+
+    def refuse(*_, **__):
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", refuse)
+    large = to_part(Image.new("1", (13_000, 13_000)))
+    middle = to_part(Image.new("1", (4_000, 4_000)))
+    small = to_part(Image.new("1", (8, 8)))
+    frames = [Image.new("1", (2000, 2000), number) for number in (0, 1)] * 3
+    moving = to_part(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    assert count_pixels([{"role": "user", "content": [small, {"type": "text", "text": "a"}, middle]}]) == 16_000_064
+    for parts, words in [
+        ([large], "13000 x 13000"),
+        ([middle] * 3, "picture 3"),
+        ([moving], "2000 x 2000"),
+        ([small] * 17, "16 pictures"),
+        ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}], "its format is none of PNG"),
+    ]:
+        with complains(words):
+            count_pixels([{"role": "user", "content": parts}])
+    with serving(tiny_spec()) as state, client(state) as http:
+        for parts in ([large], [middle]):
+            answer = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": parts}]})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+        monkeypatch.setitem(state.admission.limits, "pixels", 1 << 20)
+        answer = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": [middle]}]})
+        assert answer.status_code == 429

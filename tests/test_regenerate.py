@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -169,6 +170,7 @@ def test_no_kill_loses_or_doubles_a_row(whole, tmp_path):
     regenerate_answers(config)
     assert read_rows(config) == read_rows(whole)
     before = (tmp_path / "out" / CONVERSATIONS_FILE).read_bytes()
+    assert before == (Path(whole.out) / CONVERSATIONS_FILE).read_bytes()  # in the same order, too
     assert regenerate_answers(config).conversations == len(read_rows(whole))
     assert (tmp_path / "out" / CONVERSATIONS_FILE).read_bytes() == before
 

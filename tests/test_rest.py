@@ -152,7 +152,9 @@ def test_what_cannot_be_used_is_one_line(file, change, complaint):
 def test_a_suffix_cache_and_another_tokenizers_datastore_are_refused(file, tmp_path):
     with complains("is of another tokenizer than the target's: build it again"):
         open_datastore(str(file), "other words", 3)
-    SuffixCaches(99, tmp_path / "memory", "words", 3).get_cache("").add([1, 2])
+    memory = SuffixCaches(99, tmp_path / "memory", "words", 3)
+    memory.add("", [1, 2])
+    memory.flush()
     with complains("is no datastore"):
         open_datastore(f"{tmp_path}/memory/shared.safetensors", "words", 3)
     with complains("no datastore"):

@@ -189,6 +189,7 @@ def test_chats_are_kept_where_their_requests_say_store_and_training_reads_them(t
 
         texts = [choice["message"]["content"] for choice in chat("one", store=True, n=2).json()["choices"]]
         (file,) = tmp_path.iterdir()
+        assert file.stat().st_mode & 0o777 == 0o600  # whatever the umask
         file.write_bytes(file.read_bytes() + b'{"messages": [')
         chat("one", store=True, stream=True)
         chat("one")

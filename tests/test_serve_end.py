@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -9,6 +10,8 @@ import sys
 import threading
 import time
 from contextlib import ExitStack, suppress
+from dataclasses import fields
+from pathlib import Path
 
 import httpx
 import pytest
@@ -16,7 +19,7 @@ from commands import MESSAGES, client, complains, serving, treespec, wait_until
 from training import save_model
 
 from treespec.cli.answer import bind_socket
-from treespec.serve.run import SPARE_CONNECTIONS
+from treespec.serve.options import ServeConfig
 
 LONG = {"messages": MESSAGES, "max_tokens": 4000, "temperature": 0, "stream": True}
 
@@ -99,7 +102,7 @@ def test_a_client_that_does_not_read_does_not_keep_the_server(tiny):
 
 
 def test_a_request_that_does_not_arrive_is_closed(tiny, monkeypatch):
-    monkeypatch.setattr("treespec.serve.run.ARRIVAL_SECONDS", 0.3)
+    monkeypatch.setattr("treespec.serve.connections.ARRIVAL_SECONDS", 0.3)
     with serving(tiny) as state, client(state) as http:
         wait_until(lambda: state.server.started)
         for body in (b"", b"{"):
@@ -110,16 +113,24 @@ def test_a_request_that_does_not_arrive_is_closed(tiny, monkeypatch):
         assert answer.status_code == 200  # the time of an answer is another
 
 
-def test_connections_that_wait_give_way_to_new_ones(tiny):
-    most = 4 + 8 + SPARE_CONNECTIONS
+def test_connections_without_a_request_give_way_to_new_ones(tiny, monkeypatch):
+    """An upload that is under way is none of them, however old it is."""
+    monkeypatch.setattr("treespec.serve.run.count_connections", lambda: 20)
+    body = json.dumps({"prompt": "the user", "max_tokens": 2}).encode()
     with serving(tiny) as state, client(state) as http, ExitStack() as opened:
         wait_until(lambda: state.server.started)
-        made = [opened.enter_context(half(state)) for _ in range(most + 20)]
+        upload = opened.enter_context(half(state, b""))
+        upload.sendall(b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body[:5])
+        wait_until(lambda: state.admission.places)
+        made = [opened.enter_context(half(state, b"")) for _ in range(60)]
         assert http.get("/health").status_code == 200
-        assert len(state.server.server_state.connections) <= most
+        assert len(state.server.server_state.connections) <= 20
         made[0].settimeout(20)
         with suppress(ConnectionResetError):
             assert made[0].recv(100) == b""
+        upload.sendall(body[5:])
+        upload.settimeout(20)
+        assert upload.recv(100).startswith(b"HTTP/1.1 200 ")
 
 
 def test_without_the_packages_one_line_says_what_to_install(monkeypatch, capsys):
@@ -151,3 +162,13 @@ def test_the_command_serves_until_a_signal(tmp_path):
         assert httpx.get(f"{url}/v1/models").status_code == 401
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
+
+
+@pytest.mark.parametrize("file", ["Dockerfile", "treespec.service"])
+def test_the_examples_start_the_server_with_options_it_has(file):
+    text = (Path(__file__).parent.parent / "docs/examples/serve" / file).read_text(encoding="utf-8")
+    words = re.findall(r'treespec"?,? "?serve"?,?([^\n\]]*)', text)[-1].replace('"', "").replace(",", "").split()
+    assert words
+    named = dict(zip(words[::2], words[1::2], strict=True))
+    known = {f"--{field.name.replace('_', '-')}" for field in fields(ServeConfig)}
+    assert named.keys() <= known

@@ -1,10 +1,14 @@
 """What cannot be asked is refused by OpenAI's statuses, with the field's name, and takes nobody along."""
 
 import json
+import socket
 import time
 
 import pytest
 from commands import MESSAGES, client, serving, tiny_spec, wait_until
+from fastapi import Request
+
+from treespec.serve.guard import is_named_rightly
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -140,6 +144,22 @@ def test_a_server_of_this_machine_answers_to_its_names_alone(http):
     assert statuses == [200] * 4 + [403] * 4
 
 
+@pytest.mark.parametrize(
+    "host, passes",
+    {
+        "192.0.2.7:8000": True,
+        "localhost:8000": True,
+        socket.gethostname().upper(): True,
+        "evil.example": False,
+        "192.0.2.7.evil.example": False,
+        "": False,
+    }.items(),
+)
+def test_a_public_address_answers_to_addresses_and_the_machines_name(host, passes):
+    scope = {"type": "http", "server": ("192.0.2.7", 8000), "headers": [(b"host", host.encode())]}
+    assert is_named_rightly(Request(scope)) is passes
+
+
 def test_a_key_guards_all_but_the_page_and_health(tiny):
     with serving(tiny, api_key=["sésame"]) as state, client(state) as http:
         body = {"messages": MESSAGES, "max_tokens": 2}
@@ -156,7 +176,7 @@ def test_a_key_guards_all_but_the_page_and_health(tiny):
 
 
 def test_a_large_body_is_refused_whatever_its_headers_say(tiny, monkeypatch):
-    monkeypatch.setattr("treespec.serve.app.MAX_BODY_BYTES", 2000)
+    monkeypatch.setattr("treespec.serve.guard.MAX_BODY_BYTES", 2000)
     with serving(tiny) as state, client(state) as http:
         body = json.dumps({"messages": [{"role": "user", "content": "a" * 4000}]}).encode()
         headers = {"Content-Type": "application/json"}
@@ -199,6 +219,5 @@ def test_a_text_that_cannot_fit_is_refused_by_length_before_tokenizing():
             assert time.monotonic() - began < 0.8
 
         # The deadline holds for those that wait to be tokenised, too.
-        for _ in range(int(state.tokenising.total_tokens)):
-            state.tokenising.acquire_on_behalf_of_nowait(object())
+        state.admission.texts._free = 0
         assert http.post(COMPLETIONS, json={"prompt": "the user"}).status_code == 504

@@ -47,9 +47,8 @@ def test_the_cycles_add_up_to_the_answer_of_the_python_call(http, tiny, temperat
         assert len({len(cycle[name]) for name in ("tokens", "texts", "shown", "parents", "q", "p")}) == 1
 
 
-def test_the_page_chooses_among_what_it_shows(tiny, monkeypatch):
-    monkeypatch.setattr("treespec.serve.page.MAX_PAGE_ANSWERS", 1)
-    with serving(tiny) as state, client(state) as http:
+def test_the_page_chooses_among_what_it_shows(tiny):
+    with serving(tiny, batch=1, queue=0) as state, client(state) as http:
         known = http.get("/cycles").json()
         assert "typical" not in known["verifiers"]  # it is lossy
         body = {"messages": MESSAGES, "max_tokens": 5}
@@ -62,4 +61,4 @@ def test_the_page_chooses_among_what_it_shows(tiny, monkeypatch):
             lines = stream.iter_lines()  # the stream ends with it
             next(lines)
             assert http.post("/cycles", json=body).status_code == 429
-        wait_until(lambda: not state.pages)
+        wait_until(lambda: not state.engine.running and not state.admission.places)

@@ -43,7 +43,7 @@ def read_committed(cache):
 def plain_logits_without(model, text, path, first, last):
     """[V] the plain model's logits after a text and a path, whose tokens do not see the columns first to last - 1."""
     hidden = torch.finfo(torch.float32).min
-    mask = torch.full((1, 1, len(text) + len(path), len(text) + len(path)), hidden).triu(1)
+    mask = torch.full((1, 1, len(text) + len(path), len(text) + len(path)), hidden, dtype=torch.float32).triu(1)
     mask[..., len(text) :, first:last] = hidden
     ids = torch.tensor([[*text, *path]])
     return model.model(input_ids=ids, attention_mask=mask).logits[0, -1]

@@ -118,7 +118,7 @@ PUBLISHED = {  # the fields of configs that projects publish, with small sizes: 
         | {
             "sliding_window": 4,
             "layer_types": ["full_attention"] * 2,
-            "dflash_config": Z_LAB["dflash_config"] | {"use_swa": True, "swa_window_size": 4, "causal": False},
+            "dflash_config": Z_LAB["dflash_config"] | {"use_swa": True, "swa_window_size": 6, "causal": False},
         },
         None,
     ),
@@ -215,6 +215,8 @@ NAMED = {  # architectures as projects write them, in config.json: how the refus
     "GumihoModel": "Gumiho",
     "Gemma4AssistantForCausalLM": "Gemma 4's assistant",
     "DFlashLagunaForCausalLM": "DFlash of other layers",
+    "JetSpecDraftModel": "JetSpec of speculators",
+    "XPressSpeculator": "XPress",
 }
 
 
@@ -228,7 +230,7 @@ def test_an_architecture_that_is_not_read_is_called_by_its_name(architecture, tm
         check_head(DrafterSpec.parse(f"head:{folder}"), "target")
 
 
-@pytest.mark.parametrize("kind", ["jetspec", "mtp", "pard2", "dels_spec", "independent"])
+@pytest.mark.parametrize("kind", ["jetspec", "mtp", "pard2", "dels_spec", "independent", "xpress"])
 def test_an_unsupported_kind_of_speculators_is_refused_by_name(kind, tmp_path):
     config = SPECULATORS_DFLASH | {"speculators_model_type": kind, "architectures": ["Speculator"]}
     with complains(f"'{kind}' is .*, known, not read yet: "):

@@ -1,13 +1,14 @@
 """Suffix decoding: what the index finds, how counts become a tree, whose answers are drafted from, and its files."""
 
 import subprocess
+import time
 from collections import Counter
 
 import faults
 import numpy as np
 import pytest
 import torch
-from commands import complains, says, to_command
+from commands import complains, says, to_command, wait_until
 from drafters import PROMPT, build_spec, list_token_paths, source_of, spec_of
 from models import prompt, target
 from training import tokenizer
@@ -18,7 +19,7 @@ from treespec.draft.lookup.suffix import Suffix
 from treespec.draft.lookup.suffix_cache import SuffixCache, SuffixCaches
 from treespec.draft.registry import SuffixOptions
 from treespec.engine.request import Request
-from treespec.files.atomic import read_tensors
+from treespec.files.atomic import locked, read_tensors
 from treespec.model.target import Target
 
 
@@ -191,10 +192,11 @@ def remember_for_ever() -> None:
 
     from treespec.draft.lookup.suffix_cache import SuffixCaches
 
-    memory = SuffixCaches(4096, Path(sys.argv[1]), "words", 100).get_cache("")
+    memory = SuffixCaches(4096, Path(sys.argv[1]), "words", 100)
     print("ready", flush=True)
     for number in range(10**6):
-        memory.add([number % 100] * 50)
+        memory.add("", [number % 100] * 50)
+        memory.flush()
 
 
 def caches(folder, tokens=4096, tokenizer="words", vocab_size=100):
@@ -209,11 +211,18 @@ def texts(memory):
     return " ".join(map(str, memory.tokens.tolist())).split(" -1")
 
 
+def add(memory, *completions, name=""):
+    """Add completions, and wait until the file has them."""
+    for completion in completions:
+        memory.add(name, completion)
+    memory.flush()
+
+
 def test_what_one_process_remembers_the_next_one_knows(tmp_path):
     first = caches(tmp_path)
-    first.get_cache("").add([1, 2, 3])
-    first.get_cache("key").add([4, 5])
-    first.get_cache("").add([6])
+    first.add("", [1, 2, 3])
+    first.add("key", [4, 5])
+    add(first, [6])
     second = caches(tmp_path)
     assert second.get_cache("").tokens.tolist() == [1, 2, 3, -1, 6, -1]
     assert second.get_cache("key").tokens.tolist() == [4, 5, -1]
@@ -222,19 +231,38 @@ def test_what_one_process_remembers_the_next_one_knows(tmp_path):
 
 
 def test_two_at_a_time_lose_nothing(tmp_path):
-    one = cache(tmp_path)
-    other = cache(tmp_path)
+    one = caches(tmp_path)
+    other = caches(tmp_path)
     for number in range(20):
-        (one if number % 2 else other).add([number, number])
+        add(one if number % 2 else other, [number, number])
     assert [int(text.split()[0]) for text in texts(cache(tmp_path))[:-1]] == list(range(20))
+    assert one.get_cache("").tokens.tolist() == cache(tmp_path).tokens.tolist()
 
 
 def test_the_files_stay_within_the_bound(tmp_path):
-    memory = cache(tmp_path)
+    memory = caches(tmp_path)
     for number in range(300):
-        memory.add([number % 100] * 60)
+        memory.add("", [number % 100] * 60)
+        if number % 10 == 0:
+            memory.flush()
+    memory.flush()
     assert read_tensors(tmp_path / "shared.safetensors", "")[0]["tokens"].shape == (4096,)
-    assert cache(tmp_path).tokens.tolist() == memory.tokens.tolist()
+    assert cache(tmp_path).tokens.tolist() == memory.get_cache("").tokens.tolist()
+
+
+def test_no_answer_waits_for_a_process_that_holds_the_folder(tmp_path, monkeypatch):
+    """A stopped one, perhaps. What was added meanwhile is written once it lets go, by the thread."""
+    monkeypatch.setattr("treespec.draft.lookup.suffix_cache.LOCK_SECONDS", 0.05)
+    memory = caches(tmp_path)
+    with locked(tmp_path):
+        began = time.monotonic()
+        for number in range(20):
+            memory.add("", [number])
+        assert time.monotonic() - began < 0.1
+        memory.flush()
+        assert len(memory.get_cache("").tokens) == 40
+        assert cache(tmp_path).tokens.tolist() == []
+    wait_until(lambda: len(cache(tmp_path).tokens) == 40)
 
 
 def test_a_kill_at_any_moment_leaves_whole_files(tmp_path):
@@ -244,9 +272,9 @@ def test_a_kill_at_any_moment_leaves_whole_files(tmp_path):
             with pytest.raises(subprocess.TimeoutExpired):
                 process.wait(wait)
             process.kill()
-        kept = cache(tmp_path)
-        assert all(len(set(text.split())) == 1 for text in texts(kept)[:-1])
-    kept.add([7])  # a lock or a temporary of the killed one is in nobody's way
+        kept = caches(tmp_path)
+        assert all(len(set(text.split())) == 1 for text in texts(kept.get_cache(""))[:-1])
+    add(kept, [7])  # a lock or a temporary of the killed one is in nobody's way
     assert cache(tmp_path).tokens.tolist()[-2:] == [7, -1]
 
 
@@ -254,6 +282,7 @@ def test_another_tokenizer_is_one_line(tmp_path):
     model = Target(target("llama").model, tokenizer())
     spec = build_spec(model, f"suffix:{tmp_path}")
     spec.generate(prompt(), max_new_tokens=4)
+    wait_until((tmp_path / "shared.safetensors").exists)
     source_of(f"suffix:{tmp_path}", model)
     others = Target(target("llama").model, tokenizer(265))
     with complains(r"of another tokenizer than the target's: delete it"):
@@ -261,7 +290,7 @@ def test_another_tokenizer_is_one_line(tmp_path):
 
 
 def test_a_damaged_file_is_one_line(tmp_path):
-    cache(tmp_path).add([1, 2, 3])
+    add(caches(tmp_path), [1, 2, 3])
     file = tmp_path / "shared.safetensors"
     whole = file.read_bytes()
     for damage in (whole[:-2], whole[:-1] + b"7", b"[2", b""):
@@ -271,11 +300,11 @@ def test_a_damaged_file_is_one_line(tmp_path):
 
 
 def test_one_that_is_damaged_while_it_is_in_use_is_left_alone(tmp_path, caplog):
-    caches(tmp_path).get_cache("key").add([1, 2, 3])
+    add(caches(tmp_path), [1, 2, 3], name="key")
     again = caches(tmp_path)
     for file in tmp_path.glob("*.safetensors"):
         file.write_bytes(b"half")
-    again.get_cache("key").add([4])
+    add(again, [4], name="key")
     assert again.get_cache("key").tokens.tolist() == [4, -1]
     assert "the suffix cache goes on without its folder" in caplog.text
 
@@ -290,7 +319,7 @@ def test_a_folder_that_cannot_be_written_ends_no_answer(tmp_path, caplog):
     spec = build_spec("llama", f"suffix:{tmp_path}/memory")
     (tmp_path / "memory").write_text("")
     first = spec.generate(prompt(), max_new_tokens=12)
-    assert "the suffix cache goes on without its folder" in caplog.text
+    wait_until(lambda: "the suffix cache goes on without its folder" in caplog.text)
     assert spec.generate(prompt(), max_new_tokens=12).stats.cycles < first.stats.cycles
 
 

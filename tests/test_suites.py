@@ -19,7 +19,7 @@ from pyarrow.parquet import write_table
 
 from treespec.eval import suites
 from treespec.eval.questions import INSTALLED_FILES, Question, load_questions, take_first_of_each
-from treespec.eval.speed_bench import PLACEHOLDER
+from treespec.eval.speed_bench import UNPUBLISHED_TEXT
 from treespec.files.downloads import HubFile, PackagedFile, WebFile, load_or_download
 
 ROOT = Path(__file__).parent.parent
@@ -78,7 +78,7 @@ TRANSLATION = {"question_id": 161, "category": "translation", "turns": ["Transla
 SUM = {"question_id": 401, "category": "math_reasoning", "turns": ["1+1?"], "reference": ["1+1=2\n#### 2"]}
 SONG = {"question_id": 81, "category": "writing", "turns": ["Sing.", "Shorter."]}
 STORY = {"question_id": "9f", "category": "writing", "turns": ["Tell.", "Go on."], "multiturn": True}
-HIDDEN = {"question_id": "a0", "category": "math", "turns": [f"{PLACEHOLDER}\n\n{{question}}"], "multiturn": False}
+HIDDEN = {"question_id": "a0", "category": "math", "turns": [f"{UNPUBLISHED_TEXT}\n\n{{question}}"], "multiturn": False}
 
 
 def to_parquet(rows):

@@ -59,8 +59,13 @@ def test_predicted_acceptance_is_the_mean_run_of_agreement():
         {"first_weights": "fitted"},
         {"head": "p-eagle", "unrolled_steps": 3},
         {"head": "dflash", "unrolled_steps": 3, "draft_vocab": 40},
+        {
+            "head": "eagle4",
+            "sliding_window": 3,
+            "candidate_rank": 4,
+        },  # four steps of the first stage, two of the second
     ],
-    ids=["eagle", "accumulated", "eagle3", "dropout", "fitted", "p-eagle", "dflash"],
+    ids=["eagle", "accumulated", "eagle3", "dropout", "fitted", "p-eagle", "dflash", "eagle4"],
 )
 def test_a_killed_run_goes_on_to_the_same_weights(config, changes):
     config = replace(config, **changes)

@@ -26,6 +26,7 @@ from treespec.kernels.processor import is_bfloat16_fast
 from treespec.train import finish, progress
 from treespec.train.budget import TrainingSize, choose_recipe, choose_step_conversations, estimate_token_visits
 from treespec.train.checkpoints import Place
+from treespec.train.data.prepare import Data
 from treespec.train.loop.meter import Meter
 from treespec.train.loop.steps import count_preparation
 from treespec.train.losses.tokens import Loss
@@ -118,7 +119,7 @@ def test_the_head_is_there_before_it_is_measured(config, monkeypatch, capsys):
         with pytest.raises(Killed):
             train(config)
     assert f"{config.out} has the head" in capsys.readouterr().out
-    assert "not validated" in Path(config.out, "README.md").read_text()
+    assert "not validated: the run did not come to its end" in Path(config.out, "README.md").read_text()
     assert load_head(config.out).kind == "eagle"
     assert train(replace(config, calibrate=True)).positions > 0
     assert has_drafts(config, dtype="float32")
@@ -148,12 +149,16 @@ def test_a_run_ends_with_what_it_wrote_a_verdict_and_the_next_command(config, ca
 
 def test_a_verdict_follows_the_predicted_chain():
     config = config_without_files()
-    verdicts = [judge_head(config, Validation([0.5], length, 1000)) for length in (1.05, 1.47, 1.5)]
+    data = Data([], [None], None)
+    verdicts = [judge_head(config, data, Validation([0.5], length, 1000)) for length in (1.05, 1.47, 1.5)]
     assert [verdict.partition(":")[0] for verdict in verdicts] == ["Not good", "Not good yet", "Good"]
-    assert judge_head(config, Validation([0.5], 1.7, 10)).startswith(
+    assert judge_head(config, data, Validation([0.5], 1.7, 10)).startswith(
         "Not judged: 1.70 tokens per step predicted, on 10"
     )
-    assert judge_head(replace(config, validate_on=0), Validation([], 1.0, 0)) == "Not validated (--validate-on 0)"
+    nothing = Validation([], 1.0, 0)
+    assert judge_head(replace(config, validate_on=0), data, nothing) == "Not validated (--validate-on 0)"
+    assert judge_head(config, data, nothing) == "Not validated: no held-out conversation is long enough"
+    assert judge_head(config, Data([], [], None), nothing) == "Not validated: no conversation is held out"
 
 
 def test_many_passes_over_the_same_text_are_told():

@@ -12,6 +12,7 @@ from commands import complains
 from models import CONFIGS, close, randn, random_model, same_weights, seeded
 from safetensors import safe_open
 from training import (
+    Killed,
     end_process,
     find_feature_shard,
     flip_bit,
@@ -30,9 +31,14 @@ from transformers import AutoConfig
 
 from treespec.draft.calibration import load_calibration
 from treespec.files.atomic import locked, read_json, write_json
+from treespec.files.downloads import cache_folder
 from treespec.model.target import Target
 from treespec.model.weights import load_ends
+from treespec.train.data import encoded
+from treespec.train.data import features as features_module
 from treespec.train.data.features import StoredFeatures
+from treespec.train.data.prepare import read_examples
+from treespec.train.machine import make_accelerator
 from treespec.train.run import train
 
 CHECKPOINT = "checkpoint-000002"
@@ -180,6 +186,33 @@ def test_the_ends_of_a_target_are_those_of_the_whole(name, tmp_path):
         part.compute_features(tokens[None])
 
 
+def test_a_kill_while_features_are_stored_loses_the_piece_at_hand_alone(config, monkeypatch):
+    whole = train_until_killed(replace(config, features=f"{config.features}-whole"), 1)
+    compute = Target.compute_features
+    monkeypatch.setattr(features_module, "PIECE_SECONDS", 0.0)
+    calls = []
+
+    def compute_and_die(target, tokens, *rest, **options):
+        calls.append(len(tokens))
+        if len(calls) == 4:
+            raise Killed
+        return compute(target, tokens, *rest, **options)
+
+    monkeypatch.setattr(Target, "compute_features", compute_and_die)
+    with pytest.raises(Killed):
+        train(config)
+    (folder,) = Path(config.features).iterdir()
+    assert len(list(folder.glob("*.safetensors"))) == sum(calls[:3])
+    train_until_killed(config, 1)
+    stored = StoredFeatures(folder)
+    expected = StoredFeatures(find_feature_shard(whole).parent)
+    count = len(expected.list_stored(0))
+    assert stored.list_missing(count) == {}
+    assert sum(calls) == count + calls[3] + len(StoredFeatures(next(folder.glob("held-out-*"))).list_stored(0))
+    for number in range(count):
+        assert torch.equal(stored.read_row(number), expected.read_row(number))
+
+
 def test_with_stored_features_the_target_is_loaded_to_store_them_alone(config, capsys):
     """Validations and the calibration read stored features of held-out conversations."""
     live = train_to_end(with_folder(config, "live"), features=None)
@@ -188,7 +221,7 @@ def test_with_stored_features_the_target_is_loaded_to_store_them_alone(config, c
     said = capsys.readouterr().out
     assert said.count("loading the whole target") == said.count("the whole target to store its features") == 1
     assert "GiB, 128 bytes per token" in said  # 32 values in float32
-    again = replace(with_folder(config, "again"), calibrate=True, validate_every=3)
+    again = replace(with_folder(config, "again"), calibrate=True)
     result = train(again)
     assert result.agreement == pytest.approx(live_result["agreement"])
     assert result.positions == live_result["positions"]
@@ -197,3 +230,24 @@ def test_with_stored_features_the_target_is_loaded_to_store_them_alone(config, c
     assert same_head(again, config)
     for name, value in load_weights(live).items():
         close(value, load_weights(config)[name], 1e-5)
+
+
+def test_data_that_took_long_to_encode_are_encoded_once(config, monkeypatch, tmp_path):
+    """Other data, another template and another length are encoded again; a damaged file is named."""
+    accelerator = make_accelerator(config)
+    monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/cache")
+    monkeypatch.setattr(encoded, "MIN_KEPT_SECONDS", 0.0)
+    before = read_examples(config, accelerator)
+    with monkeypatch.context() as patch:
+        patch.setattr(encoded, "encode_conversations", lambda *_: pytest.fail("it was encoded again"))
+        again = read_examples(config, accelerator)
+    for row, other in zip(before, again, strict=True):
+        assert (row.key, row.part) == (other.key, other.part)
+        assert torch.equal(row.input_ids, other.input_ids)
+        assert torch.equal(row.loss_mask, other.loss_mask)
+    (file,) = cache_folder().glob("encoded/*/examples.safetensors")
+    shorter = read_examples(replace(config, max_length=20), accelerator)
+    assert max(len(row.input_ids) for row in shorter) == 20
+    flip_bit(file, 0.7)
+    with complains("its checksum does not match: delete it, and the data are encoded again"):
+        read_examples(config, accelerator)

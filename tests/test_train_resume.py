@@ -34,7 +34,7 @@ from treespec.files.atomic import hash_tensors, read_json, read_tensors, write_j
 from treespec.heads.checkpoint import load_head
 from treespec.heads.folder import find_head_folder
 from treespec.train.checkpoints import find_latest_step, list_checkpoints
-from treespec.train.data.batches import iterate_forwards, split_epoch
+from treespec.train.data.batches import Forward, iterate_forwards, share_position_counts, split_epoch
 from treespec.train.loop.run import check_head_weights
 from treespec.train.run import train
 
@@ -67,6 +67,15 @@ def test_processes_share_each_batch_from_any_step_on(processes):
     for number, parts in enumerate(zip(*each, strict=True), 6):
         assert {part.batch for part in parts} == {number}
         assert sorted(i for part in parts for i in part.conversations) == sorted(run[number])
+
+
+def test_losses_are_divided_by_the_positions_of_all_forwards_of_a_step():
+    """Two positions of draft step 1 and one of step 2 here, six and five in another forward or process."""
+    masks = [torch.tensor([0, 0] + [1] * count).bool() for count in (2, 6)]
+    in_another_process = share_position_counts(iter([Forward(0, [0], [0, 1])]), 1, 2, masks)
+    in_another_forward = share_position_counts(iter([Forward(0, [0], [0]), Forward(1, [1], [1])]), 2, 1, masks)
+    for forward in (*in_another_process, *in_another_forward):
+        assert forward.position_counts[:3] == (4.0, 3.0, 2.0)
 
 
 def test_a_run_of_other_processes_is_refused(config):
@@ -171,9 +180,10 @@ def test_without_held_out_conversations_no_numbers_are_made_up(config, tmp_path,
     result = train(replace(config, data=str(same), max_steps=1, calibrate=True))
     said = capsys.readouterr().out
     assert "none is held out, so the head is neither validated nor calibrated" in said
-    assert "not validated: --validate-on is 0" in said
-    assert "0.0%" not in said
-    assert "not validated" in str(result)
+    assert "\nNot validated: no conversation is held out\n" in said
+    assert "- not validated: no conversation is held out" in Path(config.out, "README.md").read_text()
+    assert "top-1 agreement" not in said
+    assert str(result) == "not validated"
 
 
 def test_a_token_that_the_target_lacks_is_one_line(config, model_folder, tmp_path):

@@ -40,7 +40,7 @@ from treespec.train.loop.run import Validation, measure_decoded_length, measure_
 from treespec.train.loop.steps import draft_steps_at
 from treespec.train.losses.tokens import Loss
 from treespec.train.payoff import compute_chain_price, describe_payoff
-from treespec.train.plots import Point, Series, build_axis, draw_plot
+from treespec.train.plots import Point, Series, build_axis, draw_figure
 from treespec.train.run import train
 from treespec.train.verdict import warn_of_rate
 
@@ -153,10 +153,10 @@ def test_a_plot_marks_its_values_and_their_intervals_to_scale():
     assert [axis.place(tick) for tick in axis.list_ticks()] == [100, 140, 180, 220, 260, 300]
     logarithmic = build_axis([0.1, 100.0], 0, 300, may_log=True)
     assert [round(logarithmic.place(tick)) for tick in logarithmic.list_ticks()] == [0, 100, 200, 300]
-    svg = draw_plot("share", "step", [Series("held-out", [Point(1, 0.5, 0.1), Point(2, 0.6)], is_line=False)])
+    svg = draw_figure("share", "step", [Series("held-out", [Point(1, 0.5, 0.1), Point(2, 0.6)], is_line=False)])
     assert svg.count("<circle") == 2
     assert svg.count('class="bar"') == 1
-    assert draw_plot("nothing", "step", []) == ""
+    assert draw_figure("nothing", "step", []) == ""
 
 
 @pytest.mark.parametrize("rate, words", [(0.0, "keeps its first weights"), (10.0, "is high"), (1e-3, "")])

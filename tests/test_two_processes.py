@@ -5,7 +5,7 @@ import json
 import torch
 from commands import QUESTIONS, complains, config_in, options_in, page_of, run_by_two, words_of
 from safetensors.torch import load_file
-from training import load_weights, train_to_end
+from training import checkpoint_of, train_to_end
 
 from treespec.eval.benchmark import evaluate
 from treespec.eval.ledger import Ledger
@@ -27,16 +27,18 @@ def write_unequal_data(file, count=24):
 def test_two_processes_train_the_head_of_one_with_twice_the_batch(config, tmp_path):
     """Answers of 1 to 9 words, and no noise: the loss is the mean over the tokens of all processes. float32, 1e-6."""
     data = write_unequal_data(tmp_path / "unequal.jsonl")
-    one = train_to_end(config, data=str(data), noise=0.0, batch_size=4, max_steps=3, validate_on=2)
+    one = train_to_end(config, data=str(data), noise=0.0, batch_size=4, max_steps=4, validate_on=2, validate_every=2)
     two = tmp_path / "two"
-    options = f"--target {config.target} --data {data} --out {two} --dtype float32 --max-steps 3 --batch-size 2"
-    options += " --warm-up 2 --learning-rate 1e-3 --noise 0 --held-out 0.2 --validate-every 0"
+    options = f"--target {config.target} --data {data} --out {two} --dtype float32 --max-steps 4 --batch-size 2"
+    options += " --warm-up 2 --learning-rate 1e-3 --noise 0 --held-out 0.2 --validate-every 2"
     options += f" --validate-on 2 --mixed-precision no --calibrate --features {tmp_path}/features"
     options += " --recipe published"
     said = run_by_two(f"treespec.train {options}", tmp_path)
     assert said[0].startswith("processes: 2, on cpu:0, mixed precision: no\n")
-    ours = load_file(two / "model.safetensors")
-    for name, value in load_weights(one).items():
+    assert said[0].count("loading the whole target") == 1  # to store its features
+    assert "the best head so far" in said[0]
+    ours = load_file(two / "training" / "checkpoint-000004" / "model.safetensors")
+    for name, value in load_file(checkpoint_of(one, 4) / "model.safetensors").items():
         assert torch.allclose(value, ours[name], rtol=0, atol=1e-6), name
     assert (two / "calibration.json").exists()
 

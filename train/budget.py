@@ -27,6 +27,7 @@ BUDGET_OPTIONS: dict[
 ] = {  # by the kind of head; other kinds have their own recipe
     "eagle": SHARED_OPTIONS | {"first_weights": "fitted", "bias": False, "token_weight": 10.0},
     "eagle3": SHARED_OPTIONS,
+    "eagle4": {"warm_up": 30, "first_weights": "fitted"},
     "medusa": SHARED_OPTIONS,
     "hydra": SHARED_OPTIONS,
     "hydra++": SHARED_OPTIONS,
@@ -123,7 +124,8 @@ def choose_recipe(config: TrainConfig, size: TrainingSize) -> TrainConfig:
     if config.head in RESTRICTED_KINDS and size.vocab_size > 2 * BUDGET_DRAFT_VOCAB:
         chosen["draft_vocab"] = BUDGET_DRAFT_VOCAB
     if config.from_head is not None:
-        chosen["first_weights"] = "random"
+        if not config.training.first_stage:
+            chosen["first_weights"] = "random"
         chosen.pop("draft_vocab", None)
         if "bias" in chosen:
             chosen["bias"] = read_head_config(find_head_folder(config.from_head)).get("bias", True)

@@ -52,6 +52,13 @@ class Place:
     validated_step: int = 0
     validated_progress: float = 0.0
 
+    @property
+    def served_step(self) -> int:
+        """The step whose head OUT gets: the best validated one, or else the last."""
+        if self.best_step:
+            return self.best_step
+        return self.step
+
 
 def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """List (step, path) of all checkpoints in OUT/training, the latest first."""

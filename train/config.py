@@ -13,17 +13,19 @@ from treespec.options import (
     DTYPE_NAMES,
     MAX_COUNT,
     MAX_TEXT_TOKENS,
-    CommandOptions,
     check_place,
     join_or,
     option,
 )
+from treespec.train.layer_options import Eagle3Options
 from treespec.train.recipes import TRAINING_BY_KIND, name_kind
 
 TOKEN_LOSS_NAMES = ("published", "cross-entropy", "tv")
 DRAFT_VOCAB = 32_000  # eagle3's published heads have that many draft tokens
 # The default number of draft tokens. A target keeps all its tokens if it has at most twice this number.
 BUDGET_DRAFT_VOCAB = 8192
+FIRST_STAGE_SHARE = 0.75  # of the steps or minutes of a training of two stages
+FIRST_STAGE_FOLDER = "layer"  # in OUT/training
 DECODED_PROMPTS = 8
 PUBLISHED_OPTIONS: dict[str, object] = {  # the papers' values of options that are not in `Recipe`
     "first_weights": "random",
@@ -42,51 +44,6 @@ TRACKER_NAMES = (
     "trackio",
     "wandb",
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Eagle3Options(CommandOptions):
-    """Options for parts of EAGLE-3 heads. The defaults are EAGLE-3 as published; engines differ (docs/formats.md)."""
-
-    PANEL = "EAGLE-3 heads"
-
-    fc_norm: bool = option(
-        "EAGLE-3.1: give each aux hidden state a norm of its own before fc", False
-    )
-    norm_output: bool = option(
-        "EAGLE-3.1: the normed state is the next draft step's feature", False
-    )
-    norm_before_fc: bool = option(
-        "one norm over all aux hidden states before fc, instead of --fc-norm", False
-    )
-    norm_before_residual: bool = option("the first layer's residual is the normed feature", False)
-    layer_family: str = option(
-        "decoder layers: llama, or qwen3, whose queries and keys are normed",
-        "llama",
-        choices=("llama", "qwen3"),
-    )
-    head_layers: int = option("number of decoder layers", 1, least=1, most=64)
-    sliding_window: int | None = option(
-        "positions that each layer sees, its own included; default: all before it",
-        None,
-        least=1,
-        most=MAX_TEXT_TOKENS,
-    )
-
-    def to_head_config(self) -> dict[str, object]:
-        """Build the fields of the head's config.json; {} for EAGLE-3 as published."""
-        parts: dict[str, object] = {}
-        for field in fields(Eagle3Options):
-            if getattr(self, field.name) is True:
-                parts[field.name] = True
-        if self.layer_family == "qwen3":
-            parts["qk_norm"] = True
-        if self.head_layers > 1:
-            parts["num_hidden_layers"] = self.head_layers
-        if self.sliding_window is not None:
-            parts["sliding_window"] = self.sliding_window
-            parts["layer_types"] = ["sliding_attention"] * self.head_layers
-        return parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +73,8 @@ class TrainConfig(TargetOptions, Eagle3Options):
         choices=("budget", "published"),
     )
     first_weights: str | None = option(
-        "eagle: random, or fitted: the head begins with the least-squares map to the next feature; "
+        "eagle: random, or fitted: the head begins with the least-squares map to the next feature; eagle4: with fitted "
+        "the SVD that the low-rank head begins with is the best for the layer's states, else for the weights; "
         "default: fitted, published: random",
         None,
         choices=("random", "fitted"),
@@ -267,13 +225,12 @@ class TrainConfig(TargetOptions, Eagle3Options):
             self.check_head_has(field)
         if self.norm_before_fc and self.fc_norm:
             raise InputError("--norm-before-fc and --fc-norm exclude each other: give one of them")
-        if self.from_head is not None:
-            if self.training.restricted_first and self.draft_vocab is not None:
-                raise InputError(
-                    "--from-head brings the draft vocabulary of such a head: leave --draft-vocab out"
-                )
-            if self.first_weights not in (None, "random"):
-                raise InputError("--from-head brings first weights: leave --first-weights out")
+        self.check_from_head()
+        layers = self.list_aux_layers()
+        if sorted(set(layers)) != layers:
+            raise InputError(
+                f"--aux-layers is {self.aux_layers}: name each layer once, in ascending order"
+            )
         if self.draft_vocab == 1:
             raise InputError(
                 "--draft-vocab 1 drafts the same token always: give some thousands, or 0 for all tokens"
@@ -282,6 +239,19 @@ class TrainConfig(TargetOptions, Eagle3Options):
             check_tracker(self.tracker)
         if self.recipe == "published":
             self.set_published()
+
+    def check_from_head(self) -> None:
+        """Raises InputError for options whose values the head of `--from-head` brings."""
+        if self.from_head is None:
+            return
+        if self.training.restricted_first and self.draft_vocab is not None:
+            raise InputError(
+                "--from-head brings the draft vocabulary of such a head: leave --draft-vocab out"
+            )
+        if self.first_weights not in (None, "random") and not self.training.first_stage:
+            raise InputError("--from-head brings first weights: leave --first-weights out")
+        if self.training.first_stage and self.sliding_window is not None:
+            raise InputError("--from-head brings the layer's window: leave --sliding-window out")
 
     def set_published(self) -> None:
         """Set the published values of options that are not set."""
@@ -317,6 +287,31 @@ class TrainConfig(TargetOptions, Eagle3Options):
             if value is not None:
                 changes[field.name] = value
         return replace(self.training.recipe, **changes)
+
+    @property
+    def has_first_stage(self) -> bool:
+        """Whether a first stage trains the head that this run begins with."""
+        return self.training.first_stage != "" and self.from_head is None
+
+    @property
+    def first_head(self) -> str | None:
+        """The head whose weights this run begins with: that of `--from-head`, or of the first stage; None: none."""
+        if self.has_first_stage:
+            return str(Path(self.out) / "training" / FIRST_STAGE_FOLDER)
+        return self.from_head
+
+    @property
+    def stage_minutes(self) -> float:
+        """The minutes of this run, without those of a first stage; 0: no limit."""
+        if self.has_first_stage:
+            return (1 - FIRST_STAGE_SHARE) * self.minutes
+        return self.minutes
+
+    def count_stage_steps(self, steps: int) -> int:
+        """Count the steps of this run, out of those of the whole training: at least 1."""
+        if self.has_first_stage:
+            return max(1, round((1 - FIRST_STAGE_SHARE) * steps))
+        return steps
 
     def count_forwards(self, processes: int) -> int:
         """Count the forwards of a process per optimizer step: as set, or as the recipe's batch needs."""

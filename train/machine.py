@@ -119,6 +119,13 @@ def start_tracker(config: TrainConfig, accelerator: Accelerator) -> None:
         ) from error
 
 
+def end_stage(accelerator: Accelerator) -> None:
+    """Finish the trackers of a run, and forget its model and optimizer, before the next run of the same training."""
+    for tracker in accelerator.trackers:
+        tracker.finish()
+    accelerator.free_memory()
+
+
 def load_target(config: TrainConfig, accelerator: Accelerator, ends: bool = False) -> Target:
     """Load the target of a run. ends: only its embedding and output layer, if its format allows that."""
     device_map: Any = config.device_map

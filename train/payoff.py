@@ -1,7 +1,7 @@
 """Whether a head's chain of drafts pays on this machine, by the measured costs of its cycles."""
 
 from treespec.draft.auto.cost import CycleCost
-from treespec.draft.auto.measure import find_known_cost, load_or_measure_cost
+from treespec.draft.auto.measure import load_or_measure_cost
 from treespec.draft.heads.loading import build_proposer
 from treespec.heads.head import Head
 from treespec.model.target import Target
@@ -11,12 +11,11 @@ from treespec.train.record import Validation
 def find_cost(head: Head, target: Target) -> CycleCost | None:
     """Find the cost of a cycle with a head: measured in seconds, once a machine, as decoding measures it.
 
-    None if only the target's ends are loaded, and the cost was not measured on this machine before.
+    None if only the target's ends are loaded, which cannot decode.
     """
-    proposer = build_proposer(head, target)
     if target.ends:
-        return find_known_cost(target, proposer)
-    return load_or_measure_cost(target, proposer)
+        return None
+    return load_or_measure_cost(target, build_proposer(head, target))
 
 
 def compute_chain_price(cost: CycleCost, depth: int) -> float:

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-WIDTH = 460
-HEIGHT = 260
-LEFT, RIGHT, TOP, BOTTOM = 56, 12, 12, 36  # margins around the axes
-COLOURS = ("#2563a8", "#c2571a", "#2e7d4f", "#8a4fa3", "#8c6d1f", "#555555")
-TICKS = 5
+PLOT_WIDTH = 460
+PLOT_HEIGHT = 260
+LEFT_MARGIN = 56  # between the drawing's border and the axes
+RIGHT_MARGIN = 12
+TOP_MARGIN = 12
+BOTTOM_MARGIN = 36
+SERIES_COLOURS = ("#2563a8", "#c2571a", "#2e7d4f", "#8a4fa3", "#8c6d1f", "#555555")
+MAX_TICKS = 5
 TICK_STEPS = (1, 2, 5, 10)
 LOG_RANGE = 20  # largest over smallest value from which on an axis is logarithmic
 
@@ -35,7 +38,7 @@ class Series:
     Attributes:
         name: for the legend.
         points: in the order of x.
-        colour: its number in `COLOURS`.
+        colour: its number in `SERIES_COLOURS`.
         is_line: whether a line joins the points; else each is a dot.
     """
 
@@ -63,17 +66,19 @@ class Axis:
 
     def place(self, value: float) -> float:
         """Compute where a value lies."""
-        low, high = self.low, self.high
+        share = (value - self.low) / (self.high - self.low)
         if self.is_log:
-            low, high, value = math.log(low), math.log(high), math.log(max(value, self.low))
-        return self.start + (value - low) / (high - low) * (self.end - self.start)
+            share = math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
+        return self.start + share * (self.end - self.start)
 
     def list_ticks(self) -> list[float]:
         """List round values on the axis."""
         if self.is_log:
             first = math.ceil(math.log10(self.low))
-            powers = [10.0**power for power in range(first, math.floor(math.log10(self.high)) + 1)]
-            return powers or [self.low, self.high]
+            last = math.floor(math.log10(self.high))
+            if last < first:
+                return [self.low, self.high]
+            return [10.0**power for power in range(first, last + 1)]
         step = choose_tick_step(self.high - self.low)
         ticks = []
         tick = math.ceil(self.low / step)
@@ -85,7 +90,7 @@ class Axis:
 
 def choose_tick_step(span: float) -> float:
     """Choose a round distance of ticks: 1, 2 or 5 times a power of ten."""
-    rough = span / TICKS
+    rough = span / MAX_TICKS
     power = 10.0 ** math.floor(math.log10(rough))
     for factor in TICK_STEPS:
         if factor * power >= rough:
@@ -98,12 +103,14 @@ def build_axis(values: Sequence[float], start: float, end: float, may_log: bool 
     low = min(values)
     high = max(values)
     if low == high:
-        low, high = low - abs(low) / 10 - 1e-9, high + abs(high) / 10 + 1e-9
+        room = abs(low) / 10 + 1e-9
+        low -= room
+        high += room
     is_log = may_log and low > 0 and high / low > LOG_RANGE
     return Axis(low, high, start, end, is_log)
 
 
-def draw_plot(title: str, x_name: str, series: Sequence[Series], may_log: bool = False) -> str:
+def draw_figure(title: str, x_name: str, series: Sequence[Series], may_log: bool = False) -> str:
     """Draw a plot as a figure of HTML with inline SVG; "" without points.
 
     Args:
@@ -118,27 +125,29 @@ def draw_plot(title: str, x_name: str, series: Sequence[Series], may_log: bool =
         return ""
     heights = [point.y - point.margin for point in points]
     heights += [point.y + point.margin for point in points]
-    x_axis = build_axis([point.x for point in points], LEFT, WIDTH - RIGHT)
-    y_axis = build_axis(heights, HEIGHT - BOTTOM, TOP, may_log)
+    x_axis = build_axis([point.x for point in points], LEFT_MARGIN, PLOT_WIDTH - RIGHT_MARGIN)
+    y_axis = build_axis(heights, PLOT_HEIGHT - BOTTOM_MARGIN, TOP_MARGIN, may_log)
     parts = []
     for tick in x_axis.list_ticks():
         x = x_axis.place(tick)
-        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}">{tick:,.6g}</text>')
+        parts.append(f'<text x="{x:.1f}" y="{PLOT_HEIGHT - BOTTOM_MARGIN + 16}">{tick:,.6g}</text>')
     for tick in y_axis.list_ticks():
         y = y_axis.place(tick)
-        parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-        parts.append(f'<text class="side" x="{LEFT - 6}" y="{y + 4:.1f}">{tick:,.4g}</text>')
-    parts.append(f'<text x="{(LEFT + WIDTH) / 2}" y="{HEIGHT - 4}">{html.escape(x_name)}</text>')
+        parts.append(f'<path class="grid" d="M{LEFT_MARGIN} {y:.1f}H{PLOT_WIDTH - RIGHT_MARGIN}"/>')
+        parts.append(f'<text class="side" x="{LEFT_MARGIN - 6}" y="{y + 4:.1f}">{tick:,.4g}</text>')
+    parts.append(
+        f'<text x="{(LEFT_MARGIN + PLOT_WIDTH) / 2}" y="{PLOT_HEIGHT - 4}">{html.escape(x_name)}</text>'
+    )
 
     # 2. The points, and the names below the plot.
     names = []
     for one in series:
-        colour = COLOURS[one.colour % len(COLOURS)]
+        colour = SERIES_COLOURS[one.colour % len(SERIES_COLOURS)]
         parts += draw_series(one, colour, x_axis, y_axis)
         names.append(f'<span style="color:{colour}">{html.escape(one.name)}</span>')
     return (
         f"<figure><figcaption>{html.escape(title)}</figcaption>"
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(title)}">'
+        f'<svg viewBox="0 0 {PLOT_WIDTH} {PLOT_HEIGHT}" role="img" aria-label="{html.escape(title)}">'
         f"{''.join(parts)}</svg><p>{' · '.join(names)}</p></figure>"
     )
 

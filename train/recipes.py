@@ -21,6 +21,7 @@ EAGLE3_PART_OPTIONS = (
     "layer_family",
     "head_layers",
     "sliding_window",
+    "aux_layers",
 )
 DEPTH_TRAINING = Training(
     objective=f"{OBJECTIVES_MODULE}:compute_depth_loss",
@@ -42,7 +43,11 @@ BLOCK_TRAINING = Training(
     restricted_first=True,
     levels=True,
 )
-DFLASH_OPTIONS = ("unrolled_steps", "head_layers", "sliding_window")
+DFLASH_TRAINING = replace(
+    BLOCK_TRAINING,
+    options=("unrolled_steps", "head_layers", "sliding_window", "aux_layers"),
+    aux_field="aux_hidden_state_layer_ids",
+)
 BUILTIN_TRAINING = {
     "eagle": Training(
         objective=f"{OBJECTIVES_MODULE}:compute_eagle_loss",
@@ -61,6 +66,28 @@ BUILTIN_TRAINING = {
         ),
         options=("unrolled_steps", "grow_at", *EAGLE3_PART_OPTIONS),
         restricted_first=True,
+    ),
+    # The second stage; the first is EAGLE-3.1's.
+    "eagle4": Training(
+        objective=f"{OBJECTIVES_MODULE}:compute_candidate_loss",
+        recipe=Recipe(
+            epochs=10,
+            learning_rate=1e-3,
+            weight_decay=0.0,
+            warm_up=None,
+            unrolled_steps=3,
+            grow_at=0.0,
+        ),
+        options=(
+            "unrolled_steps",
+            "grow_at",
+            "sliding_window",
+            "first_weights",
+            "candidate_rank",
+            "candidates",
+        ),
+        restricted_first=True,
+        first_stage="eagle3",
     ),
     # Medusa's and Hydra++'s recipes are those of the commands in their repositories' README.md.
     "medusa": replace(
@@ -92,9 +119,9 @@ BUILTIN_TRAINING = {
             batch=32,
         ),
     ),
-    "dflash": replace(BLOCK_TRAINING, options=DFLASH_OPTIONS),
-    "dspark": replace(BLOCK_TRAINING, options=DFLASH_OPTIONS),
-    "domino": replace(BLOCK_TRAINING, options=DFLASH_OPTIONS),
+    "dflash": DFLASH_TRAINING,
+    "dspark": DFLASH_TRAINING,
+    "domino": DFLASH_TRAINING,
     "p-eagle": BLOCK_TRAINING,
 }
 

@@ -58,6 +58,9 @@ class Validation:
         decoded_length: tokens a cycle while the target answers held-out prompts with such chains;
             None if it answered none.
         trained: the same agreement on training data.
+        recall: for each draft step the share of positions whose most likely token, by the head's whole output layer,
+            is a candidate; [] for a head that computes all logits.
+        recall_of_few: the share of candidates among the eight most likely tokens.
         margins: half of the 95 % interval of each agreement, over conversations; []: too few of them.
         length_margin: the same of `acceptance_length`.
         runs: the share of positions at which all of the first 1, 2, … draft steps agree.
@@ -68,35 +71,56 @@ class Validation:
     positions: int
     decoded_length: float | None = None
     trained: list[float] = field(default_factory=list)
+    recall: list[float] = field(default_factory=list)
+    recall_of_few: list[float] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
     length_margin: float | None = None
     runs: list[float] = field(default_factory=list)
 
     def __str__(self) -> str:
         if not self.positions:
-            return "not validated: --validate-on is 0, or every held-out conversation is too short"
-        steps = " ".join(f"{share:.1%}" for share in self.agreement)
+            return "not validated"
         summary = (
-            f"top-1 agreement by draft step {steps}; a chain commits "
+            f"top-1 agreement by draft step {format_shares(self.agreement)}; a chain commits "
             f"{self.acceptance_length:.2f} tokens per forward ({self.positions} held-out positions)"
         )
         if self.decoded_length is not None:
             summary += f"; decoding commits {self.decoded_length:.2f}"
         if self.trained:
-            steps = " ".join(f"{share:.1%}" for share in self.trained)
-            summary += f"; on training data {steps}"
+            summary += f"; on training data {format_shares(self.trained)}"
+        if self.recall:
+            summary += (
+                f"; candidates hold the head's most likely token {format_shares(self.recall)}, "
+                f"of its eight most likely {format_shares(self.recall_of_few)}"
+            )
         return summary
 
     def to_figures(self) -> dict[str, float]:
         """Convert to figures by name, for a tracker."""
         figures = {f"agreement_{step}": share for step, share in enumerate(self.agreement, start=1)}
+        for step, share in enumerate(self.recall, start=1):
+            figures[f"recall_{step}"] = share
         figures["predicted_length"] = self.acceptance_length
         if self.decoded_length is not None:
             figures["decoded_length"] = self.decoded_length
         return {f"held_out/{name}": value for name, value in figures.items()}
 
 
+def format_shares(shares: list[float]) -> str:
+    """Format a share for each draft step, such as "71.0% 58.3%"."""
+    return " ".join(f"{share:.1%}" for share in shares)
+
+
 NOT_VALIDATED = Validation([], 1.0, 0)  # of a head that was written a moment ago
+
+
+def explain_no_validation(config: TrainConfig, data: Data) -> str:
+    """Say why a head at the end of its run has no validation."""
+    if config.validate_on == 0:
+        return "not validated (--validate-on 0)"
+    if not data.held_out:
+        return "not validated: no conversation is held out"
+    return "not validated: no held-out conversation is long enough"
 
 
 def record_of(config: TrainConfig, processes: int) -> Record:
@@ -133,13 +157,16 @@ def load_finished_result(folder: Path, record: Record) -> Validation | None:
     if earlier is None:
         return None
     earlier = {"patience": 0} | earlier  # of an earlier version
-    result = folder / "result.json"
+    file = folder / "result.json"
     changed = refuse_changed(folder.parent, earlier, record, MAY_CHANGE)
     if RUN_LENGTH_OPTIONS & changed or not (
-        result.exists() and (folder.parent / "model.safetensors").exists()
+        file.exists() and (folder.parent / "model.safetensors").exists()
     ):
         return None
-    return Validation(**read_json(result, "delete it, and the same command ends the run again"))
+    result = Validation(**read_json(file, "delete it, and the same command ends the run again"))
+    if not result.positions and earlier["validate_on"] == 0 < record["validate_on"]:
+        return None  # its end is run again, with the validation
+    return result
 
 
 def refuse_changed(
@@ -214,7 +241,12 @@ def write_card(config: TrainConfig, data: Data, place: Place, result: Validation
     tokens = sum(len(example.input_ids) for example in data.train)
     trained = len({example.key for example in data.train})
     held_out = len({example.key for example in data.held_out})
-    figures = "\n".join(f"- {line}" for line in str(result).split("; "))
+    findings = str(result)
+    if result is NOT_VALIDATED:
+        findings = "not validated: the run did not come to its end"
+    elif not result.positions:
+        findings = explain_no_validation(config, data)
+    figures = "\n".join(f"- {line}" for line in findings.split("; "))
     card = f"""\
 {write_front_matter(config.head, config.target, config.license)}
 `treespec chat --target {config.target} --head {shlex.quote(config.out)}`

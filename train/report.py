@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from treespec.files.atomic import write_text
-from treespec.train.plots import Point, Series, draw_plot
+from treespec.train.plots import Point, Series, draw_figure
 
 REPORT_FILE = "report.html"
 METRICS_FILE = "metrics.jsonl"
-AGREEMENT = "agreement_"  # and the draft step: the names of these figures in metrics.jsonl
+AGREEMENT_PREFIX = "agreement_"  # and the draft step: the names of these figures in metrics.jsonl
 MAX_POINTS = 400  # of a line; of a long run every n-th line of metrics.jsonl is drawn
 REFRESH_SECONDS = 30  # after which a browser reads the page of a run that goes on again
-STYLE = """\
+PAGE_STYLE = """\
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
 main { display: flex; flex-wrap: wrap; gap: 1rem }
 figure { margin: 0; width: 30rem; max-width: 100% } figure p { margin: 0; text-align: center }
@@ -26,7 +26,7 @@ svg text.side { text-anchor: end } .grid { stroke: #ddd } .line { fill: none; st
 Line = dict[str, Any]  # of metrics.jsonl
 
 
-def write_report(
+def write_training_report(
     folder: Path, status: str, lines: Sequence[str] = (), result: Line | None = None
 ) -> None:
     """Write the page of a run from its metrics.jsonl.
@@ -39,17 +39,17 @@ def write_report(
             page again after half a minute.
     """
     rows = list(read_metrics(folder / METRICS_FILE))
-    step_lines = thin_out([row for row in rows if "total" in row])
+    step_lines = limit_points([row for row in rows if "total" in row])
     if result is not None:
         rows.append(result)
     validations = [row for row in rows if row.get("positions")]
     plots = [
-        draw_plot("Loss", "step", list_losses(step_lines), may_log=True),
-        draw_plot("Agreement by draft step", "step", list_agreements(step_lines, validations)),
-        draw_plot("Tokens per step of a chain, held-out", "step", list_lengths(validations)),
-        draw_plot("Agreement by depth", "draft step", list_depths(step_lines, validations)),
-        draw_plot("Learning rate", "step", [read_series(step_lines, "learning_rate", "rate")]),
-        draw_plot(
+        draw_figure("Loss", "step", list_losses(step_lines), may_log=True),
+        draw_figure("Agreement by draft step", "step", list_agreements(step_lines, validations)),
+        draw_figure("Tokens per step of a chain, held-out", "step", list_lengths(validations)),
+        draw_figure("Agreement by depth", "draft step", list_depths(step_lines, validations)),
+        draw_figure("Learning rate", "step", [read_series(step_lines, "learning_rate", "rate")]),
+        draw_figure(
             "Tokens per second", "step", [read_series(step_lines, "tokens_per_second", "speed")]
         ),
     ]
@@ -60,7 +60,7 @@ def write_report(
     text = html.escape("\n".join(lines))
     page = (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">{refresh}'
-        f'<meta name="viewport" content="width=device-width"><title>{name}</title><style>{STYLE}</style></head>'
+        f'<meta name="viewport" content="width=device-width"><title>{name}</title><style>{PAGE_STYLE}</style></head>'
         f"<body><h1>{name}</h1><p>{html.escape(status)}</p><pre>{text}</pre>"
         f"<main>{''.join(plots)}</main><p>Agreement: how often the head's most likely token is the target's. Dots "
         "and bars are held-out conversations with 95 % intervals, lines the text that the head trains on."
@@ -82,7 +82,7 @@ def read_metrics(file: Path) -> Iterator[Line]:
             yield line
 
 
-def thin_out(lines: list[Line]) -> list[Line]:
+def limit_points(lines: list[Line]) -> list[Line]:
     """Keep at most about `MAX_POINTS` lines, the last one among them."""
     every = 1 + len(lines) // MAX_POINTS
     return lines[::-1][::every][::-1]
@@ -107,7 +107,7 @@ def list_agreements(lines: Sequence[Line], validations: Sequence[Line]) -> list[
     """List the agreement of each draft step: a line on the text of training, dots on held-out text."""
     series = []
     for depth in range(count_depths(lines, validations)):
-        name = f"{AGREEMENT}{depth + 1}"
+        name = f"{AGREEMENT_PREFIX}{depth + 1}"
         series.append(read_series(lines, name, f"draft step {depth + 1}", depth))
         points = []
         for row in validations:
@@ -121,7 +121,7 @@ def count_depths(lines: Sequence[Line], validations: Sequence[Line]) -> int:
     """Count the draft steps that any line has."""
     depths = [len(row["agreement"]) for row in validations]
     for line in lines:
-        depths.append(sum(name.startswith(AGREEMENT) for name in line))
+        depths.append(sum(name.startswith(AGREEMENT_PREFIX) for name in line))
     return max(depths, default=0)
 
 
@@ -138,8 +138,10 @@ def list_lengths(validations: Sequence[Line]) -> list[Series]:
     predicted = []
     decoded = []
     for row in validations:
-        margin = row.get("length_margin")
-        predicted.append(Point(row["step"], row["acceptance_length"], margin or 0.0))
+        point = Point(row["step"], row["acceptance_length"])
+        if row.get("length_margin"):
+            point = point._replace(margin=row["length_margin"])
+        predicted.append(point)
         if row.get("decoded_length"):
             decoded.append(Point(row["step"], row["decoded_length"]))
     series = [
@@ -162,7 +164,7 @@ def list_depths(lines: Sequence[Line], validations: Sequence[Line]) -> list[Seri
         series += [Series("held-out", held_out, is_line=False), Series("trained", trained, 1)]
     if lines:
         last = lines[-1]
-        names = sorted((name for name in last if name.startswith(AGREEMENT)), key=len)
+        names = sorted((name for name in last if name.startswith(AGREEMENT_PREFIX)), key=len)
         points = [Point(i, last[name]) for i, name in enumerate(names, start=1)]
         series.append(Series("last steps", points, 2))
     return [one for one in series if one.points]

@@ -14,7 +14,8 @@ from treespec.files.atomic import locked, remove_leftovers
 from treespec.model.weights import load_config
 from treespec.text.encoding import Example
 from treespec.train.budget import TrainingSize, choose_recipe, describe_recipe, keep_recipe
-from treespec.train.checkpoints import find_latest_step
+from treespec.train.candidates import list_stages
+from treespec.train.checkpoints import Place, find_latest_step
 from treespec.train.config import TrainConfig, check_folders
 from treespec.train.data.prepare import Data, prepare, read_examples
 from treespec.train.finish import finish
@@ -24,6 +25,7 @@ from treespec.train.loop.stopping import stopping_between_steps
 from treespec.train.machine import (
     choose_dtype,
     choose_precision,
+    end_stage,
     load_target,
     make_accelerator,
     start_tracker,
@@ -35,7 +37,7 @@ from treespec.train.record import (
     load_record,
     record_of,
 )
-from treespec.train.report import write_report
+from treespec.train.report import write_training_report
 from treespec.train.start import build_untrained_head, start_head
 from treespec.train.verdict import (
     describe_end,
@@ -50,7 +52,7 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
 
     Args:
         config: the options.
-        after_step: called after each optimizer step with the number of finished steps.
+        after_step: called after each optimizer step with the number of finished steps, those of a first stage too.
 
     Returns:
         The validation of the head.
@@ -60,12 +62,41 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
             full disk. The last checkpoint is kept.
         KeyboardInterrupt: after Ctrl-C or SIGTERM. The step that was finished is saved.
     """
+    check_folders(config)
+    config = replace(config, mixed_precision=choose_precision(config))
+    accelerator = make_accelerator(config)
+    *first_stages, last_stage = list_stages(config)
+    earlier_steps = 0
+    for stage in first_stages:
+        accelerator.print(f"first stage: a head of kind {stage.head}, in {stage.out}")
+        train_stage(stage, accelerator, after_step, ends=False)
+        end_stage(accelerator)
+        step = find_latest_step(Path(stage.out) / "training")
+        assert step is not None, "a finished run has a checkpoint"
+        earlier_steps = step
+    result = train_stage(last_stage, accelerator, lambda step: after_step(earlier_steps + step))
+    accelerator.end_training()
+    return result
+
+
+def train_stage(
+    config: TrainConfig,
+    accelerator: Accelerator,
+    after_step: Callable[[int], None],
+    ends: bool = True,
+) -> Validation:
+    """Train a head in one run, as `train`.
+
+    Args:
+        config: the options of the run.
+        accelerator: the processes.
+        after_step: called after each optimizer step with the number of finished steps of the run.
+        ends: whether the training ends with this run. Default: True.
+    """
     # 1. Checks that need no weights come before loading them. A run that goes on keeps its recipe.
     check_folders(config)
     folder = Path(config.out) / "training"
     started = time.monotonic()
-    config = replace(config, mixed_precision=choose_precision(config))
-    accelerator = make_accelerator(config)
     processes = accelerator.num_processes
     accelerator.print(
         f"processes: {processes}, on {accelerator.device}, mixed precision: {config.mixed_precision}"
@@ -82,9 +113,7 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
         config = replace(config, dtype=choose_dtype(config))
         config = choose_recipe(config, measure_data(config, examples, accelerator))
     record = record_of(config, processes)
-    accelerator.print(describe_recipe(config))
-    for line in warn_of_rate(config):
-        accelerator.print(line)
+    print_recipe(config, accelerator)
 
     # 2. The main process locks the folder until the head is written.
     folder_lock: AbstractContextManager[object] = nullcontext()
@@ -123,16 +152,33 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
         accelerator.unwrap_model(run.model, keep_fp32_wrapper=False)
         result = finish(run, place)
         accelerator.wait_for_everyone()
-        accelerator.end_training()
-        accelerator.print(str(result))
-        length = measure_length(place.step, config.count_conversations(processes), data)
-        lines = describe_end(config, data, place, length, result)
-        if accelerator.is_main_process:
-            row = {"step": place.best_step or place.step, **asdict(result)}
-            write_report(run.folder, str(result), lines, row)
-        for line in lines:
-            accelerator.print(line)
+        print_validation(result, accelerator)
+        if ends:
+            length = measure_length(place.step, config.count_conversations(processes), data)
+            report_end(run, place, describe_end(config, data, place, length, result), result)
         return result
+
+
+def print_validation(result: Validation, accelerator: Accelerator) -> None:
+    """Print the figures of a validation, if there are any."""
+    if result.positions:
+        accelerator.print(str(result))
+
+
+def print_recipe(config: TrainConfig, accelerator: Accelerator) -> None:
+    """Print the recipe of a run, and a warning of a learning rate that is 0 or high."""
+    accelerator.print(describe_recipe(config))
+    for line in warn_of_rate(config):
+        accelerator.print(line)
+
+
+def report_end(run: TrainingRun, place: Place, lines: list[str], result: Validation) -> None:
+    """Print the lines that end a run, and write them with its plots into report.html."""
+    if run.accelerator.is_main_process:
+        row = {"step": place.served_step, **asdict(result)}
+        write_training_report(run.folder, str(result), lines, row)
+    for line in lines:
+        run.accelerator.print(line)
 
 
 def print_beginning(accelerator: Accelerator, data: Data, step: int | None) -> None:

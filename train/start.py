@@ -25,9 +25,11 @@ from treespec.draft.vocabulary import find_most_frequent, load_vocabulary, restr
 from treespec.errors import InputError
 from treespec.heads.checkpoint import load_head
 from treespec.heads.eagle import EagleHead
+from treespec.heads.eagle4 import Eagle4Head
 from treespec.heads.folder import find_head_folder
 from treespec.heads.head import Head
 from treespec.model.target import Target
+from treespec.train.candidates import build_candidate_fields, freeze_layer, measure_moments
 from treespec.train.checkpoints import find_latest_step, select_trained_parameters
 from treespec.train.config import DRAFT_VOCAB, TrainConfig
 from treespec.train.data.prepare import Data
@@ -45,11 +47,16 @@ def build_untrained_head(config: TrainConfig, target: Target) -> Head:
     Weights that it shares with a target on another device are copied there: the target's are not moved.
     """
     fields = config.to_head_config()
+    if config.training.first_stage:
+        fields = build_candidate_fields(config)
     device = target.output_device
     if "bias" in config.training.options:
         fields["bias"] = config.bias
     if "draft_heads" in config.training.options:
         fields["heads"] = config.draft_heads
+    aux_layers = config.list_aux_layers()
+    if aux_layers:
+        fields[config.training.aux_field] = aux_layers
     if config.training.levels:
         fields["levels"] = config.hyperparameters.unrolled_steps
     head = build_new_head(config.head, target, **fields)
@@ -81,8 +88,8 @@ def start_head(
     """
     # 1. The draft vocabulary.
     trained_head: Head | None = None
-    if config.from_head is not None:
-        trained_head = load_comparable_head(config.from_head, head)
+    if config.first_head is not None:
+        trained_head = load_comparable_head(config.first_head, head, config.training.first_stage)
     tokens = choose_tokens(config, target, data, trained_head)
     if tokens is not None:
         target.copy_output_rows(tokens[:1])  # fail now, not in `restrict` after training
@@ -101,17 +108,35 @@ def start_head(
             save_vocabulary(tokens, coverage, config.out)
 
     # 2. First weights, and dropout.
+    set_first_weights(config, target, head, trained_head, data, accelerator)
+    if config.hyperparameters.dropout:
+        add_dropout(head, config.hyperparameters.dropout)
+    return tokens
+
+
+def set_first_weights(
+    config: TrainConfig,
+    target: Target,
+    head: Head,
+    trained_head: Head | None,
+    data: Data,
+    accelerator: Accelerator,
+) -> None:
+    """Set the weights of a head, in place: a trained head's, or fitted ones, or those that it has.
+
+    Arguments as for `start_head`. trained_head: the head that the run begins with, if there is one.
+    """
     if trained_head is not None:
-        take_trained(trained_head, head, f"--from-head {config.from_head}")
+        if config.training.first_stage:
+            start_candidate_head(config, target, cast(Eagle4Head, head), trained_head, data)
+        else:
+            take_trained(trained_head, head, f"--from-head {config.from_head}")
     elif (
         config.first_weights == "fitted" and find_latest_step(Path(config.out) / "training") is None
     ):
         total = min(MAX_FIT_POSITIONS, sum(len(example.input_ids) - 2 for example in data.train))
         progress = PhaseProgress(accelerator, "fitting the first weights", total, "positions")
         fit_feature(cast(EagleHead, head), data, config.seed, progress.update)
-    if config.hyperparameters.dropout:
-        add_dropout(head, config.hyperparameters.dropout)
-    return tokens
 
 
 def choose_tokens(
@@ -128,14 +153,14 @@ def choose_tokens(
     Returns:
         [N] int64 ascending; None: all tokens.
     """
+    if head is not None and config.training.restricted_first:
+        return head.vocabulary
     if head is None or config.draft_vocab is not None:
         number = choose_vocabulary_size(config, target)
         if not number:
             return None
         tokens, _ = find_most_frequent([data.answers], number, target)
         return tokens
-    if config.training.restricted_first:
-        return head.vocabulary
     return load_vocabulary(find_head_folder(str(config.from_head)), target.vocab_size)
 
 
@@ -207,10 +232,16 @@ def build_regression_sides(head: EagleHead, data: Data, number: int) -> tuple[Te
     return torch.cat(columns, dim=1), features[1:-1]
 
 
-def load_comparable_head(folder: str, head: Head) -> Head:
-    """Load a trained head. Raises InputError if its kind or its target's sizes differ from `head`'s."""
+def load_comparable_head(folder: str, head: Head, first_stage: str = "") -> Head:
+    """Load a trained head. Raises InputError if its kind or its target's sizes differ from `head`'s.
+
+    first_stage: another kind that it may be of.
+    """
     trained_head = load_head(folder)
-    for name in ("kind", "hidden_size", "feature_size", "vocab_size"):
+    names = ["kind", "hidden_size", "feature_size", "vocab_size"]
+    if trained_head.kind == first_stage:
+        names.remove("kind")
+    for name in names:
         trained_value = getattr(trained_head, name)
         value = getattr(head, name)
         if trained_value != value:
@@ -218,6 +249,26 @@ def load_comparable_head(folder: str, head: Head) -> Head:
                 f"--from-head {folder} is another head: its {name} is {trained_value}, not {value}"
             )
     return trained_head
+
+
+def start_candidate_head(
+    config: TrainConfig, target: Target, head: Eagle4Head, trained_head: Head, data: Data
+) -> None:
+    """Copy a trained layer, begin the low-rank head by an SVD of its output rows, and freeze all else, in place.
+
+    A trained EAGLE-4 head brings its low-rank head. Arguments as for `start_head`.
+    """
+    brings_candidates = trained_head.kind == head.kind
+    for weight in head.candidate_weights:
+        weight.requires_grad_(brings_candidates)  # `take_trained` copies what is trained
+    take_trained(trained_head, head, f"--from-head {config.first_head}")
+    if not brings_candidates and find_latest_step(Path(config.out) / "training") is None:
+        moments: Tensor | None = None
+        if config.first_weights == "fitted":
+            steps = config.hyperparameters.unrolled_steps
+            moments = measure_moments(head, target, data, steps, config.seed)
+        head.start_candidates(moments)
+    freeze_layer(head)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from treespec.train.checkpoints import Place
 from treespec.train.config import TrainConfig
 from treespec.train.data.prepare import Data
 from treespec.train.progress import format_seconds
-from treespec.train.record import Validation
+from treespec.train.record import Validation, explain_no_validation
 
 # Tokens per step that a chain is predicted to commit on held-out text. Its head drafts all tokens of the chain in every
 # step, so it must commit more than the τ of decoding (treespec.cli.endings), where `auto` drafts only when that pays.
@@ -91,12 +91,10 @@ def is_learnt_by_heart(result: Validation, passes: float) -> bool:
     return result.trained[0] - result.agreement[0] > BY_HEART_GAP
 
 
-def judge_head(config: TrainConfig, result: Validation) -> str:
+def judge_head(config: TrainConfig, data: Data, result: Validation) -> str:
     """Judge a head by its predicted chain, in a line."""
     if not result.positions:
-        if config.validate_on == 0:
-            return "Not validated (--validate-on 0)"
-        return "Not validated: no held-out conversation is long enough"
+        return explain_no_validation(config, data).capitalize()
     length = f"{result.acceptance_length:.2f} tokens per step predicted"
     if result.acceptance_length < MIN_PREDICTED_CHAIN:
         return f"Not good: {length}: this head will not speed up decoding ({GOOD_CHAIN_TEXT})"
@@ -140,7 +138,7 @@ def describe_end(
         f"Wrote {config.out}: a head of kind {config.head} after {place.step:,} steps in "
         f"{format_seconds(place.seconds)}, {length.visits:,} token visits, {length.passes:.1f} passes"
     )
-    verdict = judge_head(config, result)
+    verdict = judge_head(config, data, result)
     if is_learnt_by_heart(result, length.passes):
         verdict += (
             f". It knows its texts by heart: {result.trained[0]:.1%} of first drafts agree on them, "

@@ -30,6 +30,10 @@ class Busy(InputError):
     """The engine's queue is full; a later request may succeed."""
 
 
+class Unavailable(InputError):
+    """What the system refuses for now, such as a new process; a later request may succeed."""
+
+
 class TooLong(InputError):
     """A prompt that is longer than the target's context."""
 

@@ -193,40 +193,55 @@ def drafted(
 
 
 @app.command()
-def floor(target: str = "demo", tokens: int = 64, rounds: int = 5, long: int = 4096) -> None:
-    """Measure `auto` beside one token at a time where drafts help least, as the ratio of tokens per second.
+def floor(
+    target: str = "demo", tokens: int = 64, rounds: int = 5, long: int = 4096, sizes: str = "1,4,16",
+    temperatures: str = "0,0.6,1", hard: bool = True,
+) -> None:  # fmt: skip
+    """Measure `auto` beside one token at a time, many texts at a time and where drafts help least.
 
-    long: tokens of the long prompt. The time of prompts does not count.
+    The cells: both speeds, their ratio, and the tokens of a forward. The time of prompts does not count.
+    sizes: the numbers of texts that are decoded together. hard: also a long prompt of `long` tokens, a head that
+    knows nothing, and drafts from the text alone.
     """
     # 1. The ways to draft: the default, a head with random weights, only the text.
     spec = load(target)
     torch.manual_seed(0)
     blank_head = build_new_head("eagle", spec.target).eval().to(spec.target.dtype)
-    drafting = {
-        "its head": spec,
-        "a head that knows nothing": Spec(spec.target, blank_head, verifier="auto"),
-        "the text alone": load(target, drafter="suffix"),
-    }
-    questions = [[{"role": "user", "content": f"Tell me about the number {i}."}] for i in range(16)]
-    text = list(range(300, 300 + long))  # an ascending list of tokens: nothing repeats
-    cases = [("its head", f"{batch} at a time", questions[:batch]) for batch in (1, 4, 16)]
-    cases.append(("its head", f"a prompt of {long} tokens", [text]))
-    cases.append(("a head that knows nothing", "1 at a time", questions[:1]))
-    cases.append(("the text alone", "1 at a time", questions[:1]))
+    drafting = {"its head": spec}
+    batches = list(map(int, sizes.split(",")))
+    questions = []
+    for number in range(max(batches)):
+        questions.append([{"role": "user", "content": f"Tell me about the number {number}."}])
+    cases = [("its head", f"{batch} at a time", questions[:batch]) for batch in batches]
+    if hard:
+        blank = Spec(spec.target, blank_head, verifier="auto")
+        text = list(range(300, 300 + long))  # an ascending list of tokens: nothing repeats
+        drafting |= {
+            "a head that knows nothing": blank,
+            "the text alone": load(target, drafter="suffix"),
+        }
+        cases.append(("its head", f"a prompt of {long} tokens", [text]))
+        cases.append(("a head that knows nothing", "1 at a time", questions[:1]))
+        cases.append(("the text alone", "1 at a time", questions[:1]))
 
-    # 2. Each case at three temperatures; both sides take turns.
+    # 2. Each case at each temperature; both sides take turns.
     rows = []
     for drafter, case, prompts in cases:
         cells = []
-        for temperature in (0.0, 0.6, 1.0):
+        for temperature in map(float, temperatures.split(",")):
+            taus: list[float] = []
             sides = {
-                "auto": partial(decode_rate, drafting[drafter], prompts, tokens, temperature),
+                "auto": partial(decode_rate, drafting[drafter], prompts, tokens, temperature, taus),
                 "one": partial(decode_rate, spec.baseline(), prompts, tokens, temperature),
             }
             rates = medians(sides, rounds)
-            cells.append(f"{rates['auto'] / rates['one']:.2f}")
+            speedup = f"{rates['auto'] / rates['one']:.2f}"
+            cells += [f"{rates['one']:.1f}", f"{rates['auto']:.1f}", speedup, f"{taus[-1]:.2f}"]
         rows.append([drafter, case, *cells])
-    show(["drafts from", "", "T = 0", "T = 0.6", "T = 1"], rows)
+    columns = ["drafts from", ""]
+    for temperature in temperatures.split(","):
+        columns += [f"T = {temperature}: one token, tokens/s", "auto, tokens/s", "speedup", "τ"]
+    show(columns, rows)
 
 
 @app.command()
@@ -348,8 +363,13 @@ class LongCounts:
             self.seconds += output.stats.seconds["total"] - output.stats.seconds["prefill"]
 
 
-def decode_rate(spec: Spec, prompts: list[Any], tokens: int, temperature: float) -> float:
-    """Decode all prompts in one batch. Returns tokens per second, prompts apart."""
+def decode_rate(
+    spec: Spec, prompts: list[Any], tokens: int, temperature: float, taus: list[float] | None = None
+) -> float:
+    """Decode all prompts in one batch. Returns tokens per second, prompts apart.
+
+    taus: where the tokens of a forward are appended, a text's mean. Default: None, nowhere.
+    """
     outputs = spec.generate(
         prompts,
         max_new_tokens=tokens,
@@ -360,6 +380,8 @@ def decode_rate(spec: Spec, prompts: list[Any], tokens: int, temperature: float)
     )
     decoded = sum(output.stats.new_tokens for output in outputs)
     seconds = sum(output.stats.seconds["total"] for output in outputs)
+    if taus is not None:
+        taus.append(decoded / sum(output.stats.cycles for output in outputs))
     return decoded / (seconds - sum(output.stats.seconds["prefill"] for output in outputs))
 
 

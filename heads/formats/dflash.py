@@ -144,11 +144,26 @@ def derive_windows(flat_config: Config, config: Config, nested: Config) -> Confi
     if "swa_window_size" in nested:
         flat_config = flat_config | {"sliding_window": nested["swa_window_size"]}
     check_window(flat_config)
+    check_window_of_block(flat_config)
     if config.get("sliding_window_non_causal"):
         causal = False
     if causal is not None:
         flat_config = flat_config | {"causal": [bool(causal)] * layers}
     return flat_config
+
+
+def check_window_of_block(config: Config) -> None:
+    """Raises ValueError for a window shorter than a block: SpecForge does not apply it within a block, vLLM does."""
+    window = config.get("sliding_window")
+    size = config.get("block_size")
+    types = config.get("layer_types")
+    if not window or not size or not types or SLIDING_ATTENTION not in types:
+        return
+    if window < size:
+        raise ValueError(
+            f"sliding_window is {window}, and block_size {size}: projects disagree on whether rows of a block that "
+            "far apart see each other"
+        )
 
 
 def read_causality(config: Config, nested: Config) -> bool | None:

@@ -24,8 +24,8 @@ after the last token e; a misread head drafts each token one place off:
     sample_from_anchor         1    2    3    4       the level that it drafts
     without                    -    1    2    3
 
-DeepSpec and SpecForge train the first, and SGLang serves it; neither writes the field. speculators writes it
-since 14 July 2026. Files of before train the second, and their number of `speculative_tokens` tells which it is.
+DeepSpec and SpecForge train the first, and SGLang serves it; neither writes the field. speculators writes it since
+13 July 2026 (a0be7bb6). It trained the second before, and wrote `speculative_tokens` one less than `block_size`.
 """
 
 from treespec.heads.formats import fields
@@ -115,10 +115,9 @@ def read_convention(config: Config) -> bool:
     served = config.get("speculators_config")
     if served and served.get("proposal_methods"):
         drafted = served["proposal_methods"][0].get("speculative_tokens")
-    if drafted is not None and drafted == size:
-        return True
+    if drafted is not None and size is not None and drafted in (size, size - 1):
+        return bool(drafted == size)
     raise ValueError(
-        f"sample_from_anchor is missing, block_size is {size} and speculative_tokens is {drafted}: files of before "
-        "July 2026 were trained with false, today's speculators reads true; add the one that the head was trained "
-        "with"
+        f"sample_from_anchor is missing, block_size is {size} and speculative_tokens is {drafted}: if the head drafts "
+        "block_size tokens, add true, and if it drafts one less, false"
     )

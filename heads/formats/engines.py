@@ -8,6 +8,7 @@
     mlx-vlm         formats/mlx                 eagle3
     SafeAILab       formats/safeailab    eagle  eagle3
     llama.cpp       formats/llama_cpp           eagle3           dflash  (its file: formats/gguf)
+    NeMo AutoModel  formats/nemo                                         (eagle4)
 
 A new engine needs a file, a row in the tables below, and a rule in `formats.rules`, which says how the
 engine reads the exported files.

@@ -34,6 +34,7 @@ SERVE_COMMANDS = {  # by format: the command that serves the target with the hea
     "mlx": "python -m mlx_vlm.server --model {target} --draft-model {folder}",
     "gguf": f"llama-server --model TARGET.gguf --model-draft {{folder}}/{GGUF_FILE} --spec-type draft-{{kind}} "
     "--spec-draft-n-max {number}",
+    "nemo": "treespec serve --target {target} --head {folder}",  # the engines' commands are not documented
     "eagle": "python -m eagle.evaluation.gen_ea_answer_{prompts} --base-model-path {target} "
     "--ea-model-path {folder}{three}",
 }
@@ -216,7 +217,9 @@ def compare_exported(
         raise ValueError(
             f"read back{reading} it drafts {len(read_back_logits)} rows, the head {len(logits)}"
         )
-    difference = float((logits - read_back_logits).abs().max())
+    differences = (logits - read_back_logits).abs()
+    # A token that is no candidate has the logit -inf in both.
+    difference = float(differences.masked_fill(logits == read_back_logits, 0.0).max())
     if difference:
         raise ValueError(f"read back{reading} its logits differ by up to {difference:.3g}")
     return logits.numel()

@@ -158,7 +158,7 @@ TRAINING_FIELDS = split_names("""
     initializer_range attention_dropout hidden_dropout embd_pdrop resid_pdrop dropout
     pretraining_tp gradient_checkpointing _attn_implementation attn_implementation
     _attn_implementation_autoset _flash_attn_2_enabled embed_requires_grad num_anchors
-    loss_decay_gamma num_lookahead_tokens num_speculative_tokens
+    max_anchors loss_decay_gamma num_lookahead_tokens num_speculative_tokens
     """)
 # Fields copied from a target with experts. A head with experts has other tensors, and these are refused.
 EXPERT_FIELDS = split_names("""
@@ -269,6 +269,14 @@ SPECULATORS_TABLE = PLAIN_TABLE.extend(  # the top level; the layer is nested
     used=("draft_vocab_size", "target_hidden_size"),
     unused=("speculators_version", "tie_word_embeddings"),
     nested={"speculators_config": SPECULATORS_CONFIG_TABLE},
+)
+SPECULATORS_MTP_TABLE = (
+    PLAIN_TABLE.extend(  # of a layer that is the target's, beside its own config
+        used=("num_nextn_predict_layers",),
+        unused=("speculators_version", "tie_word_embeddings"),
+        only={"speculators_model_type": ("mtp",)},
+        nested={"speculators_config": SPECULATORS_CONFIG_TABLE},
+    )
 )
 SPECULATORS_LAYER_TABLE = LLAMA_TABLE.extend(used=WINDOW_FIELDS)
 SPECULATORS_EAGLE_TABLE = SPECULATORS_TABLE.extend(

@@ -9,6 +9,8 @@ from typing import Any
 
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
+from treespec.heads.layers import SLIDING_ATTENTION
+
 # Marks a field that a project requires, or whose default differs between its readers.
 NO_DEFAULT = object()
 PATHS = (  # (the file's name, treespec's) of the first layer, and of a norm of later layers
@@ -214,6 +216,20 @@ RULES: dict[tuple[str, str], Rule] = {
         },
         embedding="target",
         output="own if smaller",
+    ),
+    ("nemo", "eagle4"): Rule(
+        source="NeMo AutoModel: documentation of speculative/eagle/export_eagle4, draft_llama",
+        rotary="rope_scaling",
+        aux=TOP_IDS,
+        fields={
+            "fc_norm": ("fc_norm", NO_DEFAULT),
+            "norm_output": ("norm_output", NO_DEFAULT),
+            "sliding_window": ("sliding_window", NO_DEFAULT),
+            "layer_types": ("", [SLIDING_ATTENTION]),
+            "candidate_head": ("candidate_head", NO_DEFAULT),
+        },
+        names=PATHS,
+        embedding="target",
     ),
     ("vllm", "medusa"): Rule(
         source="vLLM: models/medusa.py, transformers_utils/configs/medusa.py",

@@ -169,7 +169,7 @@ def continue_training(name: str) -> Figures:
     capture(f"train {to_words(choose_training(name))}")
     weights = {}
     for tensor, value in sorted(load_file(f"trainings/{name}/model.safetensors").items()):
-        other = torch.randn(value.shape, generator=torch.Generator().manual_seed(0))
+        other = torch.randn(value.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
         weights[tensor] = float((value.float() * other).sum())
     return {"losses": read_losses(f"trainings/{name}"), "weights": weights}
 

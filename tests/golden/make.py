@@ -232,7 +232,7 @@ def is_stable(figure: Callable[[], object], expected: object) -> bool:
         tensors = load_file(file)
         for value in tensors.values():
             if value.is_floating_point():
-                value *= 1 + 1e-4 * torch.randn(value.shape, generator=generator)
+                value *= 1 + 1e-4 * torch.randn(value.shape, generator=generator, dtype=value.dtype)
         save_file(tensors, file, metadata={"format": "pt"})
     os.chdir(shaken)
     try:

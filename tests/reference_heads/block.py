@@ -5,7 +5,6 @@ its tests of September 2026), DSpark of DeepSpec afdfa7c, DFlash, DSpark and DFl
 of NeMo AutoModel 0.7.0, JetSpec 2c7b3fa, and SpecForge's DSpine; read on 2026-11-30.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch

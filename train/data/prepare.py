@@ -8,18 +8,12 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from treespec.errors import InputError
-from treespec.files.printable import to_one_line
-from treespec.model.support import find_context_length
 from treespec.model.target import Target
-from treespec.model.tokenizers import load_tokenizer
-from treespec.model.weights import load_config
-from treespec.text.conversations import read_conversations
-from treespec.text.encoding import Example, encode_conversations, split_held_out
+from treespec.text.encoding import Example, split_held_out
 from treespec.train.config import TrainConfig
 from treespec.train.data.batches import pad_rows
+from treespec.train.data.encoded import encode_data
 from treespec.train.data.features import store
-from treespec.train.data.known import find_data_file
-from treespec.train.progress import PhaseProgress
 
 
 @dataclass(frozen=True)
@@ -49,26 +43,10 @@ def read_examples(config: TrainConfig, accelerator: Accelerator) -> list[Example
 
     Raises InputError for data or a tokenizer that cannot be used.
     """
-    # 1. Read and encode.
-    tokenizer = load_tokenizer(config.target, config.placement)
-    if tokenizer is None:
-        raise InputError(f"the target {config.target} has no tokenizer: training needs one")
-    model = load_config(config.target, config.placement)
-    length = min(config.max_length, find_context_length(model.get_text_config()).length)
-    conversations, read_report = read_conversations(find_data_file(config.data, accelerator.print))
-    progress = PhaseProgress(accelerator, "encoding", len(conversations))
-    examples, encoding_report = encode_conversations(
-        tokenizer, progress.follow(conversations), config.template, length
-    )
-
-    # 2. Report what was left out.
-    accelerator.print(f"{config.data}: {read_report}")
-    if encoding_report.left_out or encoding_report.cut or encoding_report.thoughtless:
-        accelerator.print(f"encoded: {encoding_report}")
-    for problem in list(read_report.problems) + list(encoding_report.problems):
-        accelerator.print(f"  {to_one_line(problem)}")
-
-    # 3. Remove repeated conversations.
+    encoded = encode_data(config, accelerator)
+    examples = encoded.examples
+    for line in encoded.lines:
+        accelerator.print(line)
     unique = {(example.key, example.part): example for example in examples}
     repeats = len(examples) - len(unique)
     if repeats:

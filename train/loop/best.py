@@ -12,6 +12,7 @@ import torch
 from accelerate.utils import broadcast
 
 from treespec.files.atomic import read_tensors
+from treespec.train.candidates import add_recall
 from treespec.train.checkpoints import Place, replacing, take_weights
 from treespec.train.config import TrainConfig
 from treespec.train.loop.meter import Meter
@@ -24,7 +25,7 @@ VALIDATION_SHARE = 0.2  # of the run between validations, by default
 MIN_VALIDATION_STEPS = 20  # between them; a run of fewer steps is validated at its end only
 VALIDATION_TIME_SHARE = 0.02  # of the run's time for one validation
 MIN_VALIDATION_SECONDS = 10.0
-ROUNDING = 1e-6  # of shares of the run
+SHARE_TOLERANCE = 1e-6  # of shares of the run
 
 
 def is_validation_due(every: int | None, place: Place, progress: float) -> bool:
@@ -41,12 +42,17 @@ def is_validation_due(every: int | None, place: Place, progress: float) -> bool:
         return every > 0 and place.step % every == 0
     share = progress - place.validated_progress
     steps = place.step - place.validated_step
-    return share >= VALIDATION_SHARE - ROUNDING and steps >= MIN_VALIDATION_STEPS
+    return share >= VALIDATION_SHARE - SHARE_TOLERANCE and steps >= MIN_VALIDATION_STEPS
 
 
 def is_patience_over(config: TrainConfig, place: Place) -> bool:
     """Whether the run ends because its last `--patience` validations brought no better head."""
     return 0 < config.patience <= place.worse
+
+
+def has_run_ended(config: TrainConfig, place: Place, progress: float) -> bool:
+    """Whether a run is over: by its length, or because no head gets better. progress: the share of the run so far."""
+    return progress == 1 or is_patience_over(config, place)
 
 
 def look(run: TrainingRun, place: Place, meter: Meter, progress: float) -> None:
@@ -71,7 +77,7 @@ def look(run: TrainingRun, place: Place, meter: Meter, progress: float) -> None:
     comment = f"; step {place.best_step} had {place.best:.2f}"
     if not length:
         comment = ""
-    if length > place.best or (length and not place.best_step):
+    if length > place.best:
         if run.accelerator.is_main_process:
             with replacing(run.folder / BEST_FOLDER, run.head, Path(run.config.out)):
                 pass
@@ -104,15 +110,16 @@ def validate_during_run(run: TrainingRun, place: Place, progress: float) -> Vali
         return not place.validated and limit.is_over(1.0)
 
     held_out = keep_rows(run.iterate_validation_rows(conversations, is_over), rows)
-    result = validate(run.copy_as_served(), run.target, held_out, DRAFT_STEPS)
+    head = run.copy_as_served()
+    result = validate(head, run.target, held_out, DRAFT_STEPS)
     place.validated = len(rows)
-    return result
+    return add_recall(result, head, run.target, rows, DRAFT_STEPS)
 
 
 def take_best_head(run: TrainingRun, place: Place) -> None:
     """Replace the weights of a run's head at its end by the best validated ones, if these are others."""
     file = run.folder / BEST_FOLDER / "model.safetensors"
-    if place.best_step in (0, place.step) or not file.exists():
+    if place.served_step == place.step or not file.exists():
         return
     weights, _ = read_tensors(file, f"delete {file.parent}, and OUT gets the last head")
     take_weights(weights, run.head)

@@ -20,7 +20,7 @@ from treespec.errors import InputError
 from treespec.files.atomic import write_text
 from treespec.train.checkpoints import Place
 from treespec.train.losses.tokens import Loss
-from treespec.train.report import AGREEMENT, write_report
+from treespec.train.report import AGREEMENT_PREFIX, write_training_report
 
 LINE_EVERY_STEPS = 20  # steps between lines
 LINE_EVERY_SECONDS = (
@@ -101,7 +101,7 @@ class Meter:
                 f"step {step}: loss {line['total']:,.3f}{agreement}, {speed:,.0f} tokens/s, {remaining} left"
             )
             if accelerator.is_main_process:
-                write_report(
+                write_training_report(
                     self.path.parent, f"Step {step:,}, {progress:.0%} of the run, {remaining} left"
                 )
         self.describe_loss(line["total"])
@@ -133,9 +133,9 @@ class Meter:
 
 def describe_agreement(line: Mapping[str, float]) -> str:
     """Describe a line's agreement by draft step, after a comma; "" if it has none."""
-    shares = []
-    while f"{AGREEMENT}{len(shares) + 1}" in line:
-        shares.append(f"{line[f'{AGREEMENT}{len(shares) + 1}']:.1%}")
+    shares: list[str] = []
+    while f"{AGREEMENT_PREFIX}{len(shares) + 1}" in line:
+        shares.append(f"{line[f'{AGREEMENT_PREFIX}{len(shares) + 1}']:.1%}")
     if not shares:
         return ""
     return f", agreement {' '.join(shares)}"

@@ -18,6 +18,7 @@ from treespec.engine.stats import Stats
 from treespec.errors import InputError
 from treespec.heads.head import Head
 from treespec.model.target import Target
+from treespec.train.candidates import add_recall
 from treespec.train.checkpoints import find_latest_step
 from treespec.train.config import TrainConfig
 from treespec.train.data.prepare import Data
@@ -81,6 +82,11 @@ class TrainingRun:
     def head(self) -> Head:
         """The head as it is trained, in float32."""
         return self.accelerator.unwrap_model(self.model)
+
+    def set_learning_rate(self, rate: float) -> None:
+        """Set the learning rate of the next step."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
 
     def copy_as_served(self) -> Head:
         """Copy the head as it will be served: in the target's dtype.
@@ -269,9 +275,10 @@ def validate_head(
     held_out = run.iterate_validation_rows(
         config.validate_on, lambda: limit.is_over(HELD_OUT_TIME_SHARE)
     )
-    if rows is not None:
-        held_out = keep_rows(held_out, rows)
-    result = validate(head, run.target, held_out, DRAFT_STEPS)
+    if rows is None:
+        rows = []
+    result = validate(head, run.target, keep_rows(held_out, rows), DRAFT_STEPS)
+    result = add_recall(result, head, run.target, rows, DRAFT_STEPS)
 
     # 2. Decode.
     prompts = []

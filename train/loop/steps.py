@@ -35,7 +35,7 @@ from treespec.train.data.batches import (
     share_position_counts,
     split_epoch,
 )
-from treespec.train.loop.best import is_patience_over, is_validation_due, look
+from treespec.train.loop.best import has_run_ended, is_validation_due, look
 from treespec.train.loop.meter import Meter
 from treespec.train.loop.run import TrainingRun, build_divergence_error, check_head_weights
 from treespec.train.loop.stopping import StopRequest
@@ -154,10 +154,11 @@ def plan_run(run: TrainingRun) -> RunPlan:
     per_step = config.count_forwards(processes)
     lengths = [len(example.input_ids) for example in run.data.train]
     batches_of = partial(split_epoch, lengths, config.forward_size * processes, config.seed)
-    steps = config.max_steps
-    if not steps:
+    if config.max_steps:
+        steps = config.count_stage_steps(config.max_steps)
+    else:
         steps = max(1, config.hyperparameters.epochs * len(batches_of(0)) // per_step)
-    return RunPlan(per_step, batches_of, Clock(steps, config.minutes))
+    return RunPlan(per_step, batches_of, Clock(steps, config.stage_minutes))
 
 
 def compute_ready_forwards(
@@ -212,7 +213,7 @@ def run_training_steps(
     place = checkpoints.load_checkpoint(run.folder, run.head, run.optimizer.optimizer)
     plan = plan_run(run)
     clock = plan.clock
-    place.seconds += count_preparation(config.minutes, prepared_seconds)
+    place.seconds += count_preparation(clock.minutes, prepared_seconds)
     passes = PassesWarning(run)
     accelerator.gradient_accumulation_steps = plan.per_step
     timer = SharedTimer(accelerator, place.seconds)
@@ -221,12 +222,11 @@ def run_training_steps(
     skipped = SkippedSteps(place.step)
     place.seconds = timer.elapsed()
     progress = clock.measure_progress(place.step, place.seconds)
-    ended = progress == 1 or is_patience_over(config, place)
+    ended = has_run_ended(config, place, progress)
     while not ended and not stop.is_requested():
         # 2. Run a step; it is skipped if its gradient is not finite.
         rate = compute_learning_rate(recipe, clock, place.step, place.seconds)
-        for group in run.optimizer.param_groups:
-            group["lr"] = rate
+        run.set_learning_rate(rate)
         draft_steps = draft_steps_at(recipe, progress)
         result = run_optimizer_step(run, islice(ready, plan.per_step), draft_steps)
         place.step += 1
@@ -247,7 +247,7 @@ def run_training_steps(
         # 4. Validate and save, if they are due. More is validated at the end of the run.
         if is_validation_due(config.validate_every, place, progress):
             look_unless_stopped(run, stop, place, meter, progress)
-        ended = progress == 1 or is_patience_over(config, place)
+        ended = has_run_ended(config, place, progress)
         if result.good and (ended or place.step % config.checkpoint_every == 0):
             save_run_checkpoint(run, place)
         after_step(place.step)

@@ -84,9 +84,13 @@ def stopping_between_steps(accelerator: Accelerator) -> Iterator[StopRequest]:
 
 def describe_stopped_run(config: TrainConfig) -> str:
     """Say where the same command goes on after a run was stopped, by what is on the disk."""
-    step = find_latest_step(Path(config.out) / "training")
-    if step is not None:
-        return f"The same command goes on from step {step} of {config.out}"
+    folders = [config.out]
+    if config.has_first_stage and config.first_head:
+        folders.append(config.first_head)
+    for folder in folders:
+        step = find_latest_step(Path(folder) / "training")
+        if step is not None:
+            return f"The same command goes on from step {step} of {folder}"
     sentence = "No step was saved: the same command begins at step 1"
     if config.features is not None and any(Path(config.features).glob(f"*/{SHARD_NAMES}")):
         sentence += f", and reads the features that are in {config.features}"

@@ -41,6 +41,7 @@ import torch.nn.functional as F
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 
+from treespec.heads.eagle4 import Eagle4Head
 from treespec.heads.llama import LlamaHead
 from treespec.heads.medusa import DepthHeads
 from treespec.model.target import Target
@@ -177,6 +178,33 @@ def build_own_output_objective(
     )
 
 
+def compute_candidate_loss(
+    config: TrainConfig, target: Target, model: nn.Module, batch: TrainingBatch
+) -> Loss:
+    """Compute the loss of EAGLE-4's low-rank head: the sum over steps of decay^step times the step's mean.
+
+    In each step it learns the distribution of the head's whole output layer, from the same states; the target's does
+    not enter. The published loss is the forward KL. The cross-entropy differs from it by the entropy of what is
+    learnt, which no trained weight changes. Arguments as for `compute_eagle_loss`.
+    """
+    head: Eagle4Head = extract_model_from_parallel(model)
+    inputs, _ = target.split_features(batch.features, head.aux_layers)
+    features = to_float32(inputs[:, :-2])
+    steps = model(batch.tokens, features, batch.counts, batch.steps, target.embed_tokens)
+    total = torch.zeros((), device=features.device, dtype=torch.float32)
+    parts: dict[str, Tensor] = {}
+    for step, states in enumerate(steps):
+        guess = StepLogits(states, head.estimate_logits, STEP_DECAY**step, head.candidate_weights)
+        places = torch.zeros(len(states), dtype=torch.int64, device=states.device)
+        teacher = build_output_teacher(head, states)
+        counts = batch.position_counts[step : step + 1]
+        loss = compute_token_losses([guess], teacher, places, config.loss, position_counts=counts)
+        total = total + loss.total
+        for name, value in loss.parts.items():
+            parts[name.replace("_1", f"_{step + 1}")] = value
+    return Loss(total, parts)
+
+
 def compute_depth_loss(
     config: TrainConfig, target: Target, model: nn.Module, batch: TrainingBatch
 ) -> Loss:
@@ -227,6 +255,16 @@ def build_target_teacher(
     if rows is not None:
         width = rows.out_features
     return Teacher(width, probabilities)
+
+
+def build_output_teacher(head: Eagle4Head, states: Tensor) -> Teacher:
+    """Build the teacher of the distributions that a head's whole output layer computes from its states [M, H]."""
+
+    def compute_probabilities(chunk: slice) -> Tensor:
+        logits: Tensor = head.lm_head(to_float32(states[chunk]))
+        return logits.softmax(-1)
+
+    return Teacher(head.lm_head.out_features, compute_probabilities)
 
 
 def build_text_teacher(tokens: Tensor, vocab_size: int) -> Teacher:

@@ -252,7 +252,9 @@ def choose_divisors(guesses: Sequence[StepLogits], position_counts: Sequence[flo
         count: float = len(guess.states)
         if number < len(position_counts):
             count = position_counts[number]
-        divisors.append(count or 1.0)
+        if count == 0:
+            count = 1.0
+        divisors.append(count)
     return divisors
 
 

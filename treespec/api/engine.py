@@ -108,6 +108,11 @@ class Engine:
         self.close(finish=kind is None)
 
     @property
+    def closed(self) -> bool:
+        """Whether it takes no more requests."""
+        return self._closed
+
+    @property
     def waiting(self) -> int:
         """Requests in the queue."""
         return len(self._waiting)

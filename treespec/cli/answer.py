@@ -19,6 +19,7 @@ from treespec.cli.wrapping import WordWrapper, find_terminal_width
 from treespec.demo.known import DEMO_NAME, choose_default_drafter
 from treespec.engine.options import RequestOptions
 from treespec.errors import InputError, describe_os_error
+from treespec.files.atomic import check_folder
 from treespec.files.distribution import check_extra
 from treespec.files.printable import to_printable
 from treespec.options import (
@@ -220,12 +221,17 @@ def serve(config: ServeConfig) -> None:
     Ctrl-C or SIGTERM ends the server once running answers have finished.
     """
     check_extra("serve", "the server")
+    if config.log_completions:
+        check_folder(Path(config.log_completions).expanduser(), "--log-completions")
     begin_answers(config, words=False, chats=False)
     listening = bind_socket(config.host, config.port)
-    spec = load_spec(config)
-    spec.warm_up()
-    from treespec.engine.stats import format_tau
-    from treespec.serve import run
+    from treespec.serve.loading import answering_while_loading
+
+    with answering_while_loading(listening):
+        spec = load_spec(config)
+        spec.warm_up()
+        from treespec.engine.stats import format_tau
+        from treespec.serve import run
 
     if config.target == DEMO_NAME and not config.name:
         config = replace(config, name=DEMO_NAME)

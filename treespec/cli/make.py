@@ -54,6 +54,7 @@ ENGINE_HELP = {
     "mlx": "mlx-vlm",
     "eagle": "SafeAILab/EAGLE",
     "gguf": "llama.cpp",
+    "nemo": "NeMo AutoModel",
 }
 
 
@@ -69,7 +70,8 @@ def train(config: TrainConfig) -> None:
     if config.from_head is not None:
         from_head = find_head_place(config.from_head)
         check_feature_width(from_head, find_folder(config.target))
-        check_kind(f"--from-head {config.from_head}", from_head, config.head)
+        first_stage = config.training.first_stage
+        check_kind(f"--from-head {config.from_head}", from_head, config.head, first_stage)
         config = replace(config, from_head=from_head)
     from treespec.train.loop.stopping import describe_stopped_run
     from treespec.train.run import train

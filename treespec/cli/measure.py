@@ -42,6 +42,7 @@ from treespec.eval.config import (
     EvalConfig,
     SkipSearchConfig,
     TreeConfig,
+    is_oracle,
     parse_drafters,
 )
 from treespec.files.atomic import check_folder, check_writable
@@ -56,7 +57,7 @@ def evaluate(config: EvalConfig) -> None:
     """Measure acceptance length and speedup on questions. The same command resumes a killed run."""
     # 1. Check the options before torch loads.
     from treespec.eval.ledger import LEDGER_FILE
-    from treespec.eval.systems import is_oracle, list_systems
+    from treespec.eval.systems import list_systems
 
     check_folder(config.out)
     list_systems(config)

@@ -22,8 +22,8 @@ from treespec.eval.config import (
     EvalConfig,
     SkipSearchConfig,
     TreeConfig,
+    is_oracle,
 )
-from treespec.eval.systems import is_oracle
 from treespec.train.config import TrainConfig
 
 Row = Mapping[str, Any]

@@ -9,7 +9,6 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields, replace
 from functools import partial
-from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
@@ -18,6 +17,7 @@ import typer
 from treespec.engine.synonyms import find_suggestion, find_synonym
 from treespec.errors import InputError
 from treespec.options import MAX_COUNT, format_flag, get_range
+from treespec.train.templates import find_template
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -178,11 +178,14 @@ def read_option_file(file: str, types: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_yaml(file: str, where: str) -> dict[Any, Any]:
-    """Load the mapping in a YAML file. where: the file's name in errors. Raises InputError."""
+    """Load the mapping in a YAML file, or in the training template of that name.
+
+    where: the file's name in errors. Raises InputError.
+    """
     import yaml
 
     try:
-        content = yaml.safe_load(Path(file).expanduser().read_text(encoding="utf-8"))
+        content = yaml.safe_load(find_template(file).read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, RecursionError, ValueError) as error:
         raise InputError(f"cannot read {where}: {' '.join(str(error).split())}") from error
     if not content:

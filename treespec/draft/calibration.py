@@ -8,7 +8,7 @@ draft logits.
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -62,6 +62,10 @@ class Calibration:
         if not all(map(math.isfinite, numbers)):
             raise ValueError("weights or rates are not numbers")
 
+    @cached_property
+    def _greedy_weights(self) -> np.ndarray:
+        return np.array(self.greedy)
+
     def predict_certain_choice(self, top: np.ndarray, depth: int) -> np.ndarray:
         """Returns [F, K] Pr(the r-th most likely token is the target's choice at temperature 0).
 
@@ -72,8 +76,13 @@ class Calibration:
             return top
         from scipy.special import expit  # reading a file does without scipy
 
-        probabilities: np.ndarray = expit(build_calibration_features(top, depth) @ self.greedy)
-        return probabilities / np.maximum(probabilities.sum(-1, keepdims=True), 1)
+        probabilities: np.ndarray = expit(
+            build_calibration_features(top, depth) @ self._greedy_weights
+        )
+        totals = probabilities.sum(-1, keepdims=True)
+        if totals.max() <= 1:
+            return probabilities
+        return probabilities / np.maximum(totals, 1)
 
 
 def find_nearest(by_temperature: Mapping[str, Known], temperature: float) -> Known:

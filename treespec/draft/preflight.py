@@ -51,19 +51,20 @@ def check_feature_width(head: str, target: str) -> None:
         )
 
 
-def check_kind(option: str, head: str, kind: str) -> None:
+def check_kind(option: str, head: str, kind: str, other: str = "") -> None:
     """Raises InputError if a head is of another kind. A hub id passes.
 
     Args:
         option: the option that names the head, with its value, for the message.
         head: the head's directory or hub id.
         kind: the kind that it must be.
+        other: a second kind that it may be; "": there is none.
     """
     folder = Path(head).expanduser()
     if not folder.is_dir():
         return
     actual = detect_folder_kind(find_head_folder(head))
-    if actual is not None and actual != kind:
+    if actual not in (None, kind, other):
         raise InputError(f"{option} is a head of kind {actual}: write --head {actual}")
 
 

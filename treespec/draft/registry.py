@@ -210,8 +210,7 @@ BUILTIN_DRAFTERS = (
         "treespec.draft.lookup.oracle:load_oracle",
         "in `eval` alone: the target's own answer again, which is accepted whole: the most that drafts of this depth "
         "can bring",
-        "vllm-project/vllm#62258",
-        f"{CHECKS_MODULE}:refuse_oracle",
+        checks=f"{CHECKS_MODULE}:refuse_oracle",
         options=OracleOptions,
         one_hot=True,
     ),

@@ -8,6 +8,7 @@ from torch import nn
 from treespec.engine.prefill import IDLE_CHUNK_TOKENS
 from treespec.engine.request import TokenLogprob, compute_logprobs
 from treespec.files.locks import alone_with
+from treespec.files.pauses import pause
 from treespec.model.target import Target
 
 
@@ -17,7 +18,7 @@ def score_prompt(
 ) -> list[TokenLogprob]:
     """Compute the log-probabilities of a prompt's tokens from the second one on.
 
-    It takes turns with other threads that compute with the models, 128 tokens each.
+    It takes turns with other threads that compute with the models, 128 tokens each, and pauses between turns.
 
     Args:
         target: The model that scores.
@@ -30,6 +31,7 @@ def score_prompt(
     cache = target.build_cache(len(prompt))
     logprobs = list[TokenLogprob]()
     for start in range(0, count, IDLE_CHUNK_TOKENS):
+        pause()
         end = min(start + IDLE_CHUNK_TOKENS, count)
         with alone_with(models):
             features = target.prefill(cache, tokens[:, start:end], ahead=count - end)

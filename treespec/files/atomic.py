@@ -38,8 +38,13 @@ OTHER_HOSTS_SECONDS = (
 )  # after which an unchanged temporary file of another host or container is a leftover
 OPEN_TEMPORARIES: set[str] = set()  # names of those that threads of this process are writing
 LOCK_FILE = ".lock"
+LOCK_RETRY_SECONDS = 0.02
 CHECKSUM_FIELD = "checksum"
 Fields = dict[str, Any]  # a JSON object
+
+
+class Locked(InputError):
+    """Another process holds the lock of a folder."""
 
 
 @contextmanager
@@ -238,7 +243,9 @@ def read_tensors(path: str | Path, remedy: str) -> tuple[dict[str, "Tensor"], di
 
 
 @contextmanager
-def locked(folder: str | Path, wait: Callable[[str], None] | None = None) -> Iterator[None]:
+def locked(
+    folder: str | Path, wait: Callable[[str], None] | None = None, seconds: float = 0.0
+) -> Iterator[None]:
     """In this block only this process writes into the folder. It creates the folder if it is missing.
 
     The operating system releases the lock when the process ends, however that happens. Once locked, temporary files
@@ -248,8 +255,10 @@ def locked(folder: str | Path, wait: Callable[[str], None] | None = None) -> Ite
         folder: the folder to lock.
         wait: called with the name of the process that holds the lock, before waiting for it. Default: None, raise an
             error instead of waiting.
+        seconds: how long to try without `wait`. Default: 0, once.
 
-    Raises: InputError with the id of the process that holds the lock, or if the folder cannot be written to.
+    Raises: Locked, an InputError, with the id of the process that holds the lock; InputError if the folder cannot be
+        written to.
     """
     # 1. Open the lock file.
     folder = Path(folder)
@@ -264,14 +273,14 @@ def locked(folder: str | Path, wait: Callable[[str], None] | None = None) -> Ite
         try:
             import fcntl
 
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try_lock(file.fileno(), seconds)
         except BlockingIOError as error:
             file.seek(0)
             holder = file.read().strip()
             if not holder:
                 holder = "another process"
             if wait is None:
-                raise InputError(
+                raise Locked(
                     f"{folder} is being written by {holder}: wait for it, or take another folder"
                 ) from error
             wait(holder)
@@ -283,6 +292,21 @@ def locked(folder: str | Path, wait: Callable[[str], None] | None = None) -> Ite
         file.flush()
         remove_leftovers(folder)
         yield
+
+
+def try_lock(descriptor: int, seconds: float) -> None:
+    """Lock an open file. Raises BlockingIOError if another process has held it for `seconds`."""
+    import fcntl
+
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                raise
+            time.sleep(LOCK_RETRY_SECONDS)
 
 
 def remove_leftovers(folder: str | Path) -> None:

@@ -5,13 +5,13 @@ Each line is flushed to the disk before work continues, so a kill loses at most 
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, final
 
 from treespec.errors import InputError, describe_os_error
-from treespec.files.atomic import Fields, add_checksum, verify_checksum
+from treespec.files.atomic import Fields, add_checksum, verify_checksum, write_text
 
 
 @final
@@ -47,6 +47,15 @@ class Lines:
                 "are kept: make room, and repeat the command to go on"
             ) from error
         self.done.append({**fields})
+
+    def sort(self, key: Callable[[Fields], int]) -> None:
+        """Sort the lines, which are complete: nothing is appended afterwards. The file is replaced as a whole."""
+        done = sorted(self.done, key=key)
+        if done == self.done:
+            return
+        lines = [json.dumps(add_checksum(fields), ensure_ascii=False) + "\n" for fields in done]
+        write_text(self.path, "".join(lines))
+        self.done = done
 
 
 @contextmanager

@@ -80,6 +80,8 @@ class TreeCache(Cache):
         tokens: [B, N] of the last forward, if the sequences' tokens are kept.
         node_counts: by sequence, its first nodes in the present forward; the others are padding, whose outputs
             nobody reads. None: not known.
+        layer_windows: the windows that its layers have, None among them if a layer has none.
+        smallest_window: 0 without windows.
         layers_ahead: what fused layers have computed ahead in the present forward; None: nothing.
     """
 
@@ -109,6 +111,8 @@ class TreeCache(Cache):
             if window:
                 layer.window, layer.max_columns = window, window + slack + MAX_FORWARD_NODES
                 layer.capacity = min(capacity, layer.max_columns)
+        self.layer_windows = {layer.window for layer in self.tree_layers}
+        self.smallest_window = min(filter(None, windows), default=0)
         self.rows = [make_empty_row()]
         self.forwarded: dict[int, Any] = {}
         self.tokens: Tensor | None = None
@@ -209,14 +213,16 @@ class TreeCache(Cache):
         self._hold(rows)
 
         # 3. Drop columns that no window reaches.
-        smallest = min(filter(None, self.windows), default=0)
+        smallest = self.smallest_window
         for number, row in enumerate(rows):
             if smallest and row.now.length - max(row.now.base, smallest) > self.rewind_room:
                 self._drop(number, row.now.length - 2 * self.rewind_room // 3)
 
     def _move_columns(self, nodes: Sequence[Sequence[int]]) -> None:
         """Copy the columns of accepted nodes behind their sequences. nodes: as in `commit`."""
-        for window in {layer.window for layer in self.tree_layers}:
+        if len(nodes) == 1 and list(nodes[0]) == list(range(len(nodes[0]))):
+            return  # the first nodes of a single sequence are behind it already
+        for window in self.layer_windows:
             moves = self._list_moves(nodes, window)
             if moves:
                 layers = [layer for layer in self.tree_layers if layer.window == window]

@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from typing import TYPE_CHECKING, Any, final
 
-from treespec.errors import InputError
+from treespec.errors import InputError, Unavailable, describe_os_error
+from treespec.files.pauses import pause
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -193,6 +195,8 @@ def build_complexity_error(kind: str, matcher: "LLMatcher") -> InputError:
 
 MAX_GRAMMAR_CHARACTERS = 1 << 17
 MAX_COMPILE_SECONDS = 5.0  # the sandbox is killed if a grammar takes longer
+PAUSE_SECONDS = 0.05  # between two looks whether the grammar is still wanted
+MAX_START_SECONDS = 60.0
 MAX_TOKEN_SECONDS = 0.1  # CPU seconds of one token: other threads of the parent wait for a part
 TRIAL_TOKEN_COUNT = 16  # random tokens by which the sandbox follows a grammar
 STACK_BYTES = 2 << 20  # less than the parent's threads have: a grammar that passes here fits there
@@ -216,12 +220,14 @@ class GrammarSandbox:
         with suppress(InputError):  # raised again for the first request with a grammar
             copy_tokenizer(tokenizer, vocab_size, ends)
         self.pipe: Connection | None = None
+        self.process: SpawnProcess | None = None
         self.check = lru_cache(maxsize=64)(self._check)
 
     def run(self, kind: str, source: object) -> None:
-        """Check a grammar; kind, source: as for `compile_grammar`.
+        """Check a grammar; kind, source: as for `compile_grammar`. It pauses while the process works.
 
-        Raises InputError for a grammar that `compile_grammar` refuses, and for one that takes too long.
+        Raises InputError for a grammar that `compile_grammar` refuses, and for one that takes too long;
+        Unavailable if the process cannot start.
         """
         text = to_grammar_text(kind, source)
         if len(text) > MAX_GRAMMAR_CHARACTERS:
@@ -232,30 +238,61 @@ class GrammarSandbox:
         self.check(kind, text)
 
     def _check(self, kind: str, text: str) -> None:
+        if self.pipe is None:
+            self._begin()
+        assert self.pipe
         try:
-            if self.pipe is None:
-                self._begin()
-            assert self.pipe
             self.pipe.send((kind, text))
-            if not self.pipe.poll(MAX_COMPILE_SECONDS):
-                raise TimeoutError
-            fault = self.pipe.recv()
+            fault = self._receive(MAX_COMPILE_SECONDS)
         except (EOFError, OSError):
-            self.process.kill()
-            self.process.join()
-            self.pipe = None
+            self._end()
             fault = f"{kind} is too complex to be compiled: give a simpler one"
+        except BaseException:  # of `pause`: nobody waits for this grammar any more
+            self._end()
+            raise
         if fault:
             raise InputError(fault)
 
+    def _receive(self, seconds: float) -> str:
+        """Wait for the process's next message, and pause meanwhile. Raises TimeoutError, an OSError."""
+        assert self.pipe
+        end = time.monotonic() + seconds
+        while not self.pipe.poll(PAUSE_SECONDS):
+            pause()
+            if time.monotonic() > end:
+                raise TimeoutError
+        return str(self.pipe.recv())
+
     def _begin(self) -> None:
-        context = get_context("spawn")
-        self.pipe, child_pipe = context.Pipe()
+        """Start the process. Raises Unavailable if it cannot start."""
         fields = copy_of(self.tokenizer, self.vocab_size, self.ends)
-        self.process = context.Process(target=_serve, args=(child_pipe, fields), daemon=True)
-        self.process.start()
-        child_pipe.close()
-        self.pipe.recv()  # "ready"
+        context = get_context("spawn")
+        try:
+            self.pipe, child_pipe = context.Pipe()
+            self.process = context.Process(target=_serve, args=(child_pipe, fields), daemon=True)
+            with child_pipe:
+                self.process.start()
+            self._receive(MAX_START_SECONDS)  # "ready"
+        except BaseException as error:
+            self._end()
+            if not isinstance(error, EOFError | OSError):
+                raise
+            reason = "it ended"
+            if isinstance(error, OSError):
+                reason = describe_os_error(error)
+            raise Unavailable(
+                f"the process that tries grammars cannot start ({reason}): try again later, or ask without one"
+            ) from error
+
+    def _end(self) -> None:
+        """End the process; the next grammar starts another one."""
+        if self.process is not None and self.process.pid is not None:
+            self.process.kill()
+            self.process.join()
+        if self.pipe is not None:
+            self.pipe.close()
+        self.pipe = None
+        self.process = None
 
 
 def _serve(pipe: Connection, fields: dict[str, Any]) -> None:

@@ -10,15 +10,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, final
 
-from anyio import CapacityLimiter, to_thread
 from fastapi import Request
 
+from treespec.api.spec import Spec
 from treespec.engine.output import Completion
 from treespec.engine.request import Piece
-from treespec.errors import Busy, InputError, TooLong, describe_os_error
+from treespec.errors import InputError, TooLong, Unavailable, describe_os_error
+from treespec.files.pauses import pause
 from treespec.sampling.compiled_grammar import GRAMMAR_KINDS
+from treespec.serve.admission import Lane, Place
 from treespec.serve.errors import ApiError, build_bad_request, to_api_error
-from treespec.serve.state import State
+from treespec.serve.state import State, get_state
+from treespec.text.pictures import count_pixels, has_pictures
 
 QUIET_SECONDS = 5.0  # seconds without a piece after which a stream sends a comment
 Arrival = tuple[int, Piece | None]
@@ -29,55 +32,63 @@ T = TypeVar("T")
 class Answers:
     """The answers to one HTTP request, by the index of their choices.
 
-    The request's deadline counts from construction on: it covers tokenising, queue, prefill and decoding.
+    The request holds a place, whose deadline covers all from its arrival on.
 
     Iterate once. The iterator yields (index, piece) for each piece of any answer as it arrives, (index, None) when
-    that answer ends, and None after `QUIET_SECONDS` without a piece. It raises ApiError if an answer fails, if the
-    client disconnects, or at the deadline; all answers are then cancelled. With two answers it may yield:
+    that answer ends, and None after `QUIET_SECONDS` without a piece. It raises ApiError if an answer fails, or at the
+    deadline; then, and when the client leaves, all answers are cancelled. With two answers it may yield:
 
         (0, "The")  (1, "A")  None  (1, None)  (0, None)
 
     Attributes:
+        place: the request's.
         keep: called with the text of each finished answer; None to keep none.
     """
 
-    def __init__(self, state: State, request: Request) -> None:
-        self.state = state
+    def __init__(self, request: Request) -> None:
+        self.state: State = get_state(request)
         self.request = request
+        self.place: Place = request.state.place
         self.loop = asyncio.get_running_loop()
-        self.end = self.loop.time() + state.config.timeout
         self.arrived: asyncio.Queue[Arrival] = asyncio.Queue()
         self.answers: list[Completion] = []
+        self.cancelled = False
         self.keep: Callable[[str], None] | None = (
             None  # called with the text of each finished answer
         )
 
     async def run(
-        self,
-        call: Callable[[], T],
-        limiter: CapacityLimiter | None = None,
-        param: str | None = None,
+        self, call: Callable[[], T], param: str | None = None, lane: Lane | None = None
     ) -> T:
-        """Run `call` on a thread, and return its result.
+        """Run `call` on a thread in the request's lane, and return its result.
 
         Args:
             call: the function to run.
-            limiter: bounds the number of threads that run such calls. Default: None, anyio's limit.
             param: the field of the request that an error names. Default: None.
+            lane: another lane to move to first. Default: None, the present one.
 
         Raises: ApiError if `call` raises InputError, and at the deadline.
         """
         try:
-            async with asyncio.timeout_at(self.end):
-                return await to_thread.run_sync(call, limiter=limiter)
+            if lane is not None:
+                await self.place.move(lane)
+            return await self.place.run(call)
         except TimeoutError:
             raise self.state.build_timeout_error() from None
-        except Busy as error:
-            raise self.state.build_busy_error(str(error)) from error
+        except Unavailable as error:
+            raise ApiError(503, str(error), headers={"Retry-After": "5"}) from error
         except TooLong as error:
             raise self.state.build_length_error(str(error), param) from error
         except InputError as error:
+            if self.state.engine.closed:
+                raise self.state.cut() from error
             raise build_bad_request(error, param) from error
+
+    async def admit_pictures(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Count the pixels of a request's pictures, before they are decoded. Raises ApiError beyond a limit."""
+        if has_pictures(messages):
+            pixels = await self.run(partial(count_pixels, messages), "messages")
+            self.place.hold("pixels", pixels)
 
     async def submit(
         self,
@@ -86,8 +97,9 @@ class Answers:
         seed: int | None,
         options: Mapping[str, Any],
         after_thought: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+        choose_spec: Callable[[], Spec | None] = lambda: None,
     ) -> None:
-        """Submit all answers to the engine.
+        """Submit all answers to the engine, and leave the lane.
 
         Args:
             prompts: token ids of each prompt.
@@ -95,16 +107,16 @@ class Answers:
             seed: seed of the first answer; each further answer takes the next seed. None: random seeds.
             options: further keywords of `Engine.submit_n`.
             after_thought: lets the grammar in the options begin after a thought. Default: None.
+            choose_spec: builds the Spec that decodes, on a thread. Default: the engine's own.
 
         Raises: ApiError, after cancelling answers that were submitted already.
         """
         # 1. Refuse more answers than this server's queue holds.
         state = self.state
-        engine = state.engine
         self.prompts = prompts
         self.samples = samples
         answer_count = len(prompts) * samples
-        limit = engine.batch + engine.queue
+        limit = state.most_answers
         if answer_count > limit:
             message = (
                 f"{answer_count} answers are asked for: this server's limit is {limit} a request"
@@ -113,9 +125,11 @@ class Answers:
             if samples > 1:
                 param = "n"
             raise ApiError(400, message, param)
+        self.place.hold("answers", answer_count - 1)
 
         # 2. Try out the grammar, and enter the engine's queue.
         def submit() -> None:
+            spec = choose_spec()
             for prompt in prompts:
                 first_index = len(self.answers)
                 first_seed = None
@@ -126,19 +140,30 @@ class Answers:
                     for index in range(first_index, first_index + samples)
                 ]
                 keywords: Any = {"seed": first_seed, "on_pieces": listeners, **options}
-                self.answers += engine.submit_n(prompt, samples, **keywords)
+                keywords |= {"caller": self.place.caller, "spec": spec}
+                pause()
+                self.answers += state.engine.submit_n(prompt, samples, **keywords)
+                if self.cancelled:  # meanwhile
+                    self.cancel()
 
         try:
-            for kind in (
-                options.keys() & GRAMMAR_KINDS
-            ):  # refuse a grammar that would hold up other requests
-                try_grammar = partial(state.trial.run, kind, options[kind])
-                await self.run(try_grammar, limiter=state.compiling)
+            for kind in options.keys() & GRAMMAR_KINDS:
+                await self._try_grammar(kind, options[kind])
             if after_thought is not None:
                 options = after_thought(options)
             await self.run(submit)
         except BaseException:
             self.cancel()
+            raise
+        self.place.leave()
+
+    async def _try_grammar(self, kind: str, source: object) -> None:
+        """Refuse a grammar that would hold up other requests. Raises ApiError."""
+        grammars = self.state.admission.grammars
+        try:
+            await self.run(partial(self.state.trial.run, kind, source), lane=grammars)
+        except BaseException:
+            grammars.demote(self.place.caller)
             raise
 
     def _build_listener(self, index: int) -> Callable[[Piece | None], None]:
@@ -154,6 +179,7 @@ class Answers:
 
     def cancel(self) -> None:
         """Cancel all answers."""
+        self.cancelled = True
         for answer in self.answers:
             answer.cancel()
 
@@ -162,8 +188,6 @@ class Answers:
         try:
             while len(done) < len(self.answers):
                 arrival = await self._wait()
-                if await self.request.is_disconnected():
-                    raise ApiError(499, "the client left")
                 if arrival is not None:
                     index, piece = arrival
                     if piece is None:
@@ -177,9 +201,11 @@ class Answers:
 
     async def _wait(self) -> Arrival | None:
         """The next arrival; None after `QUIET_SECONDS` without one. Raises ApiError at the deadline."""
-        seconds = self.end - self.loop.time()
+        seconds = self.place.end - self.loop.time()
         try:
-            return await asyncio.wait_for(self.arrived.get(), min(seconds, QUIET_SECONDS))
+            # Not `wait_for`, which in Python 3.11 forgets a cancellation if a piece arrives at the same moment.
+            async with asyncio.timeout(min(seconds, QUIET_SECONDS)):
+                return await self.arrived.get()
         except TimeoutError:
             if seconds <= QUIET_SECONDS:
                 raise self.state.build_timeout_error() from None
@@ -196,16 +222,22 @@ class Answers:
             self.keep(answer.output.text)
 
 
+def open_private(path: str, flags: int) -> int:
+    """Open a file that only its owner reads, for `open`."""
+    return os.open(path, flags, mode=0o600)
+
+
 def keep(file: Path, messages: Sequence[Mapping[str, Any]], answer: str) -> None:
     """Append a chat and its answer to `file` as a line of JSON. A write error is printed on standard error.
 
-    If a killed process left a partial last line, a line break is written first, so that the new line is complete.
+    Only its owner reads the file. If a killed process left a partial last line, a line break is written first, so that
+    the new line is complete.
     """
     chat = {"messages": [*messages, {"role": "assistant", "content": answer}]}
     line = json.dumps(chat, ensure_ascii=False).encode() + b"\n"
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("ab+") as lines:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(file, "ab+", opener=open_private) as lines:
             size = lines.seek(0, os.SEEK_END)
             lines.seek(max(size - 1, 0))
             if lines.read(1) not in (b"", b"\n"):

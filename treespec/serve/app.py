@@ -1,10 +1,4 @@
-"""The application: its routes, and the middleware that checks and counts every request."""
-
-import hashlib
-import secrets
-from ipaddress import ip_address
-from typing import final
-from urllib.parse import urlsplit
+"""The application: its routes, and what it tells of itself."""
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -13,122 +7,12 @@ from fastapi.responses import JSONResponse
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from treespec.serve import completions, page, responses
-from treespec.serve.errors import ApiError, build_error_response, handle_error
+from treespec.serve.errors import handle_error
+from treespec.serve.guard import Guard
 from treespec.serve.protocol import Fields
 from treespec.serve.state import State, get_state
-
-MAX_BODY_BYTES = 4 << 20  # of a request
-OPEN_PATHS = ("/", "/health")  # need no key: the page itself holds nothing secret
-CONTENT_SECURITY_POLICY = (  # a browser runs only the server's own scripts and styles
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
-    "trusted-types 'none'"
-)
-SECURITY_HEADERS = [
-    (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
-    (b"content-security-policy", CONTENT_SECURITY_POLICY.encode()),
-]
-
-
-@final
-class Guard:
-    """ASGI middleware: bounds bodies, checks keys and host names, adds security headers, counts requests."""
-
-    def __init__(self, app: ASGIApp, state: State) -> None:
-        self.app = app
-        self.state = state
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # 0. A path may end with a slash. A redirect would lose the scheme behind a proxy.
-        if scope["path"].endswith("/") and scope["path"] != "/":
-            scope["path"] = scope["path"][:-1]
-
-        # 1. Bound the body, whatever Content-Length says; count responses, and add headers.
-        received_bytes = 0
-
-        async def receive_bounded() -> Message:
-            nonlocal received_bytes
-            message = await receive()
-            received_bytes += len(message.get("body", b""))
-            if received_bytes > MAX_BODY_BYTES:
-                raise ApiError(
-                    413, f"the body is larger than this server's limit of {MAX_BODY_BYTES} bytes"
-                )
-            return message
-
-        async def send_counted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                path = "other"
-                if "route" in scope:
-                    path = scope["route"].path
-                self.state.metrics.counts["requests"].labels(path, str(message["status"])).inc()
-                message["headers"] = list(message["headers"]) + SECURITY_HEADERS
-            await send(message)
-
-        # 2. Send an error, or let the application answer.
-        request = Request(scope)
-        key = self._read_key(request)
-        request.state.memory = ""
-        if key:
-            request.state.memory = hashlib.sha256(key.encode()).hexdigest()
-        error = self._find_refusal(request, key)
-        if error:
-            await build_error_response(error)(scope, receive_bounded, send_counted)
-        else:
-            await self.app(scope, receive_bounded, send_counted)
-
-    def _find_refusal(self, request: Request, key: str) -> ApiError | None:
-        """The error for a request that is refused; None if it may pass. key: the request's valid key, or ""."""
-        path = request.scope["path"]  # not request.url, which depends on the Host header too
-        if self.state.ending and path not in ("/metrics", "/health"):
-            return self.state.cut()
-        if (
-            self.state.keys
-            and not key
-            and path not in OPEN_PATHS
-            and not path.startswith("/static/")
-        ):
-            message = "Incorrect API key provided; send it as Authorization: Bearer KEY"
-            headers = {"WWW-Authenticate": "Bearer"}
-            return ApiError(401, message, code="invalid_api_key", headers=headers)
-        if not self.state.keys and not is_named_rightly(request):
-            message = "This server answers to localhost: give it an --api-key for other names"
-            return ApiError(403, message)
-        return None
-
-    def _read_key(self, request: Request) -> str:
-        """The API key of the request; "" if it has none or a wrong one."""
-        scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
-        request_key = credentials.strip().encode("latin-1")
-        # Compare with all keys, so that the time does not reveal which key was nearly right.
-        matching_keys = [
-            key for key in self.state.keys if secrets.compare_digest(request_key, key.encode())
-        ]
-        if scheme.lower() != "bearer" or not matching_keys:
-            return ""
-        return matching_keys[0]
-
-
-def is_named_rightly(request: Request) -> bool:
-    """Whether the Host header of a request to a loopback address is a loopback name too.
-
-    Requests to other addresses pass. The check prevents DNS rebinding: a foreign page could resolve its own name to
-    127.0.0.1, and read the answers.
-    """
-    if not ip_address(request.scope["server"][0]).is_loopback:
-        return True
-    try:
-        name = urlsplit("//" + request.headers.get("host", "")).hostname
-        if name == "localhost":
-            return True
-        return ip_address(name or "").is_loopback
-    except ValueError:
-        return False
-
 
 router = APIRouter()
 
@@ -189,13 +73,16 @@ def _describe_model(state: State) -> Fields:
 
 @router.api_route("/health", methods=["GET", "HEAD"])
 async def health(request: Request) -> Response:
-    """Answer 200 while requests are served, 503 once the server shuts down."""
+    """Answer 200 while requests are served; 503 once the server shuts down, or its engine is dead."""
     state = get_state(request)
     status = "ok"
-    status_code = 200
-    if state.ending:
+    if state.failure:
+        status = state.failure
+    elif state.ending:
         status = "ending"
-        status_code = 503
+    status_code = 503
+    if status == "ok":
+        status_code = 200
     fields = {
         "status": status,
         "model": state.name,
@@ -203,6 +90,15 @@ async def health(request: Request) -> Response:
         "waiting": state.engine.waiting,
     }
     return JSONResponse(fields, status_code)
+
+
+@router.api_route("/live", methods=["GET", "HEAD"])
+async def live(request: Request) -> Response:
+    """Answer 200 unless the server should be started anew: its engine is dead."""
+    failure = get_state(request).failure
+    if failure:
+        return JSONResponse({"status": failure}, 503)
+    return JSONResponse({"status": "ok"})
 
 
 @router.get("/metrics")

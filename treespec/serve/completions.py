@@ -27,6 +27,7 @@ from treespec.serve.thoughts import (
 )
 from treespec.serve.tool_forms import detect_tool_form
 from treespec.serve.tools import AnswerForm, AnswerParser
+from treespec.text import pieces
 from treespec.text.pictures import has_pictures
 from treespec.text.strings import check_fits_context, require_well_formed
 from treespec.text.templates import get_template_source
@@ -46,7 +47,7 @@ async def chat(request: Request, body: ChatRequest) -> Response:
 async def begin_chat(request: Request, body: ChatRequest) -> Reply:
     """Begin to answer a conversation. Raises ApiError."""
     # 1. Read the tools, and choose how thoughts and calls are read.
-    answers = Answers(get_state(request), request)
+    answers = Answers(request)
     spec = answers.state.spec
     tokenizer = spec.target.tokenizer
     choice = parse_tool_choice(body)
@@ -76,6 +77,7 @@ async def begin_chat(request: Request, body: ChatRequest) -> Reply:
         build_parser=partial(build_parser, form, tokenizer),
         thoughts=thoughts,
     )
+    await answers.admit_pictures(body.messages)
     prompts = await encode_prompts(answers, body, encode, "messages")
     if body.store:
         log_answers(answers, body)
@@ -86,7 +88,7 @@ async def begin_chat(request: Request, body: ChatRequest) -> Reply:
 async def complete(request: Request, body: CompletionRequest) -> Response:
     """Continue texts or token ids."""
     # 1. List the prompts, and encode them.
-    answers = Answers(get_state(request), request)
+    answers = Answers(request)
     spec = answers.state.spec
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens may be 0 only with echo", "max_tokens")
@@ -182,7 +184,7 @@ async def encode_prompts(
     """
     state = answers.state
     state.check_model(body.model)
-    prompts = await answers.run(encode, limiter=state.tokenising, param=param)
+    prompts = await answers.run(encode, param)
     for ids in prompts:
         state.check_prompt(ids, param)
     return prompts
@@ -277,12 +279,13 @@ def log_answers(answers: Answers, body: ChatRequest) -> None:
 async def tokenize(request: Request, body: TokenizeRequest) -> Fields:
     """Answer with the token ids of a prompt, or of messages with the generation prompt."""
     state = get_state(request)
-    answers = Answers(state, request)
+    answers = Answers(request)
     state.check_model(body.model)
     spec = state.spec
     encode: Callable[[], list[int]]
     if body.messages is not None and body.prompt is None:
         param = "messages"
+        await answers.admit_pictures(body.messages)
         encode = partial(encode_request, spec, body.messages)
     elif body.prompt is not None and body.messages is None:
         param = "prompt"
@@ -291,7 +294,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Fields:
         raise ApiError(400, "give either prompt or messages", "prompt")
     if spec.target.tokenizer is None:
         raise ApiError(400, "the target has no tokenizer")
-    ids = await answers.run(encode, limiter=state.tokenising, param=param)
+    ids = await answers.run(encode, param)
     return {"tokens": ids, "count": len(ids), "max_model_len": spec.target.context_length}
 
 
@@ -301,4 +304,4 @@ def encode_text(spec: Spec, text: str, add_special_tokens: bool) -> list[int]:
     check_fits_context(
         require_well_formed(text, "the prompt"), tokenizer, spec.target.context_length
     )
-    return tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+    return pieces.encode_text(tokenizer, text, add_special_tokens)

@@ -28,7 +28,7 @@ async def score_prompts(
     described = []
     for prompt in prompts:
         score = partial(score_prompt, spec.target, prompt, top, spec.decoder.models)
-        logprobs = await answers.run(score, limiter=answers.state.compiling)
+        logprobs = await answers.run(score, lane=answers.state.admission.scores)
         described.append(describe_prompt(spec.target.tokenizer, prompt, logprobs))
     return described
 

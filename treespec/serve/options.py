@@ -34,6 +34,7 @@ class AddressOptions(CommandOptions):
         None,
     )
     log: bool = option("log every request on standard error", False)
+    log_json: bool = option("log every request, as a line of JSON", False)
     log_completions: str | None = option(
         "folder that keeps the chats whose requests say store: true, with their answers, in a file for "
         "each key; treespec train --data reads it; default: none is kept",
@@ -73,7 +74,10 @@ class LimitOptions(CommandOptions):
 
     batch: int = option("answers decoded at a time", 8, least=1, most=4096)
     queue: int = option(
-        "number of requests that may wait; further ones get 429", 64, least=0, most=MAX_COUNT
+        "number of requests of one key that may wait; further ones get 429",
+        64,
+        least=0,
+        most=MAX_COUNT,
     )
     max_tokens: int = option(
         "maximum number of tokens of an answer, and the default of chats",

@@ -1,24 +1,23 @@
 """The page at `/`, and the endpoint /cycles, which streams an answer to the page cycle by cycle.
 
-The page chooses verifier and tree for each answer, so each of its answers decodes with a separate `Spec` over the
-engine's models; page and engine take turns, one cycle each.
+The page may choose verifier and tree for an answer, which then brings the engine a `Spec` of its own.
 """
 
-import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import FileResponse
 from pydantic import Field
 
-from treespec.api.trace import trace
-from treespec.engine.events import explain_end, show_token
-from treespec.errors import is_input_error
+from treespec.api.spec import Spec
+from treespec.engine.events import Cycle, explain_end, show_token
 from treespec.options import TREE_FORMS, join_or
-from treespec.serve.errors import ApiError, build_bad_request
+from treespec.serve.answers import Answers
+from treespec.serve.errors import ApiError
 from treespec.serve.messages import encode_request
 from treespec.serve.protocol import Fields
 from treespec.serve.schema import Message, StrictBody
@@ -29,7 +28,6 @@ from treespec.verify.facts import LOSSY_SCHEMES, VERIFIER_NAMES
 router = APIRouter()
 STATIC_FOLDER = Path(__file__).parent / "static"
 TREE_CHOICES = list(TREE_FORMS.values())
-MAX_PAGE_ANSWERS = 2  # concurrent answers on pages; each allocates a cache
 
 
 class PageRequest(StrictBody):
@@ -87,26 +85,31 @@ def verifiers(state: State) -> list[str]:
 async def answer(request: Request, body: PageRequest) -> Response:
     """Stream an answer to the page, one event per cycle."""
     # 1. Check the request. Only the listed trees: other forms may read files or take any amount of memory.
-    state = get_state(request)
+    answers = Answers(request)
+    state = answers.state
     state.check_tokens(body.max_tokens, "max_tokens")
     check_page_choice("verifier", body.verifier, verifiers(state))
     check_page_choice("tree", body.tree, TREE_CHOICES)
-    if len(state.pages) >= MAX_PAGE_ANSWERS:
-        raise state.build_busy_error(
-            "as many answers as this server takes at a time are on pages already"
-        )
 
-    # 2. Run the first cycle, so that a bad request fails before the response begins.
-    cycles = _list_cycles(state, body, request.state.memory)
-    state.pages.add(cycles)  # a weak reference: the client may never read the stream
-    try:
-        first = await run_in_threadpool(next, cycles, None)
-    except Exception as error:
-        state.pages.discard(cycles)
-        if is_input_error(error):
-            raise build_bad_request(error) from error
-        raise
-    return stream_events(_stream_cycles(state, cycles, first))
+    # 2. Encode the prompt, and begin.
+    await answers.admit_pictures(body.messages)
+    ids = await answers.run(partial(encode_request, state.spec, body.messages), "messages")
+    state.check_prompt(ids, "messages")
+    cycles: deque[Cycle] = deque()
+    options: Any = {"temperature": body.temperature, "max_new_tokens": body.max_tokens}
+    options |= {"memory": request.state.memory, "on_cycle": cycles.append}
+    choose = partial(choose_spec, state, body)
+    await answers.submit([ids], 1, body.seed, options, choose_spec=choose)
+    return stream_events(stream_cycles(answers, cycles))
+
+
+def choose_spec(state: State, body: PageRequest) -> Spec | None:
+    """Build the Spec that decodes an answer; None for the server's own. Raises InputError."""
+    if not body.drafts:
+        return state.spec.baseline()
+    if body.verifier or body.tree:
+        return state.spec.configured(body.tree, body.verifier or "auto", state.config.allow_lossy)
+    return None
 
 
 def check_page_choice(name: str, value: str | None, choices: Sequence[str]) -> None:
@@ -115,39 +118,19 @@ def check_page_choice(name: str, value: str | None, choices: Sequence[str]) -> N
         raise ApiError(400, f"{name} is {value!r:.40}, the page's are {join_or(choices)}", name)
 
 
-async def _stream_cycles(
-    state: State, cycles: Iterator[Fields], cycle: Fields | None
-) -> AsyncIterator[Fields]:
-    """Yield the cycles until the answer ends or the client disconnects. cycle: the first cycle."""
-    end = time.monotonic() + state.config.timeout
-    try:
-        while cycle is not None:
-            yield cycle
-            if state.cut_off:
-                raise state.cut()
-            if time.monotonic() > end:
-                raise state.build_timeout_error()
-            cycle = await run_in_threadpool(next, cycles, None)
-    finally:
-        state.pages.discard(cycles)
+async def stream_cycles(answers: Answers, cycles: deque[Cycle]) -> AsyncIterator[Fields | None]:
+    """Yield the fields of each cycle; None after a while without one. cycles: the engine appends to it."""
+    async for arrival in answers:
+        while cycles:
+            yield describe_cycle(cycles.popleft())
+        if arrival is None:
+            yield None
 
 
-def _list_cycles(state: State, body: PageRequest, memory: str) -> Iterator[Fields]:
-    """Decode, and yield the fields of each cycle; `shown` has the texts of its nodes, each in one line."""
-    # 1. Choose the spec, and encode the prompt.
-    spec = state.spec
-    prompt = encode_request(spec, body.messages)
-    state.check_prompt(prompt, "messages")
-    if not body.drafts:
-        spec = spec.baseline()
-    elif body.verifier or body.tree:
-        spec = spec.configured(body.tree, body.verifier or "auto", state.config.allow_lossy)
-
-    # 2. Decode.
-    options: Any = {"temperature": body.temperature, "max_new_tokens": body.max_tokens}
-    for cycle in trace(spec, prompt, seed=body.seed, memory=memory, **options):
-        fields = cycle.to_json()
-        fields["shown"] = [show_token(text) for text in cycle.texts]
-        fields["own"]["shown"] = show_token(cycle.own.text)
-        fields["explained"] = explain_end(cycle)
-        yield fields
+def describe_cycle(cycle: Cycle) -> Fields:
+    """Write the fields of a cycle; `shown` has the texts of its nodes, each in one line."""
+    fields = cycle.to_json()
+    fields["shown"] = [show_token(text) for text in cycle.texts]
+    fields["own"]["shown"] = show_token(cycle.own.text)
+    fields["explained"] = explain_end(cycle)
+    return fields

@@ -1,116 +1,36 @@
-"""Run the HTTP server until a signal ends it; limit the time of each connection."""
+"""Run the HTTP server until a signal ends it, or its engine dies."""
 
 import asyncio
+import logging
+import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
-from typing import Any, NamedTuple, final
+from functools import partial
+from ipaddress import ip_address
+from threading import Thread
+from typing import NamedTuple, final
 
 import uvicorn
-from fastapi.concurrency import run_in_threadpool
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from treespec.api.engine import Engine
 from treespec.api.spec import Spec
 from treespec.serve.app import build_app
+from treespec.serve.connections import AcceptErrors, Connection, count_connections
+from treespec.serve.logs import build_log_config
 from treespec.serve.options import ServeConfig
 from treespec.serve.state import State
 from treespec.serve.tool_forms import TOOL_FORMS, detect_tool_form
 from treespec.text.templates import get_template_source
 
-ARRIVAL_SECONDS = 30.0  # for headers and body of a request
-READING_SECONDS = 30.0  # after --timeout, for a client to read the end of its answer
-TIMEOUT_RESPONSE = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+log = logging.getLogger(__name__)
 
 
-class Connection(H11Protocol):
-    """A client's connection, closed if the client is too slow.
-
-    It is in one of two states, each with a time limit:
-
-        arriving    headers and body arrive: `ARRIVAL_SECONDS`; uvicorn closes it earlier if nothing arrives
-        answering   the answer is decoded and sent: --timeout, and `READING_SECONDS` to read its end
-
-    Attributes:
-        seconds: seconds that an answer may take.
-        most: maximum number of connections. With more, the connection that has been idle longest is closed.
-        timer: calls the timeout handler of the present state.
-        timed: the request whose answer is being timed.
-    """
-
-    seconds: float
-    most: int
-    timer: asyncio.TimerHandle | None = None
-    timed: object = None
-
-    def connection_made(self, transport: Any) -> None:
-        """Begin to time the connection, and close the oldest idle one if there are too many."""
-        super().connection_made(transport)
-        self._begin(ARRIVAL_SECONDS, self._refuse)
-        connections: Any = self.connections
-        open_connections = [
-            connection for connection in connections if not connection.transport.is_closing()
-        ]
-        if len(open_connections) > self.most:
-            idle_connections = [
-                connection for connection in open_connections if not connection.answering
-            ]
-            oldest = min(idle_connections, key=lambda connection: connection.since)
-            oldest.transport.abort()
-
-    @property
-    def answering(self) -> bool:
-        """Whether a request has arrived completely, and its answer has not been sent completely."""
-        cycle = self.cycle
-        if cycle is None or cycle.more_body:
-            return False
-        return not cycle.response_complete
-
-    def data_received(self, data: bytes) -> None:
-        """Parse received bytes; the answer is timed once they complete a request."""
-        super().data_received(data)
-        self._time_answer()
-
-    def on_response_complete(self) -> None:
-        """Wait for the next request on the connection."""
-        self._begin(ARRIVAL_SECONDS, self._refuse)
-        super().on_response_complete()  # may start a request that has arrived meanwhile
-        self._time_answer()
-
-    def shutdown(self) -> None:
-        """Close the connection when the server ends; a request that is still arriving is dropped."""
-        if self.answering:
-            super().shutdown()
-        else:
-            self.transport.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the timer of the connection."""
-        if self.timer:
-            self.timer.cancel()
-        super().connection_lost(exc)
-
-    def _time_answer(self) -> None:
-        """Enter the state `answering` once a request has arrived."""
-        if self.answering and self.timed is not self.cycle:
-            self.timed = self.cycle
-            self._begin(self.seconds + READING_SECONDS, self.transport.abort)
-
-    def _begin(self, seconds: float, over: Callable[[], None]) -> None:
-        """Enter a state of the connection; `over` is called if it lasts `seconds`."""
-        self.since = self.loop.time()
-        if self.timer:
-            self.timer.cancel()
-        self.timer = self.loop.call_later(seconds, over)
-
-    def _refuse(self) -> None:
-        """Send 408 unless a response has begun, and close the connection."""
-        if self.cycle is None or not self.cycle.response_started:
-            self.transport.write(TIMEOUT_RESPONSE)
-        self.transport.close()
-
-
-SPARE_CONNECTIONS = 128  # in addition to those whose answers run or wait
+TICK_SECONDS = 0.1  # between two calls of on_tick
+MIN_STEP_SECONDS = 60.0
+LAST_STEP_SECONDS = 30.0  # for the engine's thread to end
+BACKLOG = 128  # connections that wait to be accepted
+PUBLIC_WARNING = "every machine that reaches this address may ask: demand a key by --api-key KEY"
 FAREWELL_SECONDS = 1.0  # for clients to read that their answer was cut off
 
 
@@ -121,6 +41,7 @@ class HttpServer(uvicorn.Server):
     def __init__(self, state: State) -> None:
         super().__init__(build_uvicorn_config(state))
         self.state = state
+        self.watch = EngineWatch(state.engine, state.config.timeout)
 
     def handle_exit(self, sig: int, frame: object) -> None:
         """Begin to shut down. A second Ctrl-C does not wait. uvicorn's own handler would raise the signal again."""
@@ -129,7 +50,7 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait for running answers, and cut them off after --grace seconds."""
+        """Wait for running answers, and cut them off after --grace seconds; at once if the engine is dead."""
         self.state.ending = True
         cutting = asyncio.create_task(self._cut())
         try:
@@ -139,14 +60,63 @@ class HttpServer(uvicorn.Server):
 
     async def _cut(self) -> None:
         """Cut off running answers after --grace seconds, or at once after a second signal."""
+        # 1. Wait.
         end = asyncio.get_running_loop().time() + self.state.config.grace
         while asyncio.get_running_loop().time() < end and not self.force_exit:
+            if self.state.failure:
+                break
             await asyncio.sleep(0.1)
+
+        # 2. End all requests, whatever their threads do; their clients have a second to read that.
         self.state.cut_off = True
-        await run_in_threadpool(self.state.engine.close, finish=False)
+        self.state.admission.expire()
+        closing = partial(self.state.engine.close, finish=False)
+        Thread(target=closing, name="treespec-closing", daemon=True).start()
         await asyncio.sleep(FAREWELL_SECONDS)
         for connection in list(self.server_state.connections):
             connection.transport.abort()
+        for task in list(self.server_state.tasks):
+            task.cancel()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to accept connections."""
+        asyncio.get_running_loop().set_exception_handler(AcceptErrors())
+        await super().startup(sockets)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Every tenth of a second: whether to end the server. A dead engine ends it."""
+        self.state.failure = self.watch.find_failure()
+        if self.state.failure:
+            log.error("%s", self.state.failure)
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+
+@final
+class EngineWatch:
+    """Finds out that the engine is dead: its thread has ended, or a step takes longer than any answer may.
+
+    It counts its looks instead of seconds: a process that was stopped for a while is not dead.
+    """
+
+    def __init__(self, engine: Engine, seconds: float) -> None:
+        """seconds: the longest step."""
+        self.engine = engine
+        self.seconds = max(seconds, MIN_STEP_SECONDS)
+        self.steps = 0  # at the latest look
+        self.looks = 0  # since that number has changed
+
+    def find_failure(self) -> str | None:
+        """What is wrong with the engine, in words; None if it decodes or waits. Call it every tenth of a second."""
+        if self.engine.failure:
+            return self.engine.failure
+        if not self.engine.running or self.engine.steps != self.steps:
+            self.looks = 0
+        self.steps = self.engine.steps
+        self.looks += 1
+        if self.looks * TICK_SECONDS > self.seconds:
+            return f"the engine hangs: a step takes longer than {self.seconds:g} s"
+        return None
 
 
 class Served(NamedTuple):
@@ -162,7 +132,10 @@ class Served(NamedTuple):
 
 
 def serve(spec: Spec, config: ServeConfig, listening: socket.socket) -> Served:
-    """Answer requests until SIGINT or SIGTERM. listening: the socket that accepts connections."""
+    """Answer requests until SIGINT or SIGTERM. listening: the socket that accepts connections.
+
+    Raises: RuntimeError if the engine died. If its thread hangs, the process ends with code 1 at once.
+    """
     state = State(spec, config)
     try:
         host, port = listening.getsockname()[:2]
@@ -170,11 +143,19 @@ def serve(spec: Spec, config: ServeConfig, listening: socket.socket) -> Served:
             host = f"[{host}]"
         url = f"http://{host}:{port}"
         print(f"{state.name} at {url}/v1, a page at {url}/ ({spec.drafting_sentence})", flush=True)
-        for warning in list_form_warnings(spec):
+        warnings = list_form_warnings(spec)
+        if not config.keys and not ip_address(listening.getsockname()[0]).is_loopback:
+            warnings.append(PUBLIC_WARNING)
+        for warning in warnings:
             print(warning, file=sys.stderr)
         HttpServer(state).run([listening])
     finally:
-        state.engine.close(finish=False)
+        has_ended = state.engine.close(finish=False, seconds=LAST_STEP_SECONDS)
+    if not has_ended:
+        print(f"treespec: {state.failure or 'a step does not end'}", file=sys.stderr, flush=True)
+        os._exit(1)  # a thread that computes must not outlive the interpreter
+    if state.failure:
+        raise RuntimeError(state.failure)
     print("ended", file=sys.stderr)
     read_count = state.metrics.registry.get_sample_value
     tokens = read_count("treespec_completion_tokens_total") or 0
@@ -202,17 +183,16 @@ def build_uvicorn_config(state: State) -> uvicorn.Config:
 
     class Limited(Connection):
         seconds = state.config.timeout
-        most = state.engine.batch + state.engine.queue + SPARE_CONNECTIONS
+        most = count_connections()
 
-    log_level = "error"
-    if state.config.log:
-        log_level = "info"
-    uvicorn.config.LOGGING_CONFIG["handlers"]["access"]["stream"] = "ext://sys.stderr"
+    log_config = build_log_config(state.config.log or state.config.log_json, state.config.log_json)
     return uvicorn.Config(
         build_app(state),
         http=Limited,
-        log_level=log_level,
-        access_log=state.config.log,
+        log_config=log_config,
+        log_level=None,
+        access_log=False,  # Guard logs
+        backlog=BACKLOG,
         server_header=False,
         lifespan="off",
         ws="none",

@@ -1,11 +1,9 @@
 """The state that all requests of a server share, and its metrics in Prometheus' format."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, final
-from weakref import WeakSet
+from collections.abc import Callable, Sequence
+from typing import final
 
-from anyio import CapacityLimiter
 from fastapi import Request
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -13,7 +11,9 @@ from treespec.api.engine import Engine
 from treespec.api.spec import Spec
 from treespec.engine.output import Completion
 from treespec.engine.request import Piece
+from treespec.options import MAX_COUNT
 from treespec.sampling.compiled_grammar import GrammarSandbox
+from treespec.serve.admission import Admission
 from treespec.serve.errors import ApiError
 from treespec.serve.options import ServeConfig
 from treespec.text import templates
@@ -102,12 +102,11 @@ class State:
     Attributes:
         engine: decodes requests with `spec`.
         name: the model's name in requests and answers.
-        pages: cycle iterators of the answers that run on pages.
+        admission: the places of the requests that are under way. It bounds them, so the engine's queue is unbounded.
+        most_answers: the most answers of one caller that run and wait.
         ending: whether the server is shutting down.
         cut_off: whether running answers are being cut off.
-        tokenising: limits tokenising to two texts at a time: a text of a megabyte takes a second and hundreds of
-            megabytes of memory.
-        compiling: limits compiling to one grammar at a time.
+        failure: why the engine answers no more, in words; None while it does.
         ends: ids of the tokens that end an answer.
         trial: compiles a grammar in another process, before the engine does.
     """
@@ -116,15 +115,15 @@ class State:
         self.spec = spec
         self.config = config
         self.keys = config.keys
-        self.engine = Engine(spec, batch=config.batch, queue=config.queue, columns=columns)
+        self.engine = Engine(spec, batch=config.batch, queue=MAX_COUNT, columns=columns)
+        self.most_answers = config.batch + config.queue
+        self.admission = Admission(self.most_answers, config.timeout)
         self.name = config.name or spec.name
         self.metrics = Metrics(self.engine)
         self.started = int(time.time())
-        self.pages: WeakSet[Iterator[Any]] = WeakSet()
         self.ending = False
         self.cut_off = False
-        self.tokenising = CapacityLimiter(2)
-        self.compiling = CapacityLimiter(1)
+        self.failure: str | None = None
         target = spec.target
         stops = templates.get_stops(spec.template)
         self.ends = target.eos | set(stops.token_ids)  # the tokens that end an answer
@@ -136,16 +135,15 @@ class State:
             message = f"The model `{named:.200}` does not exist; this server has `{self.name}`"
             raise ApiError(404, message, "model", "model_not_found")
 
-    def build_busy_error(self, message: str) -> ApiError:
-        """Build the 429 for a full queue. The client may retry after the time of a typical answer."""
-        return ApiError(429, message, code="rate_limit_exceeded", headers={"Retry-After": "5"})
-
     def cut(self) -> ApiError:
-        """Build the 503 for a request that the shutdown refuses or cuts off."""
-        return ApiError(503, "the server shuts down", headers={"Retry-After": "10"})
+        """Build the 503 for a request that the shutdown or a dead engine refuses or cuts off."""
+        message = self.failure or "the server shuts down"
+        return ApiError(503, message, headers={"Retry-After": "10"})
 
     def build_timeout_error(self) -> ApiError:
-        """Build the 504 for an answer that took longer than --timeout."""
+        """Build the error of a request whose time is over: a 504 after --timeout, a 503 if it was cut off."""
+        if self.cut_off:
+            return self.cut()
         seconds = self.config.timeout
         return ApiError(504, f"the answer took longer than this server's limit of {seconds:g} s")
 

@@ -1,7 +1,9 @@
 """Encode messages with pictures: token ids, and the tensors that the model's processor makes of the pictures."""
 
+from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from io import BytesIO
 from typing import TYPE_CHECKING, Any, final
 
 from transformers import AutoProcessor
@@ -47,6 +49,51 @@ def has_pictures(messages: Sequence[Any]) -> bool:
             if isinstance(part, dict) and part.get("type") in PICTURE_TYPES:
                 return True
     return False
+
+
+MAX_PICTURES = 16  # of a request
+MAX_PICTURE_PIXELS = 1 << 24
+MAX_REQUEST_PIXELS = 1 << 25
+PICTURE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+
+
+def count_pixels(messages: Sequence[Any]) -> int:
+    """Count the pixels of the pictures in messages, by the width and height in their headers: none is decoded.
+
+    For pictures from strangers, as data: URLs. Of an animation all frames count.
+
+    Raises: InputError for a picture that is none, and for too many pictures or pixels.
+    """
+    check_extra("pictures", "a prompt with pictures")
+    from PIL import Image, UnidentifiedImageError
+
+    total = 0
+    count = 0
+    for message in messages:
+        for part in _list_parts(message.get("content")):
+            if not isinstance(part, dict) or part.get("type") not in PICTURE_TYPES:
+                continue
+            count += 1
+            if count > MAX_PICTURES:
+                raise InputError(f"a request may have {MAX_PICTURES} pictures: send fewer")
+            _, _, encoded = str(_read_part(part).get("url")).partition(",")
+            try:
+                with Image.open(BytesIO(b64decode(encoded)), formats=PICTURE_FORMATS) as picture:
+                    width, height = picture.size
+                    pixels = width * height * getattr(picture, "n_frames", 1)
+            except (ValueError, OSError, SyntaxError, Image.DecompressionBombError) as error:
+                names = ", ".join(PICTURE_FORMATS)
+                reason = get_first_line(error)
+                if isinstance(error, UnidentifiedImageError):
+                    reason = f"its format is none of {names}"
+                raise InputError(f"picture {count} cannot be read: {reason}") from error
+            total += pixels
+            if pixels > MAX_PICTURE_PIXELS or total > MAX_REQUEST_PIXELS:
+                raise InputError(
+                    f"picture {count} has {width} x {height} pixels: a picture may have {MAX_PICTURE_PIXELS}, "
+                    f"those of a request {MAX_REQUEST_PIXELS}; send smaller ones"
+                )
+    return total
 
 
 def process_pictures(

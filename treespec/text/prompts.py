@@ -23,6 +23,7 @@ import torch
 from treespec.errors import InputError
 from treespec.text import templates
 from treespec.text.pictures import PictureTokens, has_pictures, process_pictures
+from treespec.text.pieces import encode_text
 from treespec.text.strings import check_fits_context, join_text_parts, require_well_formed
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def _encode_text(target: "Target", text: str) -> list[int]:
     if tokenizer is None:
         raise InputError(NO_TOKENIZER_ERROR)
     check_fits_context(require_well_formed(text, "the prompt"), tokenizer, target.context_length)
-    return tokenizer.encode(text, verbose=False)
+    return encode_text(tokenizer, text)
 
 
 def _encode_messages(

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from treespec.errors import InputError, find_similar_name, get_first_line
+from treespec.text.pieces import encode_text
 from treespec.text.strings import check_fits_context, require_well_formed
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ def encode_messages(
         InputError: as `render` does.
     """
     text = check_fits_context(render(tokenizer, messages, template, **options), tokenizer, context)
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    ids = encode_text(tokenizer, text, add_special_tokens=False)
     start_tokens = list_start_tokens(tokenizer, template)
     if ids[: len(start_tokens)] == start_tokens:
         return ids

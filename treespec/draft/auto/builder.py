@@ -181,7 +181,7 @@ class CostAwareRanking(HostRanking):
 
         # 2. Nodes of the last level whose children are likely to be worth their time.
         self.top_sum += float(self.predicted[-1][0, 0])
-        next_rate = self.top_sum / (level + 1) * float(model.logit_correction.factors[1, 0])
+        next_rate = self.top_sum / (level + 1) * model.logit_correction.factors[1][0]
         levels_left = self.depth - level
         if not levels_left:
             return 0

@@ -188,8 +188,8 @@ class CycleCost:
 
         nodes: of the tree. levels: draft levels; 0 if no draft model runs. inner: nodes with children.
         """
-        tree_seconds = self.interpolate_forward(nodes) + self.overhead * (np.asarray(nodes) > 1)
-        draft_seconds = self.level * levels + self.begin * (np.asarray(levels) > 0)
+        tree_seconds = self.interpolate_forward(nodes) + self.overhead * (nodes > 1)
+        draft_seconds = self.level * levels + self.begin * (levels > 0)
         row_seconds = self.seconds_per_extra_row * np.maximum(inner - levels, 0)
         return tree_seconds + draft_seconds + row_seconds
 

@@ -78,24 +78,25 @@ class Correction:
 
     def __init__(self, weight: float) -> None:
         """weight: the prior weight of the ratio 1, in predicted acceptances."""
-        self.predicted = np.full((2, 2), weight)
-        self.accepted = np.full((2, 2), weight)
-        self.factors = np.ones((2, 2))
+        # Plain numbers: of four, numpy is slower.
+        self.predicted = [[weight, weight], [weight, weight]]
+        self.accepted = [[weight, weight], [weight, weight]]
+        self.factors = [[1.0, 1.0], [1.0, 1.0]]
 
     def correct_predictions(self, probabilities: np.ndarray, depth: int) -> np.ndarray:
         """Multiplies predictions by the ratios so far.
 
         probabilities: [F, K] of the children of F nodes, the most likely first. depth: of the nodes; 0: the root.
         """
-        first, others = self.factors[min(depth, 1)].tolist()
+        first, others = self.factors[min(depth, 1)]
         corrected = probabilities * others
         np.multiply(probabilities[:, 0], first, out=corrected[:, 0])
         return limit_sum(corrected)
 
     def update(self, prediction: "Prediction", path: Sequence[int]) -> None:
         """Learns from a verified tree. path: its accepted nodes, without the root."""
-        self.predicted = RATE_DECAY * self.predicted
-        self.accepted = RATE_DECAY * self.accepted
+        predicted = decay_counts(self.predicted)
+        accepted = decay_counts(self.accepted)
         parents = prediction.parents.tolist()
         probabilities = prediction.probabilities.tolist()
         for depth, node in enumerate([0, *path]):
@@ -103,16 +104,30 @@ class Correction:
             if not children:
                 continue
             row = min(depth, 1)
-            self.predicted[row, 0] += probabilities[children[0]]
+            predicted[row][0] += probabilities[children[0]]
             others = 0.0
             for child in children[1:]:
                 others += probabilities[child]
-            self.predicted[row, 1] += others
+            predicted[row][1] += others
             if depth < len(path):
                 is_other = path[depth] != children[0]
-                self.accepted[row, int(is_other)] += 1
-        ratios = self.accepted / np.maximum(self.predicted, SMALLEST_FLOAT)
-        self.factors = np.minimum(np.maximum(ratios, MIN_CORRECTION), MAX_CORRECTION)
+                accepted[row][int(is_other)] += 1
+        self.predicted = predicted
+        self.accepted = accepted
+        self.factors = [
+            list(map(compute_factor, *counts)) for counts in zip(accepted, predicted, strict=True)
+        ]
+
+
+def decay_counts(counts: list[list[float]]) -> list[list[float]]:
+    """Returns [2, 2] counts with the weight that they have a cycle later."""
+    return [[RATE_DECAY * count for count in row] for row in counts]
+
+
+def compute_factor(accepted: float, predicted: float) -> float:
+    """Returns the actual acceptances per predicted one, within bounds."""
+    ratio = accepted / max(predicted, SMALLEST_FLOAT)
+    return min(max(ratio, MIN_CORRECTION), MAX_CORRECTION)
 
 
 @dataclass(frozen=True)

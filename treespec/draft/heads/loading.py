@@ -110,13 +110,21 @@ def draft_along(
 
     Arguments as for `roll_out_drafts`; the text has at least steps + 2 tokens.
     """
+    for step, states in enumerate(iterate_states(head, target, tokens, features, steps)):
+        yield head.project(states, step, target)
+
+
+def iterate_states(
+    head: Head, target: Target, tokens: Tensor, features: Tensor, steps: int
+) -> Iterator[Tensor]:
+    """The [R, H] states that `Head.project` turns into the logits of `draft_along`, which has the same arguments."""
     rows = len(tokens) - steps - 1
     device = target.output_device
     inputs = features[None, : len(tokens) - 2].to(device, head.dtype)
     counts = torch.ones(inputs.shape[:2], dtype=torch.bool, device=device)
     drafted = head(tokens[None].to(device), inputs, counts, steps, target.embed_tokens)
-    for step, states in enumerate(drafted):
-        yield head.project(states[:rows], step, target)
+    for states in drafted:
+        yield states[:rows]
 
 
 @torch.no_grad()

@@ -31,12 +31,23 @@ from treespec.errors import InputError, get_first_line
 from treespec.heads.architectures import SPECULATORS_TYPE
 from treespec.heads.checkpoint import check_shapes
 from treespec.heads.folder import find_head_folder, read_head_config
+from treespec.heads.formats.fields import SPECULATORS_MTP_TABLE, drop_names
 from treespec.heads.formats.fp8 import dequantize_weights
 from treespec.heads.head import Config
 from treespec.heads.mtp_layouts import KNOWN_MTP_MODELS, find_mtp_layer
 from treespec.model.masks import to_additive_mask
 from treespec.model.target import Target
 
+# Fields of a layer that are those of its target.
+TARGET_FIELDS = (
+    "model_type",
+    "rms_norm_eps",
+    "hidden_act",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rope_theta",
+)
 EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
 EXPERT_PATTERN = re.compile(r"(.+\.experts\.)\d+\.down_proj\.weight")
 FP8_BLOCK = (128, 128)  # rows and columns of a block, in all published checkpoints
@@ -206,13 +217,28 @@ def check_speculators_layer(config: Config, target: Target, start: str) -> None:
             f"{start}: num_nextn_predict_layers is more than 1: treespec reads one layer"
         )
     layer = config.get("transformer_layer_config", {})
-    target_fields = target.config.to_dict()
-    for name in ("model_type", "rms_norm_eps", "hidden_act"):
+    try:
+        SPECULATORS_MTP_TABLE.check(
+            drop_names(config, ("transformer_layer_config", "quantization_config"))
+        )
+    except ValueError as error:
+        raise InputError(f"{start}: {error}") from error
+    layer_fields = flatten_theta(layer)
+    target_fields = flatten_theta(target.config.to_dict())
+    for name in TARGET_FIELDS:
         expected = target_fields.get(name)
-        if name in layer and layer[name] != expected:
+        if name in layer_fields and layer_fields[name] != expected:
             raise InputError(
-                f"{start}: its {name} is {layer[name]!r}, the target's {expected!r}: it is for another target"
+                f"{start}: its {name} is {layer_fields[name]!r}, the target's {expected!r}: it is for another target"
             )
+
+
+def flatten_theta(config: Config) -> Config:
+    """A config with `rope_theta` at the top level, wherever its version of transformers has it."""
+    nested = config.get("rope_parameters")
+    if not nested or "rope_theta" not in nested:
+        return config
+    return config | {"rope_theta": nested["rope_theta"]}
 
 
 def read_mtp_tensors(files: Mapping[str, Path], names: Mapping[str, str]) -> dict[str, Tensor]:

@@ -69,7 +69,7 @@ class Suffix(TextDrafter):
             self.cache = self.caches.get_cache(cache)
 
     def remember(self, cache: str, completion: Sequence[int]) -> None:
-        self.caches.get_cache(cache).add(completion)
+        self.caches.add(cache, completion)
 
     def draft(self, text: np.ndarray) -> Guess:
         """Returns the guess from the sequence or from the cache, whichever has the higher score.

@@ -6,8 +6,10 @@ token goes when the second one is added, and E is END_OF_TEXT:
     add(a b)    a b E
     add(c d)    b E c d E
 
-On disk a cache is a file, which holds its format and a digest of the tokenizer. Each completion replaces the
-file while the folder is locked: several processes may add, and a kill loses at most the completion being written.
+On disk a cache is a file, which holds its format and a digest of the tokenizer. A thread of its own writes what was
+added since the last time, in one go, while the folder is locked: several processes may add, and no answer waits for
+the disk or the lock. While another process holds the lock, the thread tries again and again, a second each. A kill
+loses what was added since the last write, a fifth of a second or so.
 
     FOLDER/shared.safetensors                      the cache without a name
     FOLDER/0f3a9c7be21d4458a6c0e95b.safetensors    a named cache: a digest, because a name may be a secret
@@ -16,22 +18,28 @@ file while the folder is locked: several processes may add, and a kill loses at 
 import hashlib
 import json
 import logging
-from collections import OrderedDict
+import time
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Lock, Thread
 from typing import TYPE_CHECKING, final
+from weakref import finalize
 
 import numpy as np
 
 from treespec.draft.lookup.guess import END_OF_TEXT
 from treespec.errors import InputError
-from treespec.files.atomic import locked, read_about, read_tensors, write_tensors
+from treespec.files.atomic import Locked, locked, read_about, read_tensors, write_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SUFFIX_CACHE_FORMAT = "2"
 MAX_OPEN_CACHES = 256  # caches in memory; the least recently used one is dropped
+BATCH_SECONDS = 0.2  # between two writes
+LOCK_SECONDS = 1.0  # the longest wait for another process at a time
+MAX_UNWRITTEN = 1024  # completions that wait for another process; the oldest are not stored
 DELETE_ADVICE = "delete it to forget its answers, or name another folder"
 WITHOUT_FOLDER_WARNING = "the suffix cache goes on without its folder: %s"
 
@@ -66,25 +74,51 @@ class SuffixCache:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.tokens = self._read_stored()
+        self._changing = (
+            Lock()
+        )  # guards `tokens` and what is not in the file yet, the latest completions only
+        self._unwritten: deque[np.ndarray] = deque(maxlen=MAX_UNWRITTEN)
+        self._writing = Lock()  # one thread writes at a time
 
     def add(self, completion: Sequence[int]) -> None:
-        """Adds a completion, in memory and in the file."""
+        """Adds a completion in memory; `write` adds it to the file."""
+        new = np.array([*completion, END_OF_TEXT], dtype=np.int32)
+        with self._changing:
+            self.tokens = self._keep_latest(np.append(self.tokens, new))
+            if self.file:
+                self._unwritten.append(new)
+
+    def write(self) -> bool:
+        """Adds new completions to the file. Returns False if another process has held the folder's lock too long.
+
+        Completions that other processes have added join the cache. If the file cannot be written, the cache goes on
+        without it.
+        """
         from torch import from_numpy  # imported late: checks before loading must not load torch
 
-        new = np.array([*completion, END_OF_TEXT], dtype=np.int32)
-        tokens = self._keep_latest(np.append(self.tokens, new))
-        if self.file:
+        with self._writing:
+            if not self.file or not self._unwritten:
+                return True
             try:
-                with locked(self.file.parent, wait=lambda holder: None):
-                    tokens = self._keep_latest(
-                        np.append(self._read_stored(), new)
-                    )  # others may have added
+                with locked(self.file.parent, seconds=LOCK_SECONDS):
+                    stored = self._read_stored()
+                    with self._changing:
+                        new = list(self._unwritten)
+                    tokens = self._keep_latest(np.concatenate([stored, *new]))
                     about = {"format": SUFFIX_CACHE_FORMAT, "tokenizer": self.tokenizer}
                     write_tensors(self.file, {"tokens": from_numpy(tokens)}, about)
+            except Locked:
+                return False
             except (InputError, OSError) as error:
                 log.warning(WITHOUT_FOLDER_WARNING, error)
                 self.file = None
-        self.tokens = tokens
+                return True
+            with self._changing:  # more may have been added meanwhile
+                written = set(map(id, new))
+                later = [part for part in self._unwritten if id(part) not in written]
+                self._unwritten = deque(later, MAX_UNWRITTEN)
+                self.tokens = self._keep_latest(np.concatenate([tokens, *self._unwritten]))
+        return True
 
     def _keep_latest(self, tokens: np.ndarray) -> np.ndarray:
         return tokens[max(len(tokens) - self.most, 0) :]
@@ -125,9 +159,40 @@ class SuffixCaches:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self._by_name: OrderedDict[str, SuffixCache] = OrderedDict()
+        self._unwritten: dict[SuffixCache, None] = {}  # caches whose files lack completions
+        self._changing = Lock()  # guards what is unwritten, and whether a thread writes
+        self._is_writing = False
+        if root is not None:
+            finalize(self, write_caches, self._unwritten)  # at the end of the process, too
         if root is not None:
             check_cache_files(root, tokenizer)
             self._by_name[""] = self._open_cache("")
+
+    def add(self, name: str, completion: Sequence[int]) -> None:
+        """Adds a completion to the cache of a name. A thread soon writes it to the file, with others."""
+        cache = self.get_cache(name)
+        cache.add(completion)
+        if cache.file is None:
+            return
+        with self._changing:
+            self._unwritten[cache] = None
+            if not self._is_writing:
+                self._is_writing = True
+                Thread(target=self._write_batches, name="treespec-suffixes", daemon=True).start()
+
+    def flush(self) -> None:
+        """Writes what has been added, unless another process holds the folder's lock for longer than a second."""
+        write_caches(self._unwritten)
+
+    def _write_batches(self) -> None:
+        """Writes batch after batch, until nothing is left to write."""
+        while True:
+            time.sleep(BATCH_SECONDS)
+            with self._changing:
+                if not self._unwritten:
+                    self._is_writing = False
+                    return
+            write_caches(self._unwritten)
 
     def get_cache(self, name: str) -> SuffixCache:
         """Returns the cache of a name; the first call reads its file."""
@@ -152,6 +217,15 @@ class SuffixCaches:
         if self.root:
             file = self.root / f"{stem}.safetensors"
         return SuffixCache(self.tokens, file, self.tokenizer, self.vocab_size)
+
+
+def write_caches(caches: dict[SuffixCache, None]) -> None:
+    """Writes caches, and removes them from `caches`, until another process holds the folder's lock."""
+    for cache in list(caches):
+        caches.pop(cache, None)  # first: more may be added meanwhile
+        if not cache.write():
+            caches[cache] = None
+            return
 
 
 def check_cache_files(root: Path, tokenizer: str | None = None) -> None:

@@ -142,7 +142,8 @@ def predict_along(
     rows = len(tokens) - steps - 1
     inputs = features[None, : len(tokens) - 2].to(target.output_device, head.dtype)
     texts = tokens[None].to(target.output_device)
-    hidden = torch.cat(head.compute_levels(texts, inputs, target.embed_tokens)[:steps])
+    levels = head.compute_levels(texts, inputs, target.embed_tokens)[:steps]
+    hidden = torch.cat(list(levels))
     states = hidden.transpose(0, 1)[:rows]
     logits = head.project_levels(states, target)
     roots = texts[0, 1 : 1 + rows]

@@ -94,7 +94,7 @@ async def health(request: Request) -> Response:
 
 @router.api_route("/live", methods=["GET", "HEAD"])
 async def live(request: Request) -> Response:
-    """Answer 200 unless the server should be started anew: its engine is dead."""
+    """Answer 200 unless the server should be started again: its engine is dead."""
     failure = get_state(request).failure
     if failure:
         return JSONResponse({"status": failure}, 503)

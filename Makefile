@@ -4,9 +4,6 @@ BIN := .venv/bin
 UPSTREAM := .venv/upstream
 INSTALL = $(BIN)/python -m pip --python $(UPSTREAM)/bin/python install --quiet --disable-pip-version-check -c constraints.txt
 TESTS = $(BIN)/pytest -n 2 -m "not slow"
-THREAD_TESTS = $(patsubst %,tests/test_%.py,kernels head_step packed choice)
-DTYPE_TESTS = $(patsubst %,tests/test_%.py,choice conversations default_dtype early every_model formats head_step heads \
-  kernels learnt_tokens packed pages ranges rows strict_fields)
 PURELIB = 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 .PHONY: quickstart test test-threads test-dtype kernels-check upstream types pages wheel setup clean
@@ -20,13 +17,13 @@ test: setup
 	$(MAKE) --no-print-directory types
 	$(TESTS) --durations 20
 
-# What a program may have set before it calls treespec: the threads, which change no bit, and torch's default dtype.
-# `make test-threads THREAD_TESTS=` and `make test-dtype DTYPE_TESTS=` run the whole suite.
+# The suite again, with what a program may have set before it calls treespec: threads, which change no bit, and torch's
+# default dtype.
 test-threads: setup
-	TEST_THREADS=3 $(TESTS) $(THREAD_TESTS)
+	TEST_THREADS=3 $(TESTS)
 
 test-dtype: setup
-	TEST_DTYPE=float64 $(TESTS) $(DTYPE_TESTS)
+	TEST_DTYPE=float64 $(TESTS)
 
 # The C kernels, under sanitizers, by each compiler and instruction set that is installed.
 kernels-check:

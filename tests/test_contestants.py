@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from commands import complains, config_in, read_completions, tokens_of, write_questions
+from commands import complains, config_in, read_completions, tokens_of, wait_until, write_questions
 
 from treespec import load
 from treespec.eval.benchmark import evaluate
@@ -146,6 +146,7 @@ def test_a_suffix_cache_reads_its_folder_and_no_other_completion(home, tmp_path)
     (tokens, *_), *_ = tokens_of(tmp_path / "none").values()
     spec = load(f"{home}/target", drafter=f"suffix:{folder}", verifier="topk")
     spec.decoder.drafter.remember("", tokens)
+    wait_until(lambda: [*folder.glob("*.safetensors")])
     before = sorted((file.name, file.read_bytes()) for file in folder.rglob("*.*"))
     assert max(cycles("read", f"suffix:{folder}")) < alone[0]
     assert sorted((file.name, file.read_bytes()) for file in folder.rglob("*.*")) == before

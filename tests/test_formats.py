@@ -136,7 +136,7 @@ def test_hydra_heads_that_do_not_tell_their_attention_heads_ask_for_them(tmp_pat
         load_head(folder)
 
 
-ONLY_READ = ("eagle4", "dflash2", "dspine")  # kinds that treespec does not train yet
+ONLY_READ = ("dflash2", "dspine")  # kinds that treespec does not train yet
 
 
 def test_every_table_of_heads_has_the_same_kinds_and_names_what_exists():

@@ -137,9 +137,12 @@ def test_a_fault_in_drafting_is_found(fault, name):
 
 
 def trained_alone(name):
-    """Whether a kind is trained on other tokens, or with another output layer, than it drafts by, or not at all."""
+    """Whether a kind is trained on other tokens, or with another output layer, than it drafts by, or not at all.
+
+    EAGLE-4's candidates learn from the head's own whole output layer: tests/test_candidates.py.
+    """
     kind, fields, some = VARIANTS[name]
-    if kind not in TRAINING_BY_KIND:
+    if kind not in TRAINING_BY_KIND or kind == "eagle4":
         return True
     return fields.get("own_output") is False or (some and kind in ("medusa", "hydra", "hydra++"))
 

@@ -131,12 +131,12 @@ def regenerate_answers(
                 pace.count(line)
                 report(pace.rows - pace.left, pace.rows, str(pace))
 
-        # 4. All rows are there: in their order, whatever was killed, and however many were answered at a time.
-        places = {row.key: place for place, row in enumerate(rows)}
-        for lines in (conversations, refusals):
-            lines.sort(lambda line: places[line["row"]])
+            # All are there: in their order, whatever was killed, and however many were answered at a time.
+            places = {row.key: place for place, row in enumerate(rows)}
+            for lines in (conversations, refusals):
+                lines.sort(lambda line: places.get(line["row"], len(rows)))
 
-        # 5. Count.
+        # 4. Count.
         reasons = Counter(str(line["problem"]) for line in refusals.done)
         total = sum(sum(line["tokens"]) for line in conversations.done)
         return RegenerationResult(out / CONVERSATIONS_FILE, len(conversations.done), total, reasons)

@@ -3,7 +3,7 @@
 import asyncio
 import errno
 import logging
-import resource
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +23,10 @@ log = logging.getLogger(__name__)
 
 def count_connections() -> int:
     """How many connections the limit of open files leaves room for."""
+    if sys.platform == "win32":  # it has no such limit
+        return MAX_CONNECTIONS
+    import resource
+
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS

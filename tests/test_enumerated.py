@@ -206,4 +206,4 @@ def test_a_completion_that_is_cancelled_as_it_ends_is_not_remembered():
 def test_there_are_140_setups_of_their_own():
     assert len(SETUPS) >= 140
     assert {*map(named, SETUPS), *("long | " + named(setup) for setup in LONG)} == CYCLES.keys()
-    assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])
+    assert torch.get_num_threads() <= int(os.environ["OMP_NUM_THREADS"])  # no more than there are cores

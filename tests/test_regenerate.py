@@ -54,6 +54,7 @@ def killed_after(config, rows):
     """Run in a process of its own that SIGKILLs itself once so many rows are done."""
     child = os.fork()
     if child == 0:
+        torch.set_num_threads(1)  # a forked process has no threads of OpenMP, and would wait for them
         regenerate_answers(config, lambda done, *_: os.kill(os.getpid(), signal.SIGKILL) if done >= rows else None)
         os._exit(1)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL

@@ -50,11 +50,15 @@ def save_words_model(folder, seed=3):
     return folder
 
 
+forks = pytest.mark.skipif(
+    torch.get_num_threads() > 1, reason="a forked process would wait for threads of OpenMP that it does not have"
+)
+
+
 def killed_after(config, rows):
     """Run in a process of its own that SIGKILLs itself once so many rows are done."""
     child = os.fork()
     if child == 0:
-        torch.set_num_threads(1)  # a forked process has no threads of OpenMP, and would wait for them
         regenerate_answers(config, lambda done, *_: os.kill(os.getpid(), signal.SIGKILL) if done >= rows else None)
         os._exit(1)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
@@ -161,6 +165,7 @@ def test_an_answer_depends_on_neither_batch_nor_order(whole, model, data, tmp_pa
     assert read_rows(config) == read_rows(whole)
 
 
+@forks
 def test_no_kill_loses_or_doubles_a_row(whole, tmp_path):
     config = replace(whole, out=f"{tmp_path}/out")
     for rows in (1, 4, 9):
@@ -307,6 +312,7 @@ def test_a_question_is_the_targets_own_continuation_of_its_template(questioned, 
         assert line["messages"][0]["content"] == alone.text.strip()
 
 
+@forks
 def test_questions_depend_on_neither_batch_nor_kill(questioned, tmp_path):
     config = replace(questioned, out=f"{tmp_path}/out", batch=3, from_template=6)
     killed_after(config, 2)

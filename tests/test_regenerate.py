@@ -56,7 +56,7 @@ forks = pytest.mark.skipif(
 
 
 def killed_after(config, rows):
-    """Run in a process of its own that SIGKILLs itself once so many rows are done."""
+    """Run in a process of its own, which kills itself when that number of rows is done."""
     child = os.fork()
     if child == 0:
         regenerate_answers(config, lambda done, *_: os.kill(os.getpid(), signal.SIGKILL) if done >= rows else None)

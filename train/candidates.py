@@ -38,7 +38,7 @@ RECALLED_TOKENS = (
 def list_stages(config: TrainConfig) -> list[TrainConfig]:
     """List the runs that a training consists of: one, or before it the run of the first stage.
 
-    The first stage takes `FIRST_STAGE_SHARE` of the steps or minutes, and as many epochs as the second.
+    The first stage takes `FIRST_STAGE_SHARE` of the steps or minutes; a number of epochs holds for each stage.
     """
     if not config.has_first_stage:
         return [config]

@@ -93,7 +93,7 @@ class Policy:
 
     @property
     def max_draws(self) -> int | None:
-        """The largest number of draws at a node; None: as many as the scheme verifies."""
+        """The largest number of draws at a node; None: the scheme's own limit."""
         return None
 
     def __post_init__(self) -> None:

@@ -2,10 +2,10 @@
 
     python docs/scripts/attack.py --target demo --left 200
 
-It starts `treespec serve` with two keys. Key A sends bombs and leaves at once; key B asks for two tokens before and
-meanwhile, again and again. Then A asks for as many answers as it may have, and B for one. At last SIGTERM ends the
-server while it works at A's bombs. Figures: B's longest wait, the growth of the server's memory, A's answers before
-B's, and the seconds after the grace period.
+It starts `treespec serve` with two keys. Key A sends bombs and leaves at once; key B asks for two tokens, again and
+again, before the bombs and after them. Then A asks for all answers that it may have, and B for one. At last SIGTERM
+ends the server while it works at A's bombs. Figures: B's longest wait, the growth of the server's memory, A's answers
+before B's, and the seconds after the grace period.
 """
 
 import base64

@@ -1,7 +1,9 @@
 """Directories of block heads as their authors write them, at tiny size, each with a second reading of its formulas."""
 
 import json
+from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -227,7 +229,7 @@ class BlockFile(NamedTuple):
     config: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
     draft: Any
-    forms: dict[str, bool] = {}  # noqa: RUF012
+    forms: Mapping[str, bool] = MappingProxyType({})
 
     def fill(self) -> dict[str, Tensor]:
         tensors = fill(self.shapes)

@@ -153,7 +153,7 @@ def store(
             features depend on; those of held-out conversations in a folder within.
         target: the target, or its ends; then the whole target is loaded if a shard is missing.
         rows: the tokens [T] of each conversation to train on.
-        held_out_rows: those of the held-out conversations; as many are stored as validations read.
+        held_out_rows: those of the held-out conversations. Features of those that validations read are stored.
         aux_layers: the target layers whose inputs the head reads.
         accelerator: the processes.
 

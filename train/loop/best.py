@@ -1,8 +1,8 @@
 """Validations during a run: the best head so far is kept, OUT gets it, and a run that gets no better may end.
 
-All validations of a run read the same held-out conversations, as many as a small share of its time allows, and heads
-are compared by the acceptance length that is predicted along them. The best head lies in OUT/training/best, a
-directory that any command accepts as a head.
+All validations of a run read the same held-out conversations; their number keeps a validation within a small share of
+the run's time. Heads are compared by the acceptance length that is predicted along them. The best head lies in
+OUT/training/best, a directory that any command accepts as a head.
 """
 
 from dataclasses import asdict

@@ -259,7 +259,7 @@ def choose_divisors(guesses: Sequence[StepLogits], position_counts: Sequence[flo
 
 
 def choose_chunk_rows(width: int, positions: int, loss_of: TokenLoss, device: torch.device) -> int:
-    """Choose the positions of a chunk: as many as fit an array's limit and the limit `BYTES_PER_LOGIT`.
+    """Choose the number of positions of a chunk, within an array's limit and the limit `BYTES_PER_LOGIT`.
 
     Args:
         width: the number of logits of a position, V.

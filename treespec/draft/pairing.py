@@ -113,7 +113,7 @@ def refuse_suffix_beside_several(spec: DrafterSpec) -> None:
 def choose_default_tree(scheme: "Scheme", deepest: int | None) -> Policy:
     """Returns the tree without `--tree`: `auto` for a deterministic scheme, else the scheme's default.
 
-    The default has at most as many draws at a node as the scheme verifies.
+    The default has no more draws at a node than the scheme verifies.
 
     deepest: the number of levels that can be drafted; None: any number.
     """

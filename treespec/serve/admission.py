@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from threading import Thread
-from typing import TypeVar, final
+from typing import TypeVar, cast, final
 
 from treespec.files.pauses import pausing
 from treespec.serve.errors import ApiError
@@ -209,7 +209,7 @@ class RequestPlace:
             if error is not None:
                 done.set_exception(error)
             else:
-                done.set_result(result)  # type: ignore[arg-type]
+                done.set_result(cast(T, result))
 
         def run_call() -> None:
             result = None

@@ -74,9 +74,8 @@ class SuffixCache:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.tokens = self._read_stored()
-        self._changing = (
-            Lock()
-        )  # guards `tokens` and what is not in the file yet, the latest completions only
+        self._changing = Lock()  # guards `tokens` and `_unwritten`
+        # What is not in the file yet: the latest completions only.
         self._unwritten: deque[np.ndarray] = deque(maxlen=MAX_UNWRITTEN)
         self._writing = Lock()  # one thread writes at a time
 
@@ -164,7 +163,6 @@ class SuffixCaches:
         self._is_writing = False
         if root is not None:
             finalize(self, write_caches, self._unwritten)  # at the end of the process, too
-        if root is not None:
             check_cache_files(root, tokenizer)
             self._by_name[""] = self._open_cache("")
 

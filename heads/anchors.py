@@ -57,7 +57,7 @@ def build_slot_masks(
         elif not causal and masks:
             masks.append(masks[0])
             continue
-        masks.append(torch.cat([own.expand(*anchors.shape, size), context], dim=-1))
+        masks.append(torch.cat([own.expand(anchors.shape + (size,)), context], dim=-1))
     return masks
 
 

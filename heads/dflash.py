@@ -231,9 +231,10 @@ class DFlashHead(BlockHead):
         blocks = BlockRows(roots, slots=size)
         masks: dict[tuple[bool, int | None], list[Tensor]] = {}
         for number in range(self.cached_layers):
-            span = (self.causal[number], self.windows[number])
+            window = self.windows[number]
+            span = (self.causal[number], window)
             if anchors is not None and span not in masks:
-                masks[span] = build_slot_masks(rows, n, size, *span)
+                masks[span] = build_slot_masks(rows, n, size, self.causal[number], window)
             compute = partial(
                 self.compute_layer,
                 number,

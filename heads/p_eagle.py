@@ -94,14 +94,16 @@ class PEagleHead(Eagle3Head, BlockHead):
         texts, n = features.shape[:2]
         every_row = torch.arange(n, device=features.device).expand(texts, -1)
         level_rows = [every_row]
+        positions = [every_row]
+        widths = [n]
         for level in range(1, count):
             rows = every_row[:, : n - level]
             if sample is not None:
                 rows = sample.list_rows(level)
             level_rows.append(rows)
-        positions = [rows + level for level, rows in enumerate(level_rows)]
+            positions.append(rows + level)
+            widths.append(rows.shape[1])
         angles = self.rotary(torch.cat(positions, dim=1), features.dtype)
-        widths = [rows.shape[1] for rows in level_rows]
         mask_tokens = torch.full_like(tokens[:1, :1], self.mask_token)
         mask_features = self.fuse(self.mask_hidden.to(features.dtype))
         mask_row = torch.cat(
@@ -114,7 +116,12 @@ class PEagleHead(Eagle3Head, BlockHead):
         # 2. The layers.
         for layer in self.decoder:
             attend = partial(
-                attend_levels, layer.self_attn, level_rows, sample is not None, angles=angles
+                attend_levels,
+                layer.self_attn,
+                level_rows,
+                widths,
+                sample is not None,
+                angles=angles,
             )
             x = self.call_layer(partial(layer, attend=attend), x)
         if self.norm_output:
@@ -146,7 +153,12 @@ class PEagleHead(Eagle3Head, BlockHead):
 
 
 def attend_levels(
-    attention: Attention, level_rows: Sequence[Tensor], sampled: bool, x: Tensor, angles: Angles
+    attention: Attention,
+    level_rows: Sequence[Tensor],
+    widths: list[int],
+    sampled: bool,
+    x: Tensor,
+    angles: Angles,
 ) -> Tensor:
     """Compute a layer's attention for `PEagleHead.compute_levels`, level by level.
 
@@ -156,6 +168,7 @@ def attend_levels(
     Args:
         attention: the layer's attention.
         level_rows: for each level its rows [B, A], all R of level 1; samples are nested.
+        widths: A of each level.
         sampled: whether the rows of levels from 2 on are sampled; otherwise they are the first ones.
         x: [B, A1 + A2 + …, in] the rows of all levels.
         angles: cos and sin of the rows.
@@ -164,20 +177,20 @@ def attend_levels(
         [B, A1 + A2 + …, H].
     """
     parts = attention.project(x, angles)
-    widths = [rows.shape[1] for rows in level_rows]
+    queries = parts.queries.split(widths, dim=2)
+    keys = parts.keys.split(widths, dim=2)
+    values = parts.values.split(widths, dim=2)
     levels: list[AttentionColumns] = []
     out = []
-    for rows, queries, keys, values in zip(
-        level_rows, *(part.split(widths, dim=2) for part in parts), strict=True
-    ):
-        if not sampled or not levels:
-            levels.append(AttentionColumns(keys, values))
-            out.append(attend(queries, levels, attention.window))
+    for level, rows in enumerate(level_rows):
+        if not sampled or level == 0:
+            levels.append(AttentionColumns(keys[level], values[level]))
+            out.append(attend(queries[level], levels, attention.window))
             continue
         spread = partial(spread_rows, rows=rows, count=widths[0])
-        levels.append(AttentionColumns(spread(keys), spread(values)))
-        attended = attend(spread(queries), levels, attention.window)
-        places = rows[:, None, :, None].expand(*queries.shape[:3], attended.shape[-1])
+        levels.append(AttentionColumns(spread(keys[level]), spread(values[level])))
+        attended = attend(spread(queries[level]), levels, attention.window)
+        places = rows[:, None, :, None].expand_as(queries[level])
         out.append(attended.gather(2, places))
     return attention.extend(torch.cat(out, dim=2))
 
@@ -185,4 +198,4 @@ def attend_levels(
 def spread_rows(x: Tensor, rows: Tensor, count: int) -> Tensor:
     """Put [B, heads, A, D] at their rows [B, A] of [B, heads, count, D], with zeros elsewhere."""
     places = rows[:, None, :, None].expand(x.shape)
-    return x.new_zeros(*x.shape[:2], count, x.shape[-1]).scatter(2, places, x)
+    return x.new_zeros(x.shape[0], x.shape[1], count, x.shape[3]).scatter(2, places, x)

@@ -39,14 +39,14 @@ class SampledRows(NamedTuple):
     @classmethod
     def stack(cls, samples: Sequence["SampledRows"]) -> "SampledRows":
         """Stack the samples of single texts, on the CPU, to one of a batch."""
-        longest = max(sample.order.shape[1] for sample in samples)
+        lengths = [sample.order.shape[1] for sample in samples]
         orders = []
-        for sample in samples:
-            missing = torch.arange(sample.order.shape[1], longest, device=sample.order.device)
+        sizes = []
+        for sample, length in zip(samples, lengths, strict=True):
+            missing = torch.arange(length, max(lengths), device=sample.order.device)
             orders.append(torch.cat([sample.order, missing[None]], dim=1))
-        return cls.from_sizes(
-            torch.cat(orders), torch.cat([sample.sizes for sample in samples], dim=1)
-        )
+            sizes.append(sample.sizes)
+        return cls.from_sizes(torch.cat(orders), torch.cat(sizes, dim=1))
 
     def to_device(self, device: torch.device) -> "SampledRows":
         """Copy it to a device."""
@@ -68,6 +68,13 @@ class SampledRows(NamedTuple):
         )
         rows = counts.shape[1] - level
         return F.pad(sampled[:, :rows], (level, 0)) & counts
+
+    def mark_levels(self, counts: Tensor, levels: int) -> Tensor:
+        """Mark the wanted drafts of the first levels, as `mark_reached`: [levels, B, R] bool."""
+        marks = counts.new_zeros(levels, counts.shape[0], counts.shape[1])
+        for level in range(levels):
+            marks[level] = self.mark_reached(counts, level)
+        return marks
 
     def select_wanted(self, states: Tensor, counts: Tensor, level: int) -> Tensor:
         """Select a level's wanted states [M, H] out of [B, A, H], in the order of their places in the texts."""

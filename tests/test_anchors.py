@@ -1,5 +1,6 @@
 """Block heads that train on sampled rows: the same losses and gradients as of these rows out of all."""
 
+import copy
 from itertools import pairwise
 
 import pytest
@@ -27,14 +28,14 @@ HEADS = {
     "p-eagle": (build_p_eagle, {"num_hidden_layers": 2}),
     "p-eagle with windows": (build_p_eagle, {"num_hidden_layers": 2} | WINDOW),
 }
-MODEL = Target(random_model(CONFIGS["llama"]()).double())
+MODEL = Target(copy.deepcopy(random_model(CONFIGS["llama"]())).double())
 TOKENS = 14
 ROWS = TOKENS - 2
 
 
 def build_head(name):
     make, changes = HEADS[name]
-    return make(**{"own_output": True} | changes).double()
+    return copy.deepcopy(make(**{"own_output": True} | changes)).double()  # the embedding is shared
 
 
 def build_batch(head, sample=None):

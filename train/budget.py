@@ -174,7 +174,10 @@ def spread_aux_layers(layers: int, count: int) -> list[int]:
     first = min(2, layers)
     last = max(first, layers - 2)
     step = (last - first) / (count - 1)
-    return sorted({round(first + step * number) for number in range(count)})
+    spread = set()
+    for number in range(count):
+        spread.add(round(first + step * number))
+    return sorted(spread)
 
 
 def keep_recipe(config: TrainConfig, earlier: dict[str, Any]) -> TrainConfig:
@@ -188,8 +191,8 @@ def keep_recipe(config: TrainConfig, earlier: dict[str, Any]) -> TrainConfig:
     recipe = earlier["recipe"]
     if config.recipe:
         recipe = config.recipe
-    shape = {name: earlier.get(name) for name in SHAPE_OPTIONS if name in config.training.options}
-    config = set_missing(config, shape)
+    shape = set(SHAPE_OPTIONS) & set(config.training.options)
+    config = set_missing(config, {name: earlier.get(name) for name in shape})
     if recipe == "published":
         return replace(config, recipe=recipe)
     return set_missing(config, {name: earlier.get(name) for name in OPTIONS_OF_A_RUN})

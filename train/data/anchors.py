@@ -9,6 +9,7 @@ that drafted the level above. Eight rows, two anchors, or a ratio of 0.7:
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -74,7 +75,19 @@ def draw_rows(
     if sampling.anchors:
         sizes = [min(sampling.anchors, count)] * sampling.levels
     else:
-        shares = [sampling.ratio**level for level in range(sampling.levels)]
-        sizes = [math.ceil(count * share) for share in shares]
-        sizes[0] = rows
-    return SampledRows.from_sizes(order[None], torch.tensor(sizes, device="cpu")[:, None])
+        sizes = [rows]
+        for level in range(1, sampling.levels):
+            sizes.append(math.ceil(count * sampling.ratio**level))
+    return SampledRows.from_sizes(
+        order[None], torch.tensor(sizes, dtype=torch.int64, device="cpu")[:, None]
+    )
+
+
+def draw_batch(
+    loss_masks: Sequence[Tensor], sampling: RowSampling, batch: int, conversations: Sequence[int]
+) -> SampledRows:
+    """Draw the rows of a batch's conversations. loss_masks: [T] bool of all conversations of the run."""
+    samples = []
+    for conversation in conversations:
+        samples.append(draw_rows(loss_masks[conversation], sampling, batch, conversation))
+    return SampledRows.stack(samples)

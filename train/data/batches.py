@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from treespec.heads.sampled_rows import SampledRows
 from treespec.kernels.workers import end_workers
-from treespec.train.data.anchors import RowSampling, draw_rows
+from treespec.train.data.anchors import RowSampling, draw_batch, draw_rows
 
 MAX_DRAFT_STEPS = 64  # of a head, by the range of its options
 POOL_BATCHES = 64  # batches sorted by length together: less than 5 % is padding
@@ -137,11 +137,7 @@ def share_position_counts(
         for forward in forwards:
             sample = None
             if sampling is not None:
-                samples = [
-                    draw_rows(loss_masks[i], sampling, forward.batch, i)
-                    for i in forward.conversations
-                ]
-                sample = SampledRows.stack(samples)
+                sample = draw_batch(loss_masks, sampling, forward.batch, forward.conversations)
             yield forward._replace(position_counts=counts, sample=sample)
 
 
@@ -159,8 +155,7 @@ def count_positions(loss_mask: Tensor, sample: SampledRows | None = None) -> Ten
         later = wanted.long().flip(0).cumsum(0).flip(0)[:MAX_DRAFT_STEPS]
     else:
         levels = min(len(sample.widths), len(wanted))
-        reached = [sample.mark_reached(wanted[None], level) for level in range(levels)]
-        later = torch.stack(reached).sum((1, 2))
+        later = sample.mark_levels(wanted[None], levels).sum((1, 2))
     return pad(later, (0, MAX_DRAFT_STEPS - len(later)))
 
 

@@ -170,10 +170,11 @@ def build_own_output_objective(
     head: LlamaHead = extract_model_from_parallel(model)
     inputs, last = target.split_features(batch.features, head.aux_layers)
     features = to_float32(inputs[:, :-2])
-    arguments = [batch.tokens, features, batch.counts, batch.steps, target.embed_tokens]
-    if batch.sample is not None:
-        arguments.append(batch.sample)
-    steps = model(*arguments)
+    draft = partial(model, batch.tokens, features, batch.counts, batch.steps, target.embed_tokens)
+    if batch.sample is None:
+        steps = draft()
+    else:
+        steps = draft(batch.sample)
     project = partial(head.project, target=target)
     weights = head.output_weights
     guesses = [
@@ -182,11 +183,11 @@ def build_own_output_objective(
 
     # 2. The distributions at the positions that they reach.
     learnt = batch.counts
-    reached: list[Tensor] | None = None
+    reached: Tensor | None = None
     if batch.sample is not None:
-        marks = [batch.sample.mark_reached(batch.counts, step) for step in range(len(steps))]
-        learnt = torch.stack(marks).any(0)
-        reached = [mark[learnt] for mark in marks]
+        marks = batch.sample.mark_levels(batch.counts, len(steps))
+        learnt = marks.any(0)
+        reached = marks[:, learnt]
     teacher = build_target_teacher(target, last[:, 1:-1][learnt], vocabulary=head.vocabulary)
     places = learnt.nonzero()[:, 1]
     return compute_token_losses(

@@ -215,7 +215,7 @@ def compute_token_losses(
     loss: str,
     rows: int | None = None,
     position_counts: Sequence[float] = (),
-    reached: Sequence[Tensor] | None = None,
+    reached: Tensor | None = None,
 ) -> Loss:
     """Compute the loss of each draft step against the target, as means over positions, in chunks.
 
@@ -228,7 +228,7 @@ def compute_token_losses(
         rows: positions per chunk; default: `choose_chunk_rows`.
         position_counts: what the sums of guess 1, 2, … are divided by, where a step has several forwards; default:
             the number of positions that the guess reaches.
-        reached: for each guess [M] bool, the positions that it reaches; default: by their places.
+        reached: [G, M] bool, the positions that each guess reaches; default: by their places.
 
     Returns:
         The sum of the guesses' losses times their shares. Its parts are, for guess 1, 2, …, the loss
@@ -246,7 +246,7 @@ def compute_token_losses(
             if reached is None:
                 reaches = places[positions] >= number
             else:
-                reaches = reached[number][positions]
+                reaches = reached[number, positions]
             sums.add(number, chunk, reaches, loss_of)
     return sums.to_loss()
 

@@ -1,7 +1,8 @@
 """Count the memory of a training step's layers for heads that draft blocks, in GB, without computing them.
 
 The tensors are on the meta device, so that any size fits. Attention is the fused kernel's: it keeps its inputs,
-its output and a number a row. The step is forward and backward of a conversation; the loss is by its own bound.
+its output and a number a row. The step is forward and backward of a conversation. The loss is by its own bound:
+a chunk of logits, the states and their gradients, and the gradient of the output layer.
 """
 
 import weakref
@@ -20,6 +21,7 @@ from transformers import LlamaConfig
 from treespec.heads.registry import HEAD_KINDS
 from treespec.heads.sampled_rows import SampledRows
 from treespec.train.budget import PUBLISHED_AUX_LAYERS, spread_aux_layers
+from treespec.train.config import DRAFT_VOCAB
 from treespec.train.data.anchors import RowSampling, draw_rows
 from treespec.train.losses.tokens import CHUNK_LOGITS_ELSEWHERE
 
@@ -93,7 +95,8 @@ def build_head(kind: str, levels: int, layers: int) -> Any:
         "head_dim": 128,
     }
     target = LlamaConfig(**shape, num_key_value_heads=8, vocab_size=VOCAB, num_hidden_layers=LAYERS)
-    fields: dict[str, Any] = {"levels": levels, "num_hidden_layers": layers, "own_output": False}
+    fields: dict[str, Any] = {"levels": levels, "num_hidden_layers": layers}
+    fields["draft_vocab_size"] = DRAFT_VOCAB
     if kind != "p-eagle":
         fields["aux_hidden_state_layer_ids"] = spread_aux_layers(LAYERS, PUBLISHED_AUX_LAYERS)
     head_class = HEAD_KINDS[kind].build()
@@ -138,7 +141,12 @@ def main(
             sample = draw_rows(mask, sampling, 0, 0).to_device(torch.device("meta"))
             name = f"{kind}, {sampling.anchors or sampling.ratio:,}"
         parameters = sum(weight.numel() for weight in head.parameters() if weight.requires_grad)
-        loss = min(CHUNK_LOGITS_ELSEWHERE * LOSS_ROW_BYTES, 6 * tokens * VOCAB)
+        widths = [tokens - 2] * sampling.levels
+        if sample is not None:
+            widths = list(sample.widths)
+        states = 4 * head.hidden_size * sum(widths)
+        output = 4 * head.lm_head.weight.numel()
+        loss = CHUNK_LOGITS_ELSEWHERE * LOSS_ROW_BYTES + 2 * states + output
         sizes = []
         for recompute in (False, True):
             live = count_bytes(head, tokens, sample, recompute)

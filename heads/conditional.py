@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from treespec.heads.dflash import DFlashHead
 from treespec.heads.head import Config, Embed, TargetOutputPath
+from treespec.heads.sampled_rows import SampledRows
 
 
 class ConditionalBlockHead(DFlashHead):
@@ -112,19 +113,34 @@ class ConditionalBlockHead(DFlashHead):
         return weights
 
     def forward(
-        self, tokens: Tensor, features: Tensor, counts: Tensor, steps: int, embed: Embed
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        counts: Tensor,
+        steps: int,
+        embed: Embed,
+        anchors: SampledRows | None = None,
     ) -> list[Tensor]:
-        """As `Head.forward`: states [M, E + L], a level's state beside what the part read of the text's token above."""
+        """As `DFlashHead.forward`: states [M, E + L], a level's state beside what the part read of the token above."""
         texts, n = counts.shape
-        memory = features.new_zeros(texts, n, self.memory_size)
+        levels = self.compute_levels(tokens, features, embed, anchors)
+        memory = features.new_zeros(texts, levels[0].shape[1], self.memory_size)
         states = []
-        for step, level in enumerate(self.compute_levels(tokens, features, embed)[: min(steps, n)]):
-            rows = n - step
-            hidden = level[:, :rows]
-            parents = tokens[:, step + 1 : n + 1]
-            latent, memory = self.read_parents(hidden, parents, memory[:, :rows], step, embed)
+        for step, level in enumerate(levels[: min(steps, n)]):
+            if anchors is None:
+                rows = n - step
+                hidden = level[:, :rows]
+                memory = memory[:, :rows]
+                parents = tokens[:, step + 1 : n + 1]
+            else:
+                hidden = level
+                parents = anchors.gather_tokens(tokens, step)
+            latent, memory = self.read_parents(hidden, parents, memory, step, embed)
             both = torch.cat([hidden, latent.to(hidden.dtype)], dim=-1)
-            states.append(both[counts[:, step:]])
+            if anchors is None:
+                states.append(both[counts[:, step:]])
+            else:
+                states.append(anchors.select_wanted(both, counts, step))
         return states
 
     def project(

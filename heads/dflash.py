@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from treespec.heads.anchors import attend_anchors, build_slot_masks
 from treespec.heads.eagle3 import check_distinct_layers, list_default_aux_layers
 from treespec.heads.head import Config, Embed, TargetFacts
 from treespec.heads.layers import (
@@ -33,6 +34,7 @@ from treespec.heads.layers import (
     list_layer_windows,
 )
 from treespec.heads.llama import BlockHead, Pairs
+from treespec.heads.sampled_rows import SampledRows
 from treespec.heads.unrolled import AttentionColumns, attend
 
 
@@ -167,18 +169,29 @@ class DFlashHead(BlockHead):
         return self.norm(x)
 
     def forward(
-        self, tokens: Tensor, features: Tensor, counts: Tensor, steps: int, embed: Embed
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        counts: Tensor,
+        steps: int,
+        embed: Embed,
+        anchors: SampledRows | None = None,
     ) -> list[Tensor]:
-        """As `Head.forward`; a step is a level of the block."""
+        """As `Head.forward`; a step is a level of the block. anchors: the rows at which blocks start; None: all."""
         n = counts.shape[1]
-        levels = self.compute_levels(tokens, features, embed)
+        levels = self.compute_levels(tokens, features, embed, anchors)
         states = []
         for step, level in enumerate(levels[: min(steps, n)]):
-            states.append(level[:, : n - step][counts[:, step:]])
+            if anchors is None:
+                states.append(level[:, : n - step][counts[:, step:]])
+            else:
+                states.append(anchors.select_wanted(level, counts, step))
         return states
 
-    def compute_levels(self, tokens: Tensor, features: Tensor, embed: Embed) -> Sequence[Tensor]:
-        """Compute the states of all levels, of a block that starts at each of R rows.
+    def compute_levels(
+        self, tokens: Tensor, features: Tensor, embed: Embed, anchors: SampledRows | None = None
+    ) -> Sequence[Tensor]:
+        """Compute the states of all levels, of a block that starts at each of R rows, or of A anchors.
 
         A slot is the same place in all blocks, and a layer computes it as
         one sequence of R rows: row t attends to the context up to t, and to column t of each slot. Five
@@ -193,40 +206,85 @@ class DFlashHead(BlockHead):
             tokens: [B, T] int64.
             features: [B, R, F] the target's features at the first R = T - 2 positions.
             embed: the target's embedding.
+            anchors: the rows at which blocks start; None: all.
 
         Returns:
-            [B, R, H] for each level.
+            [B, R, H] for each level, or [B, A, H].
         """
         # 1. Positions and rows of all slots, [S B, R, …].
         context = self.hidden_norm(self.fc(features))
         size = self.block
         dtype = features.dtype
         texts, n = features.shape[:2]
-        roots = tokens[:, 1 : n + 1]
+        context_positions = torch.arange(n, device=tokens.device)
+        rows = context_positions.expand(texts, -1)
+        if anchors is not None:
+            rows = anchors.list_rows(0)
+        roots = tokens.gather(1, rows + 1)
         x = torch.cat([roots, torch.full_like(roots, self.mask_token).repeat(size - 1, 1)])
         x = self.embed_block(x, embed).to(dtype)
-        context_positions = torch.arange(n, device=tokens.device)
         slots = torch.arange(1, size + 1, device=tokens.device).repeat_interleave(texts)
-        angles = self.rotary(context_positions + slots[:, None], dtype)
+        angles = self.rotary(rows.repeat(size, 1) + slots[:, None], dtype)
         context_angles = self.rotary(context_positions, dtype)
 
         # 2. The layers.
         blocks = BlockRows(roots, slots=size)
-        for number, module in enumerate(self.layers):
-            layer = cast(Layer, module)
-            context_parts = layer.self_attn.project(context, context_angles)
-            attention = partial(
+        masks: dict[tuple[bool, int | None], list[Tensor]] = {}
+        for number in range(self.cached_layers):
+            window = self.windows[number]
+            span = (self.causal[number], window)
+            if anchors is not None and span not in masks:
+                masks[span] = build_slot_masks(rows, n, size, self.causal[number], window)
+            compute = partial(
+                self.compute_layer,
+                number,
+                context,
+                context_angles,
+                masks.get(span),
+                angles=angles,
+                blocks=blocks,
+            )
+            x = self.call_layer(compute, x)
+
+        # 3. The slots that draft.
+        return self.finish(x, blocks).chunk(size)[self.first_slot :]
+
+    def compute_layer(
+        self,
+        number: int,
+        context: Tensor,
+        context_angles: Angles,
+        masks: Sequence[Tensor] | None,
+        x: Tensor,
+        angles: Angles,
+        blocks: BlockRows,
+    ) -> Tensor:
+        """Compute a layer for `compute_levels`.
+
+        Args:
+            number: of the layer.
+            context: [B, R, H] the fused features.
+            context_angles: cos and sin of the context.
+            masks: of `build_slot_masks`; None: blocks start at all rows.
+            x: [S B, A, H] the rows of all slots, slot after slot.
+            angles: cos and sin of the rows.
+            blocks: the blocks.
+        """
+        attention = cast(Layer, self.layers[number]).self_attn
+        parts = attention.project(context, context_angles)
+        columns = AttentionColumns(parts.keys, parts.values)
+        if masks is not None:
+            attend = partial(attend_anchors, attention, columns, masks, angles=angles)
+        else:
+            attend = partial(
                 attend_blocks,
-                layer.self_attn,
-                AttentionColumns(context_parts.keys, context_parts.values),
+                attention,
+                columns,
                 angles=angles,
                 causal=self.causal[number],
                 window=self.windows[number],
             )
-            x = self.apply_layer(number, x, attention, blocks)
-
-        # 3. The slots that draft.
-        return self.finish(x, blocks).chunk(size)[self.first_slot :]
+        return self.apply_layer(number, x, attend, blocks)
 
     def _mask(self, number: int, pairs: Pairs, size: int) -> Tensor:
         """Build the mask [B, 1, S, T] of the block's rows in a layer, by its causality and window."""

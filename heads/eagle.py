@@ -106,25 +106,9 @@ class FeatureHead(LlamaHead):
             angles = self.rotary(positions, features.dtype)
             attends = [partial(attention, angles=angles) for attention in attentions]
             next_tokens = tokens[:, step + 1 : step + 1 + rows]
-            next_tokens, features = self.build_step_inputs(next_tokens, features[:, :rows], step)
             embeddings = self.embed_tokens_scaled(next_tokens, features.dtype)
-            features = self.extrapolate(embeddings, features, attends)
+            features = self.extrapolate(embeddings, features[:, :rows], attends)
             yield features
-
-    def build_step_inputs(
-        self, tokens: Tensor, features: Tensor, step: int
-    ) -> tuple[Tensor, Tensor]:
-        """Choose the inputs of a draft step: by default the sequence's tokens and the last step's features.
-
-        Args:
-            tokens: [B, R] int64, for each feature the token after it.
-            features: [B, R, H] the target's features at step 0, later those that the head returned.
-            step: the number of the draft step, from 0.
-
-        Returns:
-            The tokens and features that the step reads. A subclass may replace them.
-        """
-        return tokens, features
 
     def forward_step(
         self,

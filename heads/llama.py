@@ -1,16 +1,20 @@
 """Base classes of heads with Llama's layers: `LlamaHead`, and `BlockHead` for heads that draft in one forward."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 
 from treespec.heads.head import EMBEDDING_NAME, Config, Embed, Head, TargetFacts, TargetOutputPath
 from treespec.heads.layers import KeyValues, Rotary
+
+# From this number of elements on, 8 GB in float32, layers keep nothing for the backward pass.
+RECOMPUTED_ELEMENTS = 1 << 31
 
 
 class LlamaHead(Head):
@@ -179,11 +183,14 @@ class BlockHead(LlamaHead):
         max_depth: the number of levels.
         block: S, the number of rows that it adds after the pairs.
         mask_token: the token in rows without a known token.
+        recompute: whether training keeps only a layer's input and computes the layer again in the backward pass;
+            None: where all layers would keep `RECOMPUTED_ELEMENTS` or more.
     """
 
     max_depth: int
     block: int
     mask_token: int
+    recompute: bool | None = None
 
     def __init__(self, config: Config) -> None:
         """Raises ValueError if the config has no mask token below V."""
@@ -200,6 +207,19 @@ class BlockHead(LlamaHead):
         """As `Head.fit_vocabulary`, unless the target does not have the mask token: then nothing changes."""
         if self.mask_token < size:
             super().fit_vocabulary(size)
+
+    def call_layer(self, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Compute a layer's rows in training: [..., in] -> [..., H], with recomputation as `recompute` says."""
+        recompute = self.recompute
+        if recompute is None:
+            # Norms, projections and attention keep about 8 numbers of a row's width, the MLP 4 of its own.
+            row_elements = 8 * self.hidden_size + 4 * self.llama.intermediate_size
+            rows = x.shape[:-1].numel()
+            recompute = rows * self.cached_layers * row_elements >= RECOMPUTED_ELEMENTS
+        if recompute and torch.is_grad_enabled():
+            rows_out: Tensor = checkpoint(compute, x, use_reentrant=False, preserve_rng_state=False)
+            return rows_out
+        return compute(x)
 
     @abstractmethod
     def run(

@@ -112,13 +112,8 @@ def attend(queries: Tensor, steps: Sequence[AttentionColumns], window: int | Non
     count = len(own_columns)
 
     # 2. Own scores as further channels of the queries, and a score column for each.
-    scores = score_own_columns(queries, own_columns)
-    extended = add_score_channels(queries, scores)
-    unit = torch.eye(count, dtype=queries.dtype, device=queries.device)
-    score_channels = torch.cat([unit, unit], 1)  # [count, 2 count]: a score's two parts are added
-    weight_channels = F.pad(unit, (0, count))  # [count, 2 count]: the weight goes into one channel
-    keys = prepend_columns(score_channels, pairs.keys)
-    values = prepend_columns(weight_channels, pairs.values)
+    extended = add_score_channels(queries, score_own_columns(queries, own_columns))
+    columns = add_score_columns(pairs, count)
 
     # 3. One attention; its first `count` rows are zeros and are cut off.
     mask = None
@@ -126,22 +121,39 @@ def attend(queries: Tensor, steps: Sequence[AttentionColumns], window: int | Non
         mask = build_window_mask(rows, count, window, queries.device)
     out = F.scaled_dot_product_attention(
         F.pad(extended, (0, 0, count, 0)),
-        keys,
-        values,
+        columns.keys,
+        columns.values,
         mask,
         is_causal=mask is None,
         scale=size**-0.5,
-        enable_gqa=queries.shape[1] > keys.shape[1],
+        enable_gqa=queries.shape[1] > pairs.keys.shape[1],
     )[:, :, count:]
+    return add_own_values(out, own_columns, size)
 
-    # 4. Add the own values with their weights. Query heads that share a kv head are a group.
-    groups = (keys.shape[1], -1)
-    total = out[..., :size].unflatten(1, groups)  # [B, kv heads, group, R, D]
-    weights = out[..., size:].unflatten(1, groups)
+
+def add_own_values(out: Tensor, own_columns: Sequence[AttentionColumns], size: int) -> Tensor:
+    """Add the own values with their weights: [B, heads, R, D + 2 count] -> [B, heads, R, D]. size: D.
+
+    Query heads that share a kv head are a group.
+    """
+    if not own_columns:
+        return out
+    grouped = out.unflatten(1, (own_columns[0].keys.shape[1], -1))
+    total = grouped[..., :size]  # [B, kv heads, group, R, D]
     for number, columns in enumerate(own_columns):
-        weight = weights[..., number, None]  # [B, kv heads, group, R, 1]
+        weight = grouped[..., size + number, None]  # [B, kv heads, group, R, 1]
         total = total + weight * columns.values[:, :, None]
     return total.flatten(1, 2)
+
+
+def add_score_columns(pairs: AttentionColumns, count: int) -> AttentionColumns:
+    """Put `count` score columns before the pairs, with two channels for the scores of each."""
+    unit = torch.eye(count, dtype=pairs.keys.dtype, device=pairs.keys.device)
+    score_channels = torch.cat([unit, unit], 1)  # [count, 2 count]: a score's two parts are added
+    weight_channels = F.pad(unit, (0, count))  # [count, 2 count]: the weight goes into one channel
+    return AttentionColumns(
+        prepend_columns(score_channels, pairs.keys), prepend_columns(weight_channels, pairs.values)
+    )
 
 
 def score_own_columns(queries: Tensor, own_columns: Sequence[AttentionColumns]) -> list[Tensor]:

@@ -57,8 +57,8 @@ def test_predicted_acceptance_is_the_mean_run_of_agreement():
         {"head": "eagle3", "draft_vocab": 40},
         {"head": "hydra++", "draft_heads": 2},
         {"first_weights": "fitted"},
-        {"head": "p-eagle", "unrolled_steps": 3},
-        {"head": "dflash", "unrolled_steps": 3, "draft_vocab": 40},
+        {"head": "p-eagle", "unrolled_steps": 3, "head_layers": 1},  # of 0.7 of the rows, as published
+        {"head": "dflash", "unrolled_steps": 3, "draft_vocab": 40, "head_layers": 1, "anchors": 3},
         {
             "head": "eagle4",
             "sliding_window": 3,

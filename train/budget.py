@@ -56,6 +56,17 @@ OPTIONS_OF_A_RUN = (  # that `choose_recipe` may set
     ),
     *("bias", "draft_vocab"),
 )
+# Shapes and samples with `--recipe published`, read on 2026-11-30. DFlash: SpecForge's configs and NeMo AutoModel's
+# defaults, five layers, block 16, 512 anchors. P-EAGLE: speculators' defaults, four layers, a ratio of 0.7.
+PUBLISHED_SHAPES: dict[str, dict[str, object]] = {
+    "dflash": {"head_layers": 5, "unrolled_steps": 15, "anchors": 512},
+    "dspark": {"head_layers": 5, "anchors": 512},
+    "domino": {"head_layers": 5, "anchors": 512},
+    "p-eagle": {"head_layers": 4, "down_sample_ratio": 0.7},
+}
+PUBLISHED_AUX_LAYERS = 5  # of the kinds with anchors
+# Options that a run which goes on keeps.
+SHAPE_OPTIONS = ("head_layers", "aux_layers", "unrolled_steps", "anchors", "down_sample_ratio")
 
 
 @dataclass(frozen=True)
@@ -68,6 +79,7 @@ class TrainingSize:
         vocab_size: the number of the target's tokens.
         on_cpu: whether the head trains on a CPU.
         processes: the number of processes.
+        layers: the number of the target's layers; 0: not known.
     """
 
     conversations: int
@@ -75,6 +87,7 @@ class TrainingSize:
     vocab_size: int
     on_cpu: bool
     processes: int = 1
+    layers: int = 0
 
 
 def estimate_token_visits(config: TrainConfig, size: TrainingSize) -> int:
@@ -117,7 +130,8 @@ def choose_recipe(config: TrainConfig, size: TrainingSize) -> TrainConfig:
     values = BUDGET_OPTIONS.get(config.head)
     by_budget = config.recipe == "budget" or visits < PUBLISHED_VISITS
     if config.recipe == "published" or values is None or not by_budget:
-        return replace(config, recipe="published")
+        published = replace(config, recipe="published")
+        return set_missing(published, choose_published_shape(published, size))
 
     # 1. What the kind of head has, unless an earlier head brings it.
     chosen: dict[str, Any] = {"recipe": "budget"} | values
@@ -140,6 +154,32 @@ def choose_recipe(config: TrainConfig, size: TrainingSize) -> TrainConfig:
     return set_missing(config, chosen)
 
 
+def choose_published_shape(config: TrainConfig, size: TrainingSize) -> dict[str, Any]:
+    """Choose the published shape and sample of the kind of head; an earlier head brings its shape."""
+    values = dict(PUBLISHED_SHAPES.get(config.head, {}))
+    if config.from_head is not None:
+        for name in ("head_layers", "unrolled_steps"):
+            values.pop(name, None)
+    elif "anchors" in values and size.layers:
+        layers = spread_aux_layers(size.layers, PUBLISHED_AUX_LAYERS)
+        values["aux_layers"] = ",".join(map(str, layers))
+    return values
+
+
+def spread_aux_layers(layers: int, count: int) -> list[int]:
+    """Spread aux layers evenly from 2 to the last but two, as DFlash does; fewer for a shallow target.
+
+    The numbers are those of the layers that the features enter, in a target of `layers` layers.
+    """
+    first = min(2, layers)
+    last = max(first, layers - 2)
+    step = (last - first) / (count - 1)
+    spread = set()
+    for number in range(count):
+        spread.add(round(first + step * number))
+    return sorted(spread)
+
+
 def keep_recipe(config: TrainConfig, earlier: dict[str, Any]) -> TrainConfig:
     """Take the options that are not set from the run in --out.
 
@@ -151,6 +191,8 @@ def keep_recipe(config: TrainConfig, earlier: dict[str, Any]) -> TrainConfig:
     recipe = earlier["recipe"]
     if config.recipe:
         recipe = config.recipe
+    shape = set(SHAPE_OPTIONS) & set(config.training.options)
+    config = set_missing(config, {name: earlier.get(name) for name in shape})
     if recipe == "published":
         return replace(config, recipe=recipe)
     return set_missing(config, {name: earlier.get(name) for name in OPTIONS_OF_A_RUN})
@@ -175,4 +217,6 @@ def describe_recipe(config: TrainConfig) -> str:
         told.append(f"token weight {config.token_weight:g}, {config.first_weights} first weights")
     if config.draft_vocab:
         told.append(f"{config.draft_vocab:,} draft tokens")
+    if config.anchors:
+        told.append(f"{config.anchors:,} anchors a conversation")
     return f"recipe {config.recipe}: {', '.join(told)}"

@@ -143,7 +143,7 @@ class TrainConfig(TargetOptions, Eagle3Options):
     )
     unrolled_steps: int | None = option(
         "eagle, eagle3: draft steps to train over, from step 2 on its own features; default: 1 for "
-        "eagle, 3 for eagle3",
+        "eagle, 3 for eagle3; dflash, dspark, domino, p-eagle: levels of a block; default: 8, published: 15 for dflash",
         None,
         least=1,
         most=64,
@@ -154,6 +154,25 @@ class TrainConfig(TargetOptions, Eagle3Options):
         None,
         least=0,
         below=1,
+    )
+    anchors: int | None = option(
+        "dflash, dspark, domino: blocks to train on in each conversation, drawn anew each time; 0: a block at every "
+        "token; default: 0, published: 512",
+        None,
+        least=0,
+        most=MAX_TEXT_TOKENS,
+    )
+    down_sample_ratio: float | None = option(
+        "p-eagle: share of a level's rows that the next level trains on, drawn anew each time; default: 1, "
+        "published: 0.7",
+        None,
+        above=0,
+        most=1,
+    )
+    recompute: bool | None = option(
+        "dflash, dspark, domino, p-eagle: compute each layer again in the backward pass, which takes a third more "
+        "time and much less memory; default: where layers would keep more than 8 GB",
+        None,
     )
     bias: bool | None = option(
         "eagle: give fc a bias, which vLLM has no place for; default: no, published: yes", None

@@ -27,10 +27,15 @@ class Eagle3Options(CommandOptions):
         "llama",
         choices=("llama", "qwen3"),
     )
-    head_layers: int = option("number of decoder layers", 1, least=1, most=64)
+    head_layers: int | None = option(
+        "number of decoder layers; default: 1, published: 5 for dflash, dspark and domino, 4 for p-eagle",
+        None,
+        least=1,
+        most=64,
+    )
     aux_layers: str | None = option(
         "target layers whose inputs the head reads, as vLLM counts them; default: 2, the middle one and the last but "
-        "two of them",
+        "two of them; published: five between these for dflash, dspark and domino",
         None,
         least=0,
         most=1000,
@@ -56,6 +61,11 @@ class Eagle3Options(CommandOptions):
         most=MAX_TEXT_TOKENS,
     )
 
+    @property
+    def layer_count(self) -> int:
+        """The number of the head's decoder layers."""
+        return self.head_layers or 1
+
     def list_aux_layers(self) -> list[int]:
         """List the numbers of `--aux-layers`; [] if it is not given."""
         if self.aux_layers is None:
@@ -71,9 +81,9 @@ class Eagle3Options(CommandOptions):
                 parts[field.name] = True
         if self.layer_family == "qwen3":
             parts["qk_norm"] = True
-        if self.head_layers > 1:
-            parts["num_hidden_layers"] = self.head_layers
+        if self.layer_count > 1:
+            parts["num_hidden_layers"] = self.layer_count
         if self.sliding_window is not None:
             parts["sliding_window"] = self.sliding_window
-            parts["layer_types"] = ["sliding_attention"] * self.head_layers
+            parts["layer_types"] = ["sliding_attention"] * self.layer_count
         return parts

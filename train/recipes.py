@@ -28,7 +28,7 @@ DEPTH_TRAINING = Training(
     recipe=Recipe(epochs=10, learning_rate=5e-4, weight_decay=0.01, warm_up=2000),
     options=("draft_heads",),
 )
-# These are treespec's numbers, because the papers train on a sample of positions. All levels learn from the start.
+# Rates and epochs are treespec's; the published shapes are in `PUBLISHED_SHAPES`. All levels learn from the start.
 BLOCK_TRAINING = Training(
     objective=f"{OBJECTIVES_MODULE}:build_own_output_objective",
     recipe=Recipe(
@@ -39,13 +39,20 @@ BLOCK_TRAINING = Training(
         unrolled_steps=8,
         grow_at=0.0,
     ),
-    options=("unrolled_steps", *EAGLE3_PART_OPTIONS),
+    options=("unrolled_steps", "down_sample_ratio", "recompute", *EAGLE3_PART_OPTIONS),
     restricted_first=True,
     levels=True,
 )
 DFLASH_TRAINING = replace(
     BLOCK_TRAINING,
-    options=("unrolled_steps", "head_layers", "sliding_window", "aux_layers"),
+    options=(
+        "unrolled_steps",
+        "anchors",
+        "recompute",
+        "head_layers",
+        "sliding_window",
+        "aux_layers",
+    ),
     aux_field="aux_hidden_state_layer_ids",
 )
 BUILTIN_TRAINING = {

@@ -42,6 +42,7 @@ MAY_CHANGE = RUN_LENGTH_OPTIONS | {
     "recipe",  # its values are compared
     "out",
     "license",
+    "recompute",  # the same numbers, computed again
 }
 
 
@@ -130,6 +131,7 @@ def record_of(config: TrainConfig, processes: int) -> Record:
     """
     recipe = asdict(config.hyperparameters)
     options = {name: recipe.get(name, value) for name, value in asdict(config).items()}
+    options["head_layers"] = config.layer_count
     contents = {
         "format": RECORD_FORMAT,
         "processes": processes,

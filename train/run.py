@@ -192,12 +192,13 @@ def print_beginning(accelerator: Accelerator, data: Data, step: int | None) -> N
 def measure_data(
     config: TrainConfig, examples: list[Example], accelerator: Accelerator
 ) -> TrainingSize:
-    """Measure the size of a run's data and of its target's vocabulary."""
-    model = load_config(config.target, config.placement)
+    """Measure the size of a run's data and of its target."""
+    model = load_config(config.target, config.placement).get_text_config()
     return TrainingSize(
         conversations=len(examples),
         tokens=sum(len(example.input_ids) for example in examples),
-        vocab_size=model.get_text_config().vocab_size,
+        vocab_size=model.vocab_size,
         on_cpu=accelerator.device.type == "cpu",
         processes=accelerator.num_processes,
+        layers=getattr(model, "num_hidden_layers", 0),
     )

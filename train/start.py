@@ -28,6 +28,7 @@ from treespec.heads.eagle import EagleHead
 from treespec.heads.eagle4 import Eagle4Head
 from treespec.heads.folder import find_head_folder
 from treespec.heads.head import Head
+from treespec.heads.llama import BlockHead
 from treespec.model.target import Target
 from treespec.train.candidates import build_candidate_fields, freeze_layer, measure_moments
 from treespec.train.checkpoints import find_latest_step, select_trained_parameters
@@ -60,6 +61,8 @@ def build_untrained_head(config: TrainConfig, target: Target) -> Head:
     if config.training.levels:
         fields["levels"] = config.hyperparameters.unrolled_steps
     head = build_new_head(config.head, target, **fields)
+    if isinstance(head, BlockHead):
+        head.recompute = config.recompute
     head.config = add_sample_tokens(head.config, target)
     for module in head.modules():
         for name, weight in module.named_parameters(recurse=False):

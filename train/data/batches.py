@@ -18,7 +18,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
+from treespec.heads.sampled_rows import SampledRows
 from treespec.kernels.workers import end_workers
+from treespec.train.data.anchors import RowSampling, draw_batch, draw_rows
 
 MAX_DRAFT_STEPS = 64  # of a head, by the range of its options
 POOL_BATCHES = 64  # batches sorted by length together: less than 5 % is padding
@@ -32,12 +34,14 @@ class Forward(NamedTuple):
         conversations: the numbers of the conversations.
         all_conversations: the same of all processes together.
         position_counts: what the losses of the forward are divided by (`share_position_counts`); (): its own counts.
+        sample: the rows that draft, on the CPU; None: all.
     """
 
     batch: int
     conversations: list[int]
     all_conversations: list[int]
     position_counts: tuple[float, ...] = ()
+    sample: SampledRows | None = None
 
 
 def split_epoch(lengths: Sequence[int], batch_size: int, seed: int, epoch: int) -> list[list[int]]:
@@ -98,9 +102,13 @@ def share_batch(batch: list[int], process: int, processes: int) -> list[int]:
 
 
 def share_position_counts(
-    coming: Iterator[Forward], per_step: int, processes: int, loss_masks: Sequence[Tensor]
+    coming: Iterator[Forward],
+    per_step: int,
+    processes: int,
+    loss_masks: Sequence[Tensor],
+    sampling: RowSampling | None = None,
 ) -> Iterator[Forward]:
-    """Yield the forwards, each with the number of positions by which its losses are divided.
+    """Yield the forwards, each with its sampled rows and the number of positions by which its losses are divided.
 
     The loss of an optimizer step is the mean over the positions of all its forwards in all processes: a position
     weighs the same in a short answer and in a long one, in one process and in many. Gradients are averaged over
@@ -114,24 +122,40 @@ def share_position_counts(
         per_step: its forwards in an optimizer step.
         processes: the number of processes.
         loss_masks: [T] bool of each conversation.
+        sampling: how the rows that draft are sampled; None: all rows draft.
     """
     while forwards := list(islice(coming, per_step)):
         positions = torch.zeros(MAX_DRAFT_STEPS, dtype=torch.int64, device="cpu")
         for forward in forwards:
             for conversation in forward.all_conversations:
-                positions += count_positions(loss_masks[conversation])
+                mask = loss_masks[conversation]
+                sample: SampledRows | None = None
+                if sampling is not None:
+                    sample = draw_rows(mask, sampling, forward.batch, conversation)
+                positions += count_positions(mask, sample)
         counts = tuple((positions / (len(forwards) * processes)).tolist())
         for forward in forwards:
-            yield forward._replace(position_counts=counts)
+            sample = None
+            if sampling is not None:
+                sample = draw_batch(loss_masks, sampling, forward.batch, forward.conversations)
+            yield forward._replace(position_counts=counts, sample=sample)
 
 
-def count_positions(loss_mask: Tensor) -> Tensor:
+def count_positions(loss_mask: Tensor, sample: SampledRows | None = None) -> Tensor:
     """Count the positions of a conversation that draft step 1, 2, … learns from: [MAX_DRAFT_STEPS] int64.
 
-    loss_mask: [T] bool. Step s drafts tokens s + 1 and later, and learns from those that count.
+    Step s drafts tokens s + 1 and later, and learns from those that count.
+
+    Args:
+        loss_mask: [T] bool.
+        sample: the rows that draft; None: all.
     """
-    drafted = loss_mask[2:].long()
-    later = drafted.flip(0).cumsum(0).flip(0)[:MAX_DRAFT_STEPS]
+    wanted = loss_mask[2:]
+    if sample is None:
+        later = wanted.long().flip(0).cumsum(0).flip(0)[:MAX_DRAFT_STEPS]
+    else:
+        levels = min(len(sample.widths), len(wanted))
+        later = sample.mark_levels(wanted[None], levels).sum((1, 2))
     return pad(later, (0, MAX_DRAFT_STEPS - len(later)))
 
 

@@ -27,6 +27,7 @@ from treespec.files.atomic import write_json
 from treespec.heads.training import Recipe
 from treespec.train import checkpoints
 from treespec.train.checkpoints import Place, find_latest_step
+from treespec.train.data.anchors import choose_sampling
 from treespec.train.data.batches import (
     Forward,
     iterate_forwards,
@@ -176,6 +177,7 @@ def compute_ready_forwards(
         plan.per_step,
         processes,
         [example.loss_mask for example in run.data.train],
+        choose_sampling(run.config),
     )
     if run.config.features is not None:
         yield from read_ahead(coming, run.data.features)
@@ -376,6 +378,9 @@ def compute_forward_loss(run: TrainingRun, forward: Forward, features: Tensor, s
     seed = (config.seed * 1_000_003 + forward.batch) * 1009 + run.accelerator.process_index
     if config.hyperparameters.dropout:
         torch.manual_seed(seed)  # `nn.Dropout` takes no generator
+    sample = forward.sample
+    if sample is not None:
+        sample = sample.to_device(device)
     rows = [run.data.train[i] for i in forward.conversations]
     lengths = torch.tensor([len(row.input_ids) for row in rows], dtype=torch.int64, device="cpu")
     batch = TrainingBatch(
@@ -387,6 +392,7 @@ def compute_forward_loss(run: TrainingRun, forward: Forward, features: Tensor, s
         steps=steps,
         vocabulary=run.vocabulary,
         position_counts=forward.position_counts,
+        sample=sample,
     )
     # Autocast holds for the output layers too: the loss applies them, not the model.
     with run.accelerator.autocast():

@@ -44,6 +44,7 @@ from torch import Tensor, nn
 from treespec.heads.eagle4 import Eagle4Head
 from treespec.heads.llama import LlamaHead
 from treespec.heads.medusa import DepthHeads
+from treespec.heads.sampled_rows import SampledRows
 from treespec.model.target import Target
 from treespec.train.config import TrainConfig
 from treespec.train.losses.tokens import (
@@ -70,6 +71,7 @@ class TrainingBatch(NamedTuple):
         steps: the number of draft steps to train over.
         vocabulary: [N] int64 the tokens of EAGLE-1's loss between distributions; None: all.
         position_counts: what the loss of draft step 1, 2, … is divided by; (): the number of its positions here.
+        sample: the rows that draft; None: all.
     """
 
     tokens: Tensor
@@ -80,6 +82,7 @@ class TrainingBatch(NamedTuple):
     steps: int = 1
     vocabulary: Tensor | None = None
     position_counts: tuple[float, ...] = ()
+    sample: SampledRows | None = None
 
     @property
     def counts(self) -> Tensor:
@@ -163,18 +166,37 @@ def build_own_output_objective(
 
     A block head's steps are its levels. Arguments as for `compute_eagle_loss`.
     """
+    # 1. The head's states, from all rows or from sampled ones.
     head: LlamaHead = extract_model_from_parallel(model)
     inputs, last = target.split_features(batch.features, head.aux_layers)
     features = to_float32(inputs[:, :-2])
-    steps = model(batch.tokens, features, batch.counts, batch.steps, target.embed_tokens)
+    draft = partial(model, batch.tokens, features, batch.counts, batch.steps, target.embed_tokens)
+    if batch.sample is None:
+        steps = draft()
+    else:
+        steps = draft(batch.sample)
     project = partial(head.project, target=target)
     weights = head.output_weights
     guesses = [
         StepLogits(states, project, STEP_DECAY**step, weights) for step, states in enumerate(steps)
     ]
-    teacher = build_target_teacher(target, batch.select_states(last), vocabulary=head.vocabulary)
+
+    # 2. The distributions at the positions that they reach.
+    learnt = batch.counts
+    reached: Tensor | None = None
+    if batch.sample is not None:
+        marks = batch.sample.mark_levels(batch.counts, len(steps))
+        learnt = marks.any(0)
+        reached = marks[:, learnt]
+    teacher = build_target_teacher(target, last[:, 1:-1][learnt], vocabulary=head.vocabulary)
+    places = learnt.nonzero()[:, 1]
     return compute_token_losses(
-        guesses, teacher, batch.places, config.loss, position_counts=batch.position_counts
+        guesses,
+        teacher,
+        places,
+        config.loss,
+        position_counts=batch.position_counts,
+        reached=reached,
     )
 
 

@@ -215,6 +215,7 @@ def compute_token_losses(
     loss: str,
     rows: int | None = None,
     position_counts: Sequence[float] = (),
+    reached: Tensor | None = None,
 ) -> Loss:
     """Compute the loss of each draft step against the target, as means over positions, in chunks.
 
@@ -227,6 +228,7 @@ def compute_token_losses(
         rows: positions per chunk; default: `choose_chunk_rows`.
         position_counts: what the sums of guess 1, 2, … are divided by, where a step has several forwards; default:
             the number of positions that the guess reaches.
+        reached: [G, M] bool, the positions that each guess reaches; default: by their places.
 
     Returns:
         The sum of the guesses' losses times their shares. Its parts are, for guess 1, 2, …, the loss
@@ -241,7 +243,11 @@ def compute_token_losses(
         positions = slice(start, start + rows)
         chunk = compute_target_chunk(teacher, positions, device)
         for number in range(len(guesses)):
-            sums.add(number, chunk, places[positions] >= number, loss_of)
+            if reached is None:
+                reaches = places[positions] >= number
+            else:
+                reaches = reached[number, positions]
+            sums.add(number, chunk, reaches, loss_of)
     return sums.to_loss()
 
 

@@ -151,7 +151,7 @@ class Attention(nn.Module):
         q, k, v = self.project(x, angles, context)
         if cache is not None:
             k, v = cache.update(k, v)
-        if self.window is not None:
+        if self.window is not None and k.shape[2] > self.window:
             if mask is None:
                 mask = q.new_ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
             mask = self.apply_window(mask)
@@ -162,7 +162,7 @@ class Attention(nn.Module):
 
     def apply_window(self, mask: Tensor) -> Tensor:
         """Restrict a mask [..., T, columns] to the window: the last `window` columns that each row sees."""
-        if self.window is None:
+        if self.window is None or mask.shape[-1] <= self.window:
             return mask
         return mask_last_seen(mask, self.window)
 

@@ -13,6 +13,7 @@ from gguf import GGUFReader
 from head_files import (
     LAYER_IDS_KEY,
     SERVED_CONFIG,
+    SLIDING_WINDOW,
     YARN_ROPE,
     build_biased_eagle,
     build_dflash_of_eight,
@@ -205,6 +206,7 @@ def reading(*aux_layers):
             {"norm_before_residual": True},
             "norm_before_residual.*only vllm, speculators, gguf and mlx",
         ),
+        ("sglang", build_eagle, SLIDING_WINDOW, "sliding_window of 3 positions has no place .*--drop-window"),
         ("vllm", build_eagle3, {"embed_scale": 2.0}, "embeddings are scaled by 2"),
         ("speculators", partial(build_dflash_of_eight, own_output=False), {}, "no output layer of its own"),
         (
@@ -240,6 +242,20 @@ def test_what_has_no_place_in_a_format_is_refused_in_a_line(to, make, config, co
     with complains(complaint):
         export(head, to, tmp_path / "out", SERVED_CONFIG)
     assert os.listdir(tmp_path) == ["head"]
+
+
+@pytest.mark.parametrize("make", [build_eagle, build_eagle3])
+def test_without_its_window_a_head_goes_out_as_one_that_never_had_one(make, tmp_path):
+    plain, windowed = (save_with(make(), tmp_path / name, **fields) for name, fields in VERSIONS.items())
+    for head, dropped in ((plain, False), (windowed, True)):
+        export(head, "sglang", tmp_path / f"out-{dropped}", SERVED_CONFIG, drop_window=dropped)
+    read = [(tmp_path / f"out-{dropped}" / "config.json").read_text() for dropped in (False, True)]
+    assert read[0] == read[1]
+    with complains("it has no window: leave --drop-window out"):
+        export(plain, "sglang", tmp_path / "again", SERVED_CONFIG, drop_window=True)
+
+
+VERSIONS = {"plain": {}, "windowed": SLIDING_WINDOW}
 
 
 def test_a_head_of_another_target_is_refused(tmp_path):

@@ -21,6 +21,7 @@ from head_files import (
     NESTED_IDS,
     PEAGLE,
     SERVED_CONFIG,
+    SLIDING_WINDOW,
     SPECULATORS_CONFIG,
     SPECULATORS_DFLASH,
     TENSORS_WITHOUT_BIAS,
@@ -73,6 +74,7 @@ PUBLISHED = {  # the fields of configs that projects publish, with small sizes: 
         LLAMA_CONFIG | {"architectures": ["LlamaForCausalLM"], "model_type": "mixtral"},
         TENSORS_WITHOUT_BIAS,
     ),
+    "EAGLE with treespec's window": (LLAMA_CONFIG | SLIDING_WINDOW, TENSORS_WITHOUT_BIAS),
     "EAGLE of vLLM": (nest_config(truncated_vocab_size=64), in_model(EAGLE_TENSORS)),
     "EAGLE of speculators": (HASS_CONFIG, as_speculators(TENSORS_WITHOUT_BIAS)),
     "EAGLE-3 of SafeAILab": (
@@ -263,6 +265,31 @@ REFUSED = {  # what cannot be read rightly: config.json, tensors, the reason
         Z_LAB | {"use_sliding_window": True, "sliding_window": 4},
         build_dflash,
         "layer_types does not",
+    ),
+    "a window of EAGLE-1 for no layers": (
+        LLAMA_CONFIG | {"use_sliding_window": True, "sliding_window": 4},
+        TENSORS_WITHOUT_BIAS,
+        "layer_types does not",
+    ),
+    "a window of EAGLE-1 that is off": (
+        LLAMA_CONFIG | SLIDING_WINDOW | {"use_sliding_window": False},
+        TENSORS_WITHOUT_BIAS,
+        "use_sliding_window is false: delete the wrong one",
+    ),
+    "a window of EAGLE-1 without a size": (
+        LLAMA_CONFIG | SLIDING_WINDOW | {"sliding_window": None},
+        TENSORS_WITHOUT_BIAS,
+        "sliding_window is None",
+    ),
+    "windows of several layers of EAGLE-1": (
+        LLAMA_CONFIG | SLIDING_WINDOW | {"layer_types": ["sliding_attention"] * 2},
+        TENSORS_WITHOUT_BIAS,
+        r"`num_hidden_layers` \(1\) must be equal",
+    ),
+    "a window in vLLM's nested layer": (
+        nest_config(**SLIDING_WINDOW),
+        in_model(EAGLE_TENSORS),
+        r"layer_types is \['sliding_attention'\]: treespec reads",
     ),
     "few tokens without an output layer": (EAGLE3_CONFIG, CORE_TENSORS, r"lacks lm_head\.weight, the output layer"),
     "few tokens without a mapping": (EAGLE3_CONFIG, drop_tensors("d2t", "t2d"), "no d2t, which names the token"),

@@ -214,8 +214,8 @@ def mask_last_seen(seen: Tensor, window: int) -> Tensor:
         node 3 sees    |  x x  |   . x   |   . x   |     its parent is node 1
         in the window  |  . x  |   . x   |   . x   |
     """
-    seen_from_here = seen.flip(-1).cumsum(-1).flip(-1)  # seen columns from this one to the last
-    return seen & (seen_from_here <= window)
+    numbers = seen.cumsum(-1, dtype=torch.int32)  # the first column that a row sees has number 1
+    return seen & (numbers > numbers[..., -1:] - window)
 
 
 class RMSNorm(nn.RMSNorm):

@@ -125,8 +125,8 @@ def apply_window(
     hidden, seen = list_mask_numbers(dtype)
     texts, nodes, _ = mask.shape
     mask = np.concatenate([np.full((texts, nodes, free - first), seen), mask], axis=2)
-    seen_from_here = (mask == seen)[..., ::-1].cumsum(axis=2)[..., ::-1]
-    mask[seen_from_here > window] = hidden
+    numbers = (mask == seen).cumsum(axis=2)  # the first column that a node sees has number 1
+    mask[numbers <= numbers[..., -1:] - window] = hidden
     return SeenColumns(mask, first)
 
 

@@ -244,20 +244,6 @@ def test_what_has_no_place_in_a_format_is_refused_in_a_line(to, make, config, co
     assert os.listdir(tmp_path) == ["head"]
 
 
-@pytest.mark.parametrize("make", [build_eagle, build_eagle3])
-def test_without_its_window_a_head_goes_out_as_one_that_never_had_one(make, tmp_path):
-    plain, windowed = (save_with(make(), tmp_path / name, **fields) for name, fields in VERSIONS.items())
-    for head, dropped in ((plain, False), (windowed, True)):
-        export(head, "sglang", tmp_path / f"out-{dropped}", SERVED_CONFIG, drop_window=dropped)
-    read = [(tmp_path / f"out-{dropped}" / "config.json").read_text() for dropped in (False, True)]
-    assert read[0] == read[1]
-    with complains("it has no window: leave --drop-window out"):
-        export(plain, "sglang", tmp_path / "again", SERVED_CONFIG, drop_window=True)
-
-
-VERSIONS = {"plain": {}, "windowed": SLIDING_WINDOW}
-
-
 def test_a_head_of_another_target_is_refused(tmp_path):
     head = save_with(build_eagle3(), tmp_path / "head")
     complaints = {"vocab_size": "vocabulary of 64, the target's are 128", "hidden_size": "width 96"}

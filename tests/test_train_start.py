@@ -42,18 +42,6 @@ def test_a_warm_start_keeps_the_draft_vocabulary_unless_another_is_requested(con
     assert load_vocabulary(further.out, 290) is None
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_a_warm_start_keeps_the_window_unless_another_is_given(kind, config, tmp_path):
-    model = Target.load(config.target, dtype="float32")
-    config = replace(config, head=kind)
-    first = build_untrained_head(replace(config, sliding_window=5), model)
-    save_head(first, tmp_path / "first")
-    config = replace(config, from_head=f"{tmp_path}/first")
-    heads = [first, build_untrained_head(config, model), build_untrained_head(replace(config, sliding_window=7), model)]
-    assert [head.attentions[0].window for head in heads] == [5, 5, 7]
-    assert [head.config["sliding_window"] for head in heads] == [5, 5, 7]
-
-
 def test_a_head_of_another_width_is_named(config, tmp_path):
     save_head(random_head(target("llama")), tmp_path / "other")
     complaint = r"--from-head .*other is another head: its vocab_size is 64, not 290"

@@ -70,7 +70,7 @@ def build_untrained_head(config: TrainConfig, target: Target) -> Head:
 
 
 def read_windows(config: TrainConfig) -> dict[str, object]:
-    """Read the fields of the layers' windows from the head of `--from-head`, if it has as many layers; {} without one."""
+    """Read the layers' windows from the head of `--from-head`: fields of its config.json; {} if there are none."""
     if config.from_head is None or "sliding_window" not in config.training.options:
         return {}
     stored = read_head_config(find_head_folder(config.from_head))

@@ -56,7 +56,8 @@ NORM_TENSORS = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.wei
 def read_eagle(config: Config, tensors: Tensors) -> Stored:
     """Read EAGLE-1, EAGLE-2 and HASS: SafeAILab's, SGLang's, vLLM's (nested too) and speculators' formats.
 
-    The projects have no window; a config at the top level may have treespec's. The tensors decide whether `fc` and the queries have biases, and whether the head has its own output layer.
+    The tensors decide whether `fc` and the queries have biases, and whether the head has its own output layer. The
+    projects have no window; a config at the top level may have treespec's.
     """
     # 1. Move the layer's fields to the top level, and rename the tensors to SafeAILab's names.
     if SPECULATORS_KIND_FIELD in config:

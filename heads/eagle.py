@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from treespec.heads.head import Config, Embed, TargetFacts
-from treespec.heads.layers import Angles, Attend, Attention, KeyValues, Layer
+from treespec.heads.layers import Angles, Attend, Attention, KeyValues, Layer, list_layer_windows
 from treespec.heads.llama import LlamaHead
 from treespec.heads.unrolled import UnrolledAttention
 
@@ -161,6 +161,9 @@ class EagleHead(FeatureHead):
     - `qkv_bias` (false if absent): whether queries, keys and values have biases.
     - `own_output` (false if absent): whether the head has its own output layer, for
       `draft_vocab_size` tokens. Otherwise it uses the target's.
+    - `layer_types` and `sliding_window`, as for `Eagle3Head`: treespec's own fields, which no other project reads.
+
+    Raises ValueError for another layer type, and for a window that is missing.
     """
 
     kind: str = "eagle"
@@ -171,7 +174,10 @@ class EagleHead(FeatureHead):
         super().__init__(config)
         width = self.feature_size = self.hidden_size
         self.fc = nn.Linear(2 * width, width, bias=config.get("bias", True))
-        layer = Layer(self.llama, qkv_bias=config.get("qkv_bias", False), normed=False)
+        # Published configs may have the target's number of layers; the head has one.
+        (window,) = list_layer_windows(config | {"num_hidden_layers": 1})
+        qkv_bias = config.get("qkv_bias", False)
+        layer = Layer(self.llama, normed=False, qkv_bias=qkv_bias, window=window)
         self.layers = nn.ModuleList([layer])
         if config.get("own_output"):
             self.draft_first(config.get("draft_vocab_size"))

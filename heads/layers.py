@@ -151,7 +151,7 @@ class Attention(nn.Module):
         q, k, v = self.project(x, angles, context)
         if cache is not None:
             k, v = cache.update(k, v)
-        if self.window is not None:
+        if self.window is not None and k.shape[2] > self.window:
             if mask is None:
                 mask = q.new_ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
             mask = self.apply_window(mask)
@@ -162,7 +162,7 @@ class Attention(nn.Module):
 
     def apply_window(self, mask: Tensor) -> Tensor:
         """Restrict a mask [..., T, columns] to the window: the last `window` columns that each row sees."""
-        if self.window is None:
+        if self.window is None or mask.shape[-1] <= self.window:
             return mask
         return mask_last_seen(mask, self.window)
 
@@ -214,8 +214,8 @@ def mask_last_seen(seen: Tensor, window: int) -> Tensor:
         node 3 sees    |  x x  |   . x   |   . x   |     its parent is node 1
         in the window  |  . x  |   . x   |   . x   |
     """
-    seen_from_here = seen.flip(-1).cumsum(-1).flip(-1)  # seen columns from this one to the last
-    return seen & (seen_from_here <= window)
+    numbers = seen.cumsum(-1, dtype=torch.int32)  # the first column that a row sees has number 1
+    return seen & (numbers > numbers[..., -1:] - window)
 
 
 class RMSNorm(nn.RMSNorm):

@@ -106,6 +106,8 @@ def attend(queries: Tensor, steps: Sequence[AttentionColumns], window: int | Non
     rows, size = queries.shape[2:]
     pairs = steps[0].take_first(rows)
     later = steps[1:]
+    if window is not None and rows + len(later) <= window:
+        window = None  # it holds all that a row sees
     if window is not None:
         later = later[-window:]
     own_columns = [columns.take_first(rows) for columns in later]

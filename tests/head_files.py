@@ -184,6 +184,7 @@ BLOCK_FORMATS = {  # config.json, tensors of a head, the head, what it is built 
     ),
 }
 SLIDING_WINDOW = {"layer_types": ["sliding_attention"], "sliding_window": 3}
+EAGLE_WINDOW = LLAMA_CONFIG | SLIDING_WINDOW
 TWO_LAYERS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
 EAGLE31_VARIANTS = {
     "3.1": {"fc_norm": True, "norm_output": True},

@@ -8,13 +8,20 @@ import transformers as hf
 from drafters import BLOCK_TEXT, DRAFT_PATHS, draft_paths
 from head_files import write_head
 from models import GROUPED, random_model
-from reference_heads.eagle import choose_candidates, draft_by_steps, draft_eagle, draft_pard, step_mtp
+from reference_heads.eagle import (
+    choose_candidates,
+    draft_by_steps,
+    draft_eagle,
+    draft_pard,
+    step_first_eagle,
+    step_mtp,
+)
 from reference_heads.eagle_files import AUX, EAGLES, KIMI, LLAMA, MTP_LAYER, SPECULATORS_MTP, WIDTH, list_mtp
 from reference_heads.parts import Checkpoint, compare, fill, multiply
 
 from treespec.draft.drafter import Frontier
 from treespec.draft.heads.eagle import EagleProposer
-from treespec.draft.heads.loading import load_trained_head
+from treespec.draft.heads.loading import build_new_head, load_trained_head
 from treespec.draft.heads.mtp import load_mtp
 from treespec.draft.models.pard import PardProposer
 from treespec.draft.spec import DrafterSpec
@@ -66,6 +73,31 @@ def test_a_head_of_features_drafts_as_a_second_reading_says(name, tmp_path):
     found = draft_by_head(write_head(tmp_path / "head", config, tensors))
     for row, wanted in zip(found, draft_by_reference(Checkpoint(config, tensors)), strict=True):
         assert compare(row, wanted) < TOLERANCE
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("window", [None, 1, 2, 7, 8, 9, 10])
+def test_a_window_of_eagle_1_is_the_last_positions_of_a_path(window):
+    """The deepest paths of `DRAFT_PATHS` have ten positions, the text eight."""
+    target = build_target()
+    head = build_new_head("eagle", target, **set_window(window)).double()
+    head.embed_tokens = None  # the target's own, not a copy
+    tensors = fill({name: tuple(value.shape) for name, value in head.state_dict().items()})
+    head.load_state_dict(tensors)
+    head.share_embedding(target.model.get_input_embeddings().weight)
+    states = read_states().last_hidden_state[0]
+    found = draft_paths(EagleProposer(head, target), target, BLOCK_TEXT[1:], states)
+    config = head.llama.to_dict() | {"rope_theta": 1e4, "sliding_window": window}
+    step = partial(step_first_eagle, Checkpoint(config, tensors))
+    for row, path in zip(found, DRAFT_PATHS, strict=True):
+        state = draft_by_steps(step, states, target.model.get_input_embeddings().weight, FOLLOWING, path)
+        assert compare(row, state @ target.model.get_output_embeddings().weight.T) < TOLERANCE
+
+
+def set_window(window):
+    if window is None:
+        return {}
+    return {"layer_types": ["sliding_attention"], "sliding_window": window}
 
 
 def quantise(tensors, block):

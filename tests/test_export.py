@@ -13,6 +13,7 @@ from gguf import GGUFReader
 from head_files import (
     LAYER_IDS_KEY,
     SERVED_CONFIG,
+    SLIDING_WINDOW,
     YARN_ROPE,
     build_biased_eagle,
     build_dflash_of_eight,
@@ -205,6 +206,7 @@ def reading(*aux_layers):
             {"norm_before_residual": True},
             "norm_before_residual.*only vllm, speculators, gguf and mlx",
         ),
+        ("sglang", build_eagle, SLIDING_WINDOW, "sliding_window of 3 positions has no place .*--drop-window"),
         ("vllm", build_eagle3, {"embed_scale": 2.0}, "embeddings are scaled by 2"),
         ("speculators", partial(build_dflash_of_eight, own_output=False), {}, "no output layer of its own"),
         (

@@ -5,11 +5,11 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from head_files import SLIDING_WINDOW, build_eagle31
+from head_files import build_eagle31
 from models import CONFIGS, randn, random_head, random_model, seeded
 
 from treespec.draft.drafter import Frontier
-from treespec.draft.heads.host_levels import extend_mask, mask_committed_columns
+from treespec.draft.heads.host_levels import apply_window, extend_mask, mask_committed_columns
 from treespec.draft.heads.host_step import log_refusal
 from treespec.draft.heads.loading import build_proposer
 from treespec.draft.vocabulary import restrict
@@ -142,12 +142,42 @@ def test_one_call_drafts_the_logits_of_several_sequences(build_head, dtype):
         assert torch.equal(one, other)
 
 
+# By the longest text of 40 pairs: all in the window, just, not the last level, and much longer texts than windows.
+WINDOWS = [60, 56, 55, 42, 41, 9, 3, 2, 1]
+
+
+@packed
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("build_head", [random_head, build_eagle3])
+def test_one_call_drafts_within_a_window_as_the_modules(build_head, window):
+    proposer = build_packed_proposer(build_head, dtype=torch.float32, drafted=DRAFTED)
+    frontiers = list(random_frontiers(len(DRAFTED)))
+    lengths = (40, 1, 3, 9)
+    whole = draft_levels(proposer, frontiers, lengths)
+    batch = draft_batch_levels(proposer)
+    proposer.head.attentions[0].window = window
+    proposer = build_proposer(proposer.head, proposer.target)
+    assert proposer.head_step.window == window
+    modules = run_as_modules(proposer)
+    found = draft_levels(proposer, frontiers, lengths)
+    for one, other in zip(found, draft_levels(modules, frontiers, lengths), strict=True):
+        assert torch.equal(one, other)
+    found_batch = draft_batch_levels(proposer)
+    for one, other in zip(found_batch, draft_batch_levels(modules), strict=True):
+        assert torch.equal(one, other)
+
+    # The last level of the longest text stands at position 55.
+    fits = [torch.equal(one, other) for one, other in zip(found, whole, strict=True)]
+    assert fits[-1] == (window >= 56)
+    assert fits[0] == (window >= 40)
+    assert all(map(torch.equal, found_batch, batch)) == (window >= 47)
+
+
 # Heads with a part that the call does not compute, and what the log says.
 REFUSED = {
     "scaled embeddings": (partial(build_packed_proposer, config="gemma3"), "it multiplies embeddings by"),
     "scaled logits": (partial(build_packed_proposer, config="cohere"), "the output layer does more"),
     "two layers": (partial(build_packed_proposer, partial(build_eagle3, num_hidden_layers=2)), "it has 2 layers"),
-    "a window": (partial(build_packed_proposer, partial(build_eagle3, **SLIDING_WINDOW)), "has a window of"),
     "half precision": (partial(build_packed_proposer, dtype=torch.float16), "float16 is no dtype of the kernels"),
 }
 
@@ -185,6 +215,18 @@ def test_committed_columns_are_masked_from_the_end_of_the_shortest_sequence_on()
     """The drawing of `mask_committed_columns`."""
     mask = mask_committed_columns(np.array([3, 1, 2]), torch.float32)
     assert draw(mask[:, 0]) == ["xx", "..", "x."]
+
+
+def test_a_window_leaves_out_the_columns_before_the_first_that_a_node_sees():
+    """The drawing of `apply_window`; then texts of 5 and 3 columns, the second with a node at a time of its own."""
+    nothing = np.empty((1, 1, 0), dtype=np.float32)
+    level = extend_mask(nothing, [np.array([0, 0])], torch.float32)
+    mask, first = apply_window(level, 6, np.array([4]), 3, torch.float32)
+    assert (first, draw(mask[0])) == (2, ["x.", ".x"])
+    texts = extend_mask(mask_committed_columns(np.array([5, 3]), torch.float32), [np.array([0])] * 2, torch.float32)
+    mask, first = apply_window(texts, 6, np.array([5, 3]), 3, torch.float32)
+    assert (first, draw(mask[:, 0])) == (1, ["..xxx", "xx..x"])
+    assert apply_window(texts, 6, np.array([5, 3]), 6, torch.float32) == (texts, 0)
 
 
 def draw(mask):

@@ -14,6 +14,7 @@ from head_files import (
     EAGLE3_CONFIG,
     EAGLE3_TENSORS,
     EAGLE_TENSORS,
+    EAGLE_WINDOW,
     HASS_CONFIG,
     LAYER_IDS_KEY,
     LLAMA_CONFIG,
@@ -73,6 +74,7 @@ PUBLISHED = {  # the fields of configs that projects publish, with small sizes: 
         LLAMA_CONFIG | {"architectures": ["LlamaForCausalLM"], "model_type": "mixtral"},
         TENSORS_WITHOUT_BIAS,
     ),
+    "EAGLE with treespec's window": (EAGLE_WINDOW, TENSORS_WITHOUT_BIAS),
     "EAGLE of vLLM": (nest_config(truncated_vocab_size=64), in_model(EAGLE_TENSORS)),
     "EAGLE of speculators": (HASS_CONFIG, as_speculators(TENSORS_WITHOUT_BIAS)),
     "EAGLE-3 of SafeAILab": (

@@ -59,7 +59,7 @@ BUILTIN_TRAINING = {
     "eagle": Training(
         objective=f"{OBJECTIVES_MODULE}:compute_eagle_loss",
         recipe=Recipe(epochs=20, learning_rate=3e-5, weight_decay=0.01, warm_up=2000),
-        options=("bias", "unrolled_steps", "grow_at", "first_weights"),
+        options=("bias", "unrolled_steps", "grow_at", "first_weights", "sliding_window"),
     ),
     "eagle3": Training(
         objective=f"{OBJECTIVES_MODULE}:build_own_output_objective",

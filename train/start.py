@@ -26,7 +26,8 @@ from treespec.errors import InputError
 from treespec.heads.checkpoint import load_head
 from treespec.heads.eagle import EagleHead
 from treespec.heads.eagle4 import Eagle4Head
-from treespec.heads.folder import find_head_folder
+from treespec.heads.folder import find_head_folder, read_head_config
+from treespec.heads.formats.fields import select_names
 from treespec.heads.head import Head
 from treespec.heads.llama import BlockHead
 from treespec.model.target import Target
@@ -47,7 +48,7 @@ def build_untrained_head(config: TrainConfig, target: Target) -> Head:
 
     Weights that it shares with a target on another device are copied there: the target's are not moved.
     """
-    fields = config.to_head_config()
+    fields = read_windows(config) | config.to_head_config()
     if config.training.first_stage:
         fields = build_candidate_fields(config)
     device = target.output_device
@@ -69,6 +70,16 @@ def build_untrained_head(config: TrainConfig, target: Target) -> Head:
             if not weight.requires_grad and weight.device != device:
                 setattr(module, name, nn.Parameter(weight.to(device), requires_grad=False))
     return head.to(device)
+
+
+def read_windows(config: TrainConfig) -> dict[str, object]:
+    """Read the layers' windows from the head of `--from-head`: fields of its config.json; {} if there are none."""
+    if config.from_head is None or "sliding_window" not in config.training.options:
+        return {}
+    stored = read_head_config(find_head_folder(config.from_head))
+    if len(stored.get("layer_types") or ()) != config.head_layers:
+        return {}
+    return select_names(stored, ("layer_types", "sliding_window"))
 
 
 def start_head(

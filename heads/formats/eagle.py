@@ -28,6 +28,7 @@ from treespec.heads.formats.speculators import flatten_speculators
 from treespec.heads.formats.vllm import read_token_map
 from treespec.heads.formats.vocabulary import OUTPUT_TENSOR, derive_vocabulary
 from treespec.heads.head import Config, Stored, Tensors
+from treespec.heads.layers import SLIDING_ATTENTION
 from treespec.heads.registry import P_EAGLE_KIND, SPECULATORS_KIND_FIELD
 
 EAGLE = "eagle"  # model_type of a head whose own output layer would make it look like EAGLE-3
@@ -55,7 +56,8 @@ NORM_TENSORS = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.wei
 def read_eagle(config: Config, tensors: Tensors) -> Stored:
     """Read EAGLE-1, EAGLE-2 and HASS: SafeAILab's, SGLang's, vLLM's (nested too) and speculators' formats.
 
-    The tensors decide whether `fc` and the queries have biases, and whether the head has its own output layer.
+    The tensors decide whether `fc` and the queries have biases, and whether the head has its own output layer. The
+    projects have no window; a config at the top level may have treespec's.
     """
     # 1. Move the layer's fields to the top level, and rename the tensors to SafeAILab's names.
     if SPECULATORS_KIND_FIELD in config:
@@ -67,6 +69,7 @@ def read_eagle(config: Config, tensors: Tensors) -> Stored:
         config = config["model"] | fields.drop_names(config, ("model", "model_type"))
     else:
         fields.EAGLE_TABLE.check(config)
+        check_own_window(config)
     config = read_rotary(config)
     check_fusion(tensors)
 
@@ -79,6 +82,16 @@ def read_eagle(config: Config, tensors: Tensors) -> Stored:
     if OUTPUT_TENSOR not in tensors:
         return config, tensors
     return config | {"own_output": True, "model_type": EAGLE}, tensors
+
+
+def check_own_window(config: Config) -> None:
+    """Raises ValueError for fields of a window that contradict each other, or name no layers."""
+    check_window(config)
+    types = config.get("layer_types") or ()
+    if config.get("use_sliding_window") is False and SLIDING_ATTENTION in types:
+        raise ValueError(
+            f"layer_types is {types}, and use_sliding_window is false: delete the wrong one"
+        )
 
 
 def derive_fusion_bias(config: Config, tensors: Tensors) -> Config:

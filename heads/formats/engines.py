@@ -60,6 +60,12 @@ def write_eagle(head: EagleHead, served: PretrainedConfig, to: str) -> Stored:
     """
     if head.lm_head is not None:
         raise ValueError("it has an output layer of its own, for which the format has no place")
+    window = head.decoder[0].self_attn.window
+    if window is not None:
+        raise ValueError(
+            f"its sliding_window of {window} positions has no place in the format: with --drop-window it goes out "
+            "without one, and texts up to that length are drafted as before"
+        )
     return EAGLE_WRITERS[to](head, served)
 
 

@@ -15,7 +15,9 @@ from transformers import PretrainedConfig
 from treespec.errors import InputError
 from treespec.files.atomic import name_temporary, remove
 from treespec.heads.checkpoint import load_head, write_head
+from treespec.heads.eagle import FeatureHead
 from treespec.heads.folder import GGUF_FILE, check_new
+from treespec.heads.formats.fields import WINDOW_FIELDS, drop_names
 from treespec.heads.formats.gguf import write_gguf
 from treespec.heads.formats.rules import RULES
 from treespec.heads.formats.speculators import DEFAULT_DRAFT_TOKENS
@@ -61,6 +63,7 @@ def export(
     out: Path,
     served: PretrainedConfig,
     embedding: Callable[[], Tensor] | None = None,
+    drop_window: bool = False,
 ) -> Exported:
     """Export a head's directory to the format of another project.
 
@@ -75,6 +78,7 @@ def export(
             `name_or_path`.
         embedding: computes the target's embedding [V, H]. It is called if the format must store one and
             the head has none.
+        drop_window: leave out the window of an EAGLE head, for formats without one.
 
     Raises:
         InputError: for a head that the format cannot describe, for an `out` that exists or cannot be
@@ -92,6 +96,8 @@ def export(
     width = text.hidden_size
     try:
         head.check_target(text.num_hidden_layers, text.vocab_size, width, width)
+        if drop_window:
+            drop_windows(head)
         if len(head.aux_layers) not in (0, 3):
             raise ValueError(f"it reads {len(head.aux_layers)} layers, where the engines take 3")
         must_store = kind.embedded or to == "mlx"
@@ -117,6 +123,16 @@ def export(
     finally:
         remove(temporary)
     return Exported(head, compared, left_out)
+
+
+def drop_windows(head: Head) -> None:
+    """Let the layers of an EAGLE head see all positions. Raises ValueError if none has a window."""
+    attentions = head.attentions if isinstance(head, FeatureHead) else []
+    if not any(attention.window for attention in attentions):
+        raise ValueError("it has no window: leave --drop-window out")
+    for attention in attentions:
+        attention.window = None
+    head.config = drop_names(head.config, WINDOW_FIELDS)
 
 
 def leave_out_mask_token(head: Head, to: str) -> int | None:

@@ -203,12 +203,17 @@ MASK_TOKEN_FIELDS = (
     "pard_token",
 )  # names of the mask token, in vLLM's order
 
-EAGLE_TABLE = ONE_LAYER_TABLE.extend(
+EAGLE_PROJECTS_TABLE = ONE_LAYER_TABLE.extend(
     used=("bias", "own_output", "draft_vocab_size", "truncated_vocab_size", "eagle_fc_bias"),
     only={"is_causal": (True,)},
 )
-EAGLE_NESTED_TABLE = FieldTable(  # vLLM's config with the layer in `model`; a field outside counts
-    EAGLE_TABLE.used, EAGLE_TABLE.unused, EAGLE_TABLE.only, {"model": EAGLE_TABLE}
+EAGLE_NESTED_TABLE = EAGLE_PROJECTS_TABLE.extend(
+    nested={"model": EAGLE_PROJECTS_TABLE}  # vLLM's layer; a field outside counts
+)
+EAGLE_TABLE = FieldTable(  # with treespec's own window
+    EAGLE_PROJECTS_TABLE.used.union(WINDOW_FIELDS),
+    EAGLE_PROJECTS_TABLE.unused,
+    drop_names(EAGLE_PROJECTS_TABLE.only, WINDOW_FIELDS),
 )
 EAGLE_CONFIG_TABLE = (
     FieldTable(  # SGLang's, TensorRT-LLM's and ModelOpt's, within an EAGLE-3 head's

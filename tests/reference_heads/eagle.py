@@ -118,6 +118,16 @@ def step_eagle(checkpoint: Checkpoint, attention, features: Tensor, embedded: Te
     return x, state
 
 
+def step_first_eagle(checkpoint: Checkpoint, features: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+    """As `step_eagle`, by EAGLE-1 (2401.15077): `fc` of both, then a layer without a norm before its attention."""
+    config, tensors = checkpoint
+    x = multiply(tensors, "fc", torch.cat([embedded, features], dim=-1))
+    x = x + attend_plainly(checkpoint, "layers.0.self_attn", x)
+    normed = normalise(tensors, "layers.0.post_attention_layernorm", x, config["rms_norm_eps"])
+    x = x + feed_forward(tensors, "layers.0.mlp", normed)
+    return x, x
+
+
 def step_mtp(checkpoint: Checkpoint, states: Tensor, embedded: Tensor, hidden_first: bool) -> tuple[Tensor, Tensor]:
     """As `step_eagle`, by an MTP layer. hidden_first: FastMTP's order of the two inputs; speculators has the other."""
     config, tensors = checkpoint

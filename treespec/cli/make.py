@@ -140,6 +140,10 @@ class ExportConfig(TargetOptions):
         choices=ENGINE_HELP,
     )
     out: str = option("new folder to write")
+    drop_window: bool = option(
+        "leave out the head's window, for a format without one: it drafts as before up to that length",
+        False,
+    )
     push: str | None = option("ORG/NAME: write it to that repository of the hub, too", None)
     license: str | None = option("the head's licence, for its card", None)
     dry_run: bool = option("with --push: print the card and the files, and push nothing", False)
@@ -183,7 +187,7 @@ def export(config: ExportConfig) -> None:
     remove_leftovers(folder.parent)
     target_config = load_config(config.target, config.placement)
     target_config.name_or_path = name_elsewhere(config.target)
-    exported = write(head, config.to, folder, target_config, embedding)
+    exported = write(head, config.to, folder, target_config, embedding, config.drop_window)
     end_notice()
     print_export(config, exported, source)
     command = build_serve_command(config.to, exported.head, target_config, folder)

@@ -176,7 +176,7 @@ def run_head_step(
         arrays: of the nodes.
         table: [2, positions, turned numbers] cos and sin.
         mask: [B, N, U] additive, of the last U columns, as integers of the dtype's size; all nodes see the columns
-            before them. N: the most nodes of a text.
+            before them, from the first on that is attended to. N: the most nodes of a text.
         columns: of the layer.
 
     Raises:
@@ -228,6 +228,7 @@ def run_head_step(
         angle_width=cos.shape[1],
         columns=columns.end,
         capacity=columns.keys.shape[2],
+        first_column=columns.first,
         free_columns=columns.end - masked_columns,
         threads=count_threads(),
     )

@@ -280,7 +280,7 @@ typedef struct {
   const void *mask;                    // as in `Forward`
   void *keys, *values, *states;        // as in `Cache`; [R, hidden]
   void *last, *logits;                 // [rows, hidden], [rows, drafted tokens]
-  int64_t texts, n, rows, turned, columns, capacity, free, threads;  // n: the most nodes of a text
+  int64_t texts, n, rows, turned, columns, capacity, first, free, threads;  // n: the most nodes of a text
 } HeadNodes;
 
 // Copies a row [hidden], normed if the head has that norm.
@@ -322,7 +322,7 @@ int head_step(const HeadStep *head, const HeadNodes *nodes) {
     .starts = nodes->starts, .texts = nodes->texts, .n = n, .turned = nodes->turned, .masked = masked,
     .ab = n * nodes->turned, .an = nodes->turned, .mb = n * masked, .mn = masked, .threads = nodes->threads,
   };
-  Cache c = {nodes->keys, nodes->values, nodes->columns, nodes->capacity, 0};
+  Cache c = {nodes->keys, nodes->values, nodes->columns, nodes->capacity, nodes->first};
   input.threads = output.threads = nodes->threads;
   int failed = input.weight ? linear(&input, pairs, x, all) : DONE;
   if (!failed) failed = layers(a, &c, 1, &f);
@@ -342,7 +342,7 @@ int head_step(const HeadStep *head, const HeadNodes *nodes) {
   return failed;
 }
 
-enum { ABI = 3 };  // counted up when a structure or a parameter changes, here and in structs.py
+enum { ABI = 4 };  // counted up when a structure or a parameter changes, here and in structs.py
 
 // Writes the sizes [7] of the structures in bytes; returns the ABI.
 int describe_abi(int64_t *sizes) {

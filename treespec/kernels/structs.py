@@ -8,7 +8,7 @@ from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
 from typing import Any
 
 # Of kernels.c and layer.c; both sides count it up when a structure or a parameter changes.
-ABI_VERSION = 3
+ABI_VERSION = 4
 LAYER_PRODUCTS = 7  # queries, keys, values, output, gate, up, down
 LAYER_NORMS = 4  # before attention, before the MLP, of queries, of keys
 HEAD_NORMS = 3  # of embeddings, of features, of states
@@ -93,7 +93,7 @@ class HeadNodesStruct(ctypes.Structure):
         list_fields(c_void_p, "tokens parents positions starts drafted vocabulary")
         + list_fields(c_void_p, "features cos sin mask keys values states drafted_states logits")
         + list_fields(c_int64, "texts nodes drafted_nodes angle_width columns capacity")
-        + list_fields(c_int64, "free_columns threads")
+        + list_fields(c_int64, "first_column free_columns threads")
     )
 
 

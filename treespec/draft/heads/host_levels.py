@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import final
+from typing import NamedTuple, final
 
 import numpy as np
 import torch
@@ -75,6 +75,61 @@ def extend_mask(above: np.ndarray, parents: Sequence[np.ndarray], dtype: torch.d
     return mask
 
 
+class SeenColumns(NamedTuple):
+    """What the nodes of a step see.
+
+    Attributes:
+        mask: [B, F, U] additive, of the last U columns; all nodes see the columns before them, from `first` on.
+        first: the first column that a node sees.
+    """
+
+    mask: np.ndarray
+    first: int
+
+
+def apply_window(
+    mask: np.ndarray, end: int, positions: np.ndarray, window: int | None, dtype: torch.dtype
+) -> SeenColumns:
+    """Leaves each node the last `window` columns of those that it sees; None: all of them.
+
+    A window of 3. Both nodes stand at position 4, behind columns 0 to 3, and see themselves. No column needs a mask but
+    the nodes' own:
+
+        columns    0 1 2 3 | 4 5
+        a          . . x x | x .
+        b          . . x x | . x
+
+    Nodes at several positions have several first columns. Then the mask begins with the lowest one.
+
+    Args:
+        mask: [B, F, U] additive, of the last U columns; all nodes see the columns before them.
+        end: number of all columns.
+        positions: int64, of the nodes.
+        window: number of positions that a node sees, its own included.
+        dtype: of the mask.
+    """
+    if window is None:
+        return SeenColumns(mask, 0)
+    numbers = positions.tolist()
+    highest = max(numbers)
+    if highest < window:
+        return SeenColumns(mask, 0)
+
+    # 1. Columns before the first of all nodes are left out.
+    free = end - mask.shape[2]
+    first = min(max(0, min(numbers) + 1 - window), free)
+    if highest - first < window:
+        return SeenColumns(mask, first)
+
+    # 2. The others are hidden from nodes that see too many columns after them.
+    hidden, seen = list_mask_numbers(dtype)
+    texts, nodes, _ = mask.shape
+    mask = np.concatenate([np.full((texts, nodes, free - first), seen), mask], axis=2)
+    numbers = (mask == seen).cumsum(axis=2)  # the first column that a node sees has number 1
+    mask[numbers <= numbers[..., -1:] - window] = hidden
+    return SeenColumns(mask, first)
+
+
 def list_starts(counts: Sequence[int]) -> np.ndarray:
     """Returns [B + 1] int64: the first node of each text, then the number of all nodes. counts: nodes of each text."""
     starts = np.zeros(len(counts) + 1, dtype=np.int64)
@@ -119,8 +174,9 @@ class HostLevels:
 
     def read_pairs(self, pairs: Sequence[WaitingPairs]) -> list[Tensor]:
         """Reads new pairs of each sequence. Returns [1, N] draft logits of each root's children."""
-        # 1. The pairs of a sequence are a chain after its earlier ones.
+        # 1. The pairs of a sequence are a chain after its earlier ones. Levels of the last cycle are dropped.
         cache = self.cache
+        cache.write_after(0)
         dtype = self.step.dtype
         batch = len(pairs)
         lengths = np.array(cache.lengths)
@@ -134,9 +190,9 @@ class HostLevels:
             mask = np.concatenate(parts, axis=2)
         numbers = count_from_zero(int(starts[-1]))
         positions = numbers + (lengths - starts[:-1]).repeat(counts)
+        mask, first = self.apply_window(mask, positions)
 
         # 2. The step.
-        cache.write_after(0)  # drops the levels of the last cycle
         output = self.step.run(
             tokens=join_rows([row.tokens for row in pairs]),
             vocabulary=None,
@@ -148,6 +204,7 @@ class HostLevels:
             mask=mask,
             store=cache.tree_layers[0],
             drafted=starts[1:] - 1,
+            first=first,
         )
 
         # 3. They stay in the cache; the roots are the frontiers.
@@ -169,6 +226,7 @@ class HostLevels:
         # 2. The step. Its columns stay in the cache until the next cycle.
         store = self.cache.tree_layers[0]
         starts = list_starts(counts)
+        mask, first = self.apply_window(self.mask, self.positions)
         output = self.step.run(
             tokens=tokens,
             vocabulary=self.vocabulary,
@@ -177,15 +235,21 @@ class HostLevels:
             positions=self.positions.repeat(counts),
             starts=starts,
             table=self.table,
-            mask=self.mask,
+            mask=mask,
             store=store,
             drafted=count_from_zero(len(tokens)),
+            first=first,
         )
         store.advance(max(counts))
         self.states = output.states
         self.starts = starts
         self.positions = self.positions + 1
         return list(output.logits.split(sizes))
+
+    def apply_window(self, mask: np.ndarray, positions: np.ndarray) -> SeenColumns:
+        """As the function, for nodes in the next columns of the cache. mask: [B, F, U]."""
+        end = self.cache.tree_layers[0].length + mask.shape[1]
+        return apply_window(mask, end, positions, self.step.window, self.step.dtype)
 
 
 def join_rows(rows: Sequence[Tensor]) -> Tensor:

@@ -1,8 +1,8 @@
 """Finds the step of an EAGLE head as one C call, for heads all of whose parts the call computes.
 
 The call computes one decoder layer, EAGLE-1's or EAGLE-3's, of a head that is packed for a CPU. The layer may have
-biases, and norms of queries and keys; the head may have EAGLE-3.1's norms, a draft vocabulary, and an output layer.
-Any other head, as one with a window or with several layers, runs module by module; the bits are the same.
+biases, a window, and norms of queries and keys; the head may have EAGLE-3.1's norms, a draft vocabulary, and an output
+layer. Any other head, as one with several layers, runs module by module; the bits are the same.
 """
 
 import logging
@@ -33,7 +33,7 @@ def find_head_step(head: Any, target: Target) -> HeadStep | None:
     head: attached to the target.
     """
     try:
-        return HeadStep(read_head(head, target))
+        return HeadStep(read_head(head, target), head.decoder[0].self_attn.window)
     except (UnfusableError, KernelInputError) as error:
         log_refusal(type(head).__name__, str(error))
         return None
@@ -99,8 +99,6 @@ def read_fused_layer(layer: Any) -> LayerWeights:
     forward = vars(layer).get("forward")
     if not isinstance(forward, FusedHeadForward):
         raise UnfusableError("its layer does not run as one C call")
-    if layer.self_attn.window is not None:
-        raise UnfusableError(f"its attention has a window of {layer.self_attn.window} positions")
     if layer._forward_hooks or layer._forward_pre_hooks or not forward.parts.is_unchanged():
         raise UnfusableError("its layer has hooks, or other parts than when it was fused")
     (weights,) = forward.stack.layers

@@ -21,13 +21,15 @@ class HeadStep:
 
     Attributes:
         weights: of the step.
+        window: positions that a node sees, its own included; None: all.
         dtype: of embedding, features, states and logits.
     """
 
-    def __init__(self, weights: HeadWeights) -> None:
+    def __init__(self, weights: HeadWeights, window: int | None = None) -> None:
         """Raises KernelInputError if the sizes or dtypes of the weights do not fit together."""
         weights.check()
         self.weights = weights
+        self.window = window
         self.dtype = weights.layer.dtype
 
     def run(
@@ -42,6 +44,7 @@ class HeadStep:
         mask: np.ndarray,
         store: TreeLayer,
         drafted: np.ndarray,
+        first: int = 0,
     ) -> StepOutput:
         """Run the step over R nodes of B texts, those of each text together; each text has at most N.
 
@@ -56,9 +59,10 @@ class HeadStep:
             starts: [B + 1] int64, the first node of each text, then R.
             table: [2, positions, R] cos and sin.
             mask: [B, N, U] additive, of the last U columns, as integers of the dtype's size; all nodes see the
-                columns before them.
+                columns before them, from `first` on.
             store: the cache of the layer.
             drafted: [D] int64, the nodes whose logits are computed.
+            first: the first column that is attended to.
         """
         batch, most_nodes, _ = mask.shape
         columns = reserve_columns(store, self.weights.layer, batch, most_nodes)
@@ -70,5 +74,5 @@ class HeadStep:
             NodeArrays(parents, positions, starts, drafted),
             table,
             mask,
-            columns,
+            columns._replace(first=first),
         )

@@ -42,6 +42,7 @@ MAY_CHANGE = RUN_LENGTH_OPTIONS | {
     "recipe",  # its values are compared
     "out",
     "license",
+    "features_from",  # the same features
 }
 
 

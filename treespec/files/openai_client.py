@@ -157,12 +157,14 @@ def open_request(
     return urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=timeout)
 
 
-def find_served_model(address: str) -> str:
-    """Ask a server for the name of its first model. address: such as http://localhost:8000/v1.
+def find_served_model(address: str, timeout: float = ENDPOINT_TIMEOUT_SECONDS) -> str:
+    """Ask a server for the name of its first model.
+
+    address: such as http://localhost:8000/v1. timeout: as for `open_request`.
 
     Raises as `stream_chat_completion` does.
     """
-    with open_request(f"{address}/models") as reply:
+    with open_request(f"{address}/models", timeout=timeout) as reply:
         try:
             return json.loads(reply.read())["data"][0]["id"]
         except (LookupError, TypeError) as error:

@@ -224,7 +224,7 @@ def test_a_server_with_other_states_is_refused_with_its_command(config, server, 
     server.layers = layers
     refusal = read_refusal(config)
     assert said in refusal
-    assert '"eagle_aux_hidden_state_layer_ids": [0, 1, 2, 3]' in refusal
+    assert '"eagle_aux_hidden_state_layer_ids":[0,1,2,3]' in refusal
 
 
 @pytest.mark.parametrize("changes, seed", [({}, 5), ({"rope_theta": 50.0}, 0)])

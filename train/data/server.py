@@ -141,7 +141,12 @@ class StateServer:
                 f"writes {path}, and this machine has no such folder: train on the server's machine, or share "
                 "the folder under the same path"
             )
-        content = read_finished_file(path)
+        try:
+            content = read_finished_file(path)
+        except PermissionError as error:
+            raise self.build_error(
+                f"writes {path}, which this user may not read: run both as one user"
+            ) from error
         states = content.get("hidden_states")
         ids = content.get("token_ids")
         if states is None or ids is None or states.ndim != 3:
@@ -230,8 +235,8 @@ def build_serve_command(target: str, layers: Sequence[int]) -> str:
         "kv_connector_extra_config": {"shared_storage_path": SERVER_FOLDER},
     }
     words = ["vllm", "serve", os.path.expanduser(target), "--no-enable-chunked-prefill"]
-    words += ["--speculative-config", json.dumps(extraction)]
-    words += ["--kv-transfer-config", json.dumps(connector)]
+    for option, fields in (("speculative", extraction), ("kv-transfer", connector)):
+        words += [f"--{option}-config", json.dumps(fields, separators=(",", ":"))]
     return shlex.join(words)
 
 

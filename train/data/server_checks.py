@@ -161,9 +161,9 @@ def check_layers(
         if model is None:
             compared = []
         else:
-            for column, layer in enumerate(compared):
-                distances = measure_distances(model, column, probes, answers)
-                check_nearest(server, layer, distances)
+            distances = measure_distances(model, len(compared), probes, answers)
+            for layer, distances_of_column in zip(compared, distances, strict=True):
+                check_nearest(server, layer, distances_of_column)
     lines = []
     if compared:
         lines.append(f"layers {', '.join(map(str, compared))} compared with the target's")
@@ -194,9 +194,9 @@ def check_nearest(server: StateServer, layer: int, distances: Tensor) -> None:
 
 
 def measure_distances(
-    model: nn.Module, column: int, probes: Sequence[Tensor], answers: Sequence[ServedStates]
+    model: nn.Module, columns: int, probes: Sequence[Tensor], answers: Sequence[ServedStates]
 ) -> Tensor:
-    """Measure [layers] the mean relative distance of a column of the server's states to each layer's input.
+    """Measure [columns, layers] the mean relative distance of the server's first columns to each layer's input.
 
     model: the target's first layers. probes, answers: as for `check_layers`.
     """
@@ -204,9 +204,9 @@ def measure_distances(
     for tokens, answer in zip(probes, answers, strict=True):
         output = model(input_ids=tokens[None], use_cache=False, output_hidden_states=True)
         inputs = torch.stack(output.hidden_states[:-1])[:, 0].float()  # [layers, T, H]
-        served = answer.states[:, column].float()
-        lengths = inputs.norm(dim=-1).clamp_min(1e-9)
-        sums = sums + ((inputs - served).norm(dim=-1) / lengths).mean(-1)
+        served = answer.states[:, :columns].float().transpose(0, 1)  # [columns, T, H]
+        differences = (inputs - served[:, None]).norm(dim=-1)  # [columns, layers, T]
+        sums = sums + (differences / inputs.norm(dim=-1).clamp_min(1e-9)).mean(-1)
     return sums / len(probes)
 
 

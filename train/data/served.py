@@ -19,7 +19,7 @@ from treespec.train.data.server import connect
 from treespec.train.data.server_checks import (
     TOP_TOKENS,
     check_layers,
-    check_width,
+    check_state_width,
     choose_probes,
     find_final_norm,
     is_last_state_normed,
@@ -61,7 +61,7 @@ def serve_features(
     answers = []
     for probe in probes:
         answer = server.request_states(probe, TOP_TOKENS)
-        check_width(server, answer.states, target)
+        check_state_width(server, answer.states, target)
         answers.append(answer)
     is_normed = is_last_state_normed(server, target, norm, answers)
     if accelerator.is_main_process:

@@ -31,14 +31,14 @@ from torch import Tensor
 from treespec.errors import InputError
 from treespec.files.openai_client import (
     FIRST_ANSWER_SECONDS,
+    REQUEST_TRIES,
+    RETRY_PAUSE_SECONDS,
     describe_error,
     find_served_model,
     open_request,
 )
 
 MAX_REQUESTS = 8  # at a time
-REQUEST_TRIES = 6
-RETRY_PAUSE_SECONDS = 1.0  # pause before the first retry of a request, doubled each time
 TEMPORARY_STATUSES = {
     408,
     429,
@@ -208,7 +208,7 @@ def connect(url: str, target: str, layers: tuple[int, ...]) -> StateServer:
     address = url.rstrip("/")
     if not address.endswith("/v1"):
         address += "/v1"
-    command = build_serve_command(target, layers)
+    command = build_vllm_command(target, layers)
     try:
         model = find_served_model(address, FIRST_ANSWER_SECONDS)
     except HTTPError as error:
@@ -222,7 +222,7 @@ def connect(url: str, target: str, layers: tuple[int, ...]) -> StateServer:
     return StateServer(address=address, model=model, layers=layers, command=command)
 
 
-def build_serve_command(target: str, layers: Sequence[int]) -> str:
+def build_vllm_command(target: str, layers: Sequence[int]) -> str:
     """Build the command that starts a vLLM server which writes the hidden states that enter `layers`."""
     extraction = {
         "method": "extract_hidden_states",

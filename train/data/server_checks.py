@@ -24,7 +24,7 @@ from treespec.train.config import TrainConfig
 from treespec.train.data.server import ServedStates, StateServer
 from treespec.train.machine import count_weight_bytes
 
-PROBES = 6  # conversations
+MAX_PROBES = 6  # conversations
 PROBE_TOKENS = 48  # at most, of each; fewer for some, so that the next tokens differ
 TOP_TOKENS = 5  # likeliest next tokens whose log-probabilities are compared
 MAX_LOGPROB_GAP = 0.5  # in nats; a logit of 30 in bfloat16 is rounded by 0.06
@@ -37,12 +37,12 @@ MEMORY_SHARE = 0.5  # of the free memory, for the first layers
 def choose_probes(rows: Sequence[Tensor]) -> list[Tensor]:
     """Choose the beginnings of some conversations, each a token shorter than the one before."""
     probes = []
-    for number, row in enumerate(rows[:PROBES]):
+    for number, row in enumerate(rows[:MAX_PROBES]):
         probes.append(row[: max(2, min(PROBE_TOKENS, len(row) - 1) - number)])
     return probes
 
 
-def check_width(server: StateServer, states: Tensor, target: Target) -> None:
+def check_state_width(server: StateServer, states: Tensor, target: Target) -> None:
     """Raises InputError if the states have another width than the target's."""
     if states.shape[-1] != target.feature_width:
         raise server.build_error(

@@ -15,6 +15,8 @@ from treespec.files.printable import to_one_line
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"  # environment variable that holds the server's API key
 ENDPOINT_TIMEOUT_SECONDS = 600.0  # without a byte from the server
+REQUEST_TRIES = 6
+RETRY_PAUSE_SECONDS = 1.0  # pause before the first retry of a request, doubled each time
 FIRST_ANSWER_SECONDS = 20.0  # for the first answer of a server, before anything is loaded
 ENDPOINT_ERRORS = (
     OSError,

@@ -126,7 +126,8 @@ def server(model_folder, tmp_path, monkeypatch):
 
 @pytest.fixture
 def config(config, server, tmp_path):
-    return replace(config, head="eagle3", aux_layers="0,1,2", draft_vocab=64, features_from=server.url)
+    options = {"head": "eagle3", "aux_layers": "0,1,2", "draft_vocab": 64, "max_steps": 4}
+    return replace(config, **options, features_from=server.url)
 
 
 def read_all(config):
@@ -140,7 +141,7 @@ def test_a_head_of_served_states_is_that_of_own_states(config, server, tmp_path,
     train_to_end(config)
     said = capsys.readouterr().out
     assert "loading the whole target" not in said
-    assert "layers 0, 1, 2 compared with the target's; the last leads to the server's own next tokens" in said
+    assert "the last leads to the server's own next tokens; layers 0, 1, 2 compared with the target's" in said
     assert config.features == f"{config.out}-features"
     close(read_all(config), read_all(own), 1e-4)
     for name, value in load_weights(own).items():
@@ -233,6 +234,14 @@ def test_a_server_of_another_model_is_refused(config, server, changes, seed, mod
     other.update({"rope_parameters": {"rope_type": "default", **changes}} if changes else {})
     server.model = random_model(other, seed=seed)
     assert re.search("whose .*another model", read_refusal(config))
+
+
+def test_layers_that_do_not_fit_the_memory_are_named(config, monkeypatch, capsys):
+    monkeypatch.setattr("treespec.train.data.server_checks.free_memory", lambda: 0)
+    train_until_killed(config, 1)
+    said = capsys.readouterr().out
+    assert "layers 0, 1, 2 are not compared" in said
+    assert "see that the server runs as   vllm serve" in said
 
 
 def test_without_a_server_the_run_says_how_to_start_one(config):

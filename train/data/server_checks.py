@@ -164,16 +164,16 @@ def check_layers(
             distances = measure_distances(model, len(compared), probes, answers)
             for layer, distances_of_column in zip(compared, distances, strict=True):
                 check_nearest(server, layer, distances_of_column)
-    lines = []
+    lines = ["the last leads to the server's own next tokens"]
     if compared:
         lines.append(f"layers {', '.join(map(str, compared))} compared with the target's")
     rest = [layer for layer in aux_layers if layer not in compared]
     if rest:
         names = ", ".join(map(str, rest))
         lines.append(
-            f"layers {names} are not compared, for want of memory: the server must run as {server.command}"
+            f"layers {names} are not compared, since the target's layers up to there do not fit half of the free "
+            f"memory, or do not load alone: see that the server runs as   {server.command}"
         )
-    lines.append("the last leads to the server's own next tokens")
     accelerator.print(f"hidden states of {server.address}, {server.model}: {'; '.join(lines)}")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from treespec.api.options import TargetOptions
 from treespec.errors import InputError
 from treespec.files.atomic import check_folder
+from treespec.files.openai_client import check_address
 from treespec.heads.training import Recipe, Training
 from treespec.options import (
     DTYPE_ALIASES,
@@ -83,6 +84,11 @@ class TrainConfig(TargetOptions, Eagle3Options):
         "go on from the weights of this trained head: a directory, a hub id or demo", None
     )
     features: str | None = option("cache the target's hidden states in this directory", None)
+    features_from: str | None = option(
+        "URL of a vLLM server with its hidden-state connector: it computes the hidden states, and the target is not "
+        "loaded; if none answers, the run prints the command that starts one; --features is OUT-features by default",
+        None,
+    )
     epochs: int | None = option(
         "passes over the data; default: the kind's recipe", None, least=1, most=MAX_COUNT
     )
@@ -245,6 +251,8 @@ class TrainConfig(TargetOptions, Eagle3Options):
         if self.norm_before_fc and self.fc_norm:
             raise InputError("--norm-before-fc and --fc-norm exclude each other: give one of them")
         self.check_from_head()
+        if self.features_from is not None:
+            self.set_served_features(self.features_from)
         layers = self.list_aux_layers()
         if sorted(set(layers)) != layers:
             raise InputError(
@@ -271,6 +279,17 @@ class TrainConfig(TargetOptions, Eagle3Options):
             raise InputError("--from-head brings first weights: leave --first-weights out")
         if self.training.first_stage and self.sliding_window is not None:
             raise InputError("--from-head brings the layer's window: leave --sliding-window out")
+
+    def set_served_features(self, url: str) -> None:
+        """Choose the folder of features that a server computes. Raises InputError for what a server cannot do."""
+        check_address("--features-from", url)
+        if self.load_in is not None:
+            raise InputError(
+                f"--load-in {self.load_in} changes the weights here, and not the server's: leave it out with "
+                "--features-from"
+            )
+        if self.features is None:
+            object.__setattr__(self, "features", f"{Path(self.out)}-features")
 
     def set_published(self) -> None:
         """Set the published values of options that are not set."""

@@ -43,6 +43,7 @@ MAY_CHANGE = RUN_LENGTH_OPTIONS | {
     "out",
     "license",
     "recompute",  # the same numbers, computed again
+    "features_from",  # the same features
 }
 
 

@@ -7,10 +7,10 @@ state.
 import hashlib
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import NamedTuple, TypeAlias, final
 
 from accelerate import Accelerator
 from safetensors import safe_open
@@ -23,6 +23,7 @@ from treespec.model.identity import identify_target
 from treespec.model.target import Target
 from treespec.train.config import TrainConfig
 from treespec.train.data.batches import pad_rows
+from treespec.train.data.served import serve_features
 from treespec.train.machine import whole
 from treespec.train.progress import PhaseProgress
 
@@ -31,6 +32,8 @@ PIECE_BYTES = 512 << 20  # features in memory before they are written
 PIECE_SECONDS = 30.0  # a kill loses no more than the work of this time
 FEATURES_FORMAT = 3
 SHARD_NAMES = "features-*.safetensors"
+# (tokens [T] of each conversation, numbers of those to compute) -> (number as a string, features [T, F]) of each
+FeatureSource: TypeAlias = Callable[[Sequence[Tensor], Sequence[int]], Iterable[tuple[str, Tensor]]]
 
 
 @final
@@ -151,7 +154,8 @@ def store(
     Args:
         config: the run's options. The shards lie below --features, in a folder named by a digest of all that the
             features depend on; those of held-out conversations in a folder within.
-        target: the target, or its ends; then the whole target is loaded if a shard is missing.
+        target: the target, or its ends; then the whole target is loaded if a shard is missing, unless
+            --features-from names a server.
         rows: the tokens [T] of each conversation to train on.
         held_out_rows: those of the held-out conversations. Features of those that validations read are stored.
         aux_layers: the target layers whose inputs the head reads.
@@ -161,7 +165,7 @@ def store(
         The features of the conversations to train on, and of the held-out ones.
 
     Raises:
-        InputError: if the disk has too little space.
+        InputError: if the disk has too little space, and for a server that does not serve the target's states.
     """
     # 1. The folders, and the size of the features.
     assert config.features is not None
@@ -195,13 +199,37 @@ def store(
             check_room(folder, missing_bytes)
         accelerator.wait_for_everyone()
         if any(list_share(shards, accelerator) for shards in missing):
-            with whole(target, config, accelerator, "store its features") as full:
-                full.check_aux_layers(aux_layers)
+            with open_source(config, target, aux_layers, parts, accelerator) as source:
                 for part, shards in zip(parts, missing, strict=True):
-                    store_shards(config, full, part, aux_layers, shards, accelerator)
+                    store_shards(source, part, shards, accelerator)
         accelerator.wait_for_everyone()
     train_part, held_out_part = parts
     return train_part.stored, held_out_part.stored
+
+
+@contextmanager
+def open_source(
+    config: TrainConfig,
+    target: Target,
+    aux_layers: tuple[int, ...],
+    parts: Sequence[FeaturePart],
+    accelerator: Accelerator,
+) -> Iterator[FeatureSource]:
+    """Context manager: yield what computes features: the server of --features-from, or the whole target.
+
+    Arguments as for `store`. parts: all conversations.
+    """
+    if config.features_from is not None:
+        rows = [row for part in parts for row in part.rows]
+        yield serve_features(config, target, aux_layers, rows, accelerator)
+        return
+    with whole(target, config, accelerator, "store its features") as full:
+        full.check_aux_layers(aux_layers)
+
+        def compute(rows: Sequence[Tensor], numbers: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
+            return compute_features(full, rows, aux_layers, numbers, config.forward_size)
+
+        yield compute
 
 
 def check_room(folder: Path, needed_bytes: int) -> None:
@@ -221,10 +249,8 @@ def list_share(shards: dict[int, list[int]], accelerator: Accelerator) -> list[i
 
 
 def store_shards(
-    config: TrainConfig,
-    target: Target,
+    source: FeatureSource,
     part: FeaturePart,
-    aux_layers: tuple[int, ...],
     missing: dict[int, list[int]],
     accelerator: Accelerator,
 ) -> None:
@@ -234,10 +260,8 @@ def store_shards(
     run that is killed goes on from its last piece.
 
     Args:
-        config: the run's options.
-        target: the whole target.
+        source: computes the features.
         part: the conversations.
-        aux_layers: the target layers whose inputs the head reads.
         missing: the conversations to store, by shard.
         accelerator: the processes.
     """
@@ -249,9 +273,7 @@ def store_shards(
         pieces = bool(part.stored.list_files(shard))
         piece: dict[str, Tensor] = {}
         started = time.monotonic()
-        for name, row in compute_features(
-            target, part.rows, aux_layers, numbers, config.forward_size
-        ):
+        for name, row in source(part.rows, numbers):
             piece[name] = row
             stored_tokens += len(row)
             progress.update(stored_tokens)

@@ -12,14 +12,18 @@ from typing import Any
 
 from treespec.api.engine import Engine
 from treespec.errors import InputError
-from treespec.files.openai_client import EndpointReply, describe_error, stream_chat_completion
+from treespec.files.openai_client import (
+    REQUEST_TRIES,
+    RETRY_PAUSE_SECONDS,
+    EndpointReply,
+    describe_error,
+    stream_chat_completion,
+)
 from treespec.text.turns import split_thought
 from treespec.train.regenerate.config import RegenerateConfig
 
 Messages = list[dict[str, str]]
 
-REQUEST_TRIES = 6
-RETRY_PAUSE_SECONDS = 1.0  # pause before the first retry of a request, doubled each time
 REFUSED_STATUSES = {400, 413, 422}  # HTTP statuses that refuse this conversation only
 FOR_GOOD = {401, 403, 404}  # HTTP statuses that refuse every request; after others we retry
 CHARACTERS_PER_TOKEN = 4  # estimate, because only the server has the tokenizer

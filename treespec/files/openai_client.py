@@ -15,6 +15,8 @@ from treespec.files.printable import to_one_line
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"  # environment variable that holds the server's API key
 ENDPOINT_TIMEOUT_SECONDS = 600.0  # without a byte from the server
+REQUEST_TRIES = 6
+RETRY_PAUSE_SECONDS = 1.0  # pause before the first retry of a request, doubled each time
 FIRST_ANSWER_SECONDS = 20.0  # for the first answer of a server, before anything is loaded
 ENDPOINT_ERRORS = (
     OSError,
@@ -157,12 +159,14 @@ def open_request(
     return urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=timeout)
 
 
-def find_served_model(address: str) -> str:
-    """Ask a server for the name of its first model. address: such as http://localhost:8000/v1.
+def find_served_model(address: str, timeout: float = ENDPOINT_TIMEOUT_SECONDS) -> str:
+    """Ask a server for the name of its first model.
+
+    address: such as http://localhost:8000/v1. timeout: as for `open_request`.
 
     Raises as `stream_chat_completion` does.
     """
-    with open_request(f"{address}/models") as reply:
+    with open_request(f"{address}/models", timeout=timeout) as reply:
         try:
             return json.loads(reply.read())["data"][0]["id"]
         except (LookupError, TypeError) as error:

@@ -1,7 +1,8 @@
 """Loading a model from a directory or hub id: a weight that its files lack is an error."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -48,6 +49,8 @@ IGNORABLE_BUFFERS = (
 )
 # Layers that predict further tokens (MTP), and parts of a multimodal model that a text model lacks.
 OTHER_PARTS_PATTERN = r"(^|\.)mtp[._]|(^|\.)(vision|visual|audio|multi_modal|multimodal)\w*\."
+# Fields of a config that tell its number of layers, in the order in which they may shrink.
+LAYER_COUNTS = ("layer_types", "num_hidden_layers")
 
 
 def load_model(path: str, how: Placement = AS_IT_IS) -> PreTrainedModel:
@@ -186,20 +189,57 @@ def load_ends(path: str, placement: Placement = AS_IT_IS) -> PreTrainedModel | N
 
     placement: as for `load_model`; the embeddings of a model that is quantised at loading are not quantised.
     """
+    model = load_first_layers(path, 0, placement)
+    if model is None or model.get_output_embeddings() is None:
+        return None
+    text = model.config.get_text_config()
+    whole = load_config(find_model_path(path), placement).get_text_config()
+    for name in reversed(LAYER_COUNTS):
+        size = getattr(whole, name, None)
+        if size is not None:
+            setattr(text, name, size)
+    return model
+
+
+@contextmanager
+def without_layers(config: PreTrainedConfig) -> Iterator[None]:
+    """Context manager: the config of a model that `load_ends` loaded tells no layers, so that a forward runs."""
+    text = config.get_text_config()
+    sizes = {name: getattr(text, name, None) for name in LAYER_COUNTS}
+    for name, size in sizes.items():
+        if size is not None:
+            setattr(text, name, type(size)())  # [] and 0
+    try:
+        yield
+    finally:
+        for name in reversed(LAYER_COUNTS):
+            if sizes[name] is not None:
+                setattr(text, name, sizes[name])
+
+
+def load_first_layers(
+    path: str, layers: int, placement: Placement = AS_IT_IS
+) -> PreTrainedModel | None:
+    """Load a model with its first layers only; None if it cannot be loaded without the others.
+
+    Args:
+        path: a directory or hub id.
+        layers: the number of layers, which the config of the model tells, too.
+        placement: as for `load_model`.
+    """
     if placement.gguf or find_adapter_base(path):
         return None
-    # 1. A config without layers, so that the layers' weights are ignored.
     path = find_model_path(path)
     config = load_config(path, placement)
     text = config.get_text_config()
-    sizes: dict[str, Any] = {}
-    for name in ("layer_types", "num_hidden_layers"):
-        size = getattr(text, name, None)
-        if size is not None:
-            sizes[name] = size
+    sizes: dict[str, Any] = {"num_hidden_layers": layers}
+    types = getattr(text, "layer_types", None)
+    if types is not None:
+        sizes["layer_types"] = list(types[:layers])
     try:
-        for name, size in sizes.items():
-            setattr(text, name, type(size)())  # [] and 0
+        for name in LAYER_COUNTS:
+            if name in sizes:
+                setattr(text, name, sizes[name])
         options = placement.options | resolve_model(path, placement) | {"output_loading_info": True}
         with quiet(), switch_gguf_bar():
             model, report = choose_auto_class(config).from_pretrained(
@@ -207,12 +247,6 @@ def load_ends(path: str, placement: Placement = AS_IT_IS) -> PreTrainedModel | N
             )
     except Exception:  # a model's code may fail without layers
         return None
-
-    # 2. Restore the config.
-    for name in reversed(sizes):
-        setattr(model.config.get_text_config(), name, sizes[name])
     if report["missing_keys"] or report.get("mismatched_keys"):
-        return None
-    if model.get_output_embeddings() is None:
         return None
     return model.eval()

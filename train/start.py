@@ -77,7 +77,7 @@ def read_windows(config: TrainConfig) -> dict[str, object]:
     if config.from_head is None or "sliding_window" not in config.training.options:
         return {}
     stored = read_head_config(find_head_folder(config.from_head))
-    if len(stored.get("layer_types") or ()) != config.head_layers:
+    if len(stored.get("layer_types") or ()) != config.layer_count:
         return {}
     return select_names(stored, ("layer_types", "sliding_window"))
 

@@ -111,7 +111,8 @@ def test_texts_have_the_targets_distribution_and_cycles_their_length(setup):
     ],
 )
 def test_faults_of_exactness_are_found(fault, tree, verifier):
-    assert enumerate_texts(spec_of("model", tree, verifier))[0] < TEXT_PROB_TOLERANCE
+    if tree not in ("2x2", "chain:2"):  # which are set-ups above
+        assert enumerate_texts(spec_of("model", tree, verifier))[0] < TEXT_PROB_TOLERANCE
     spec = spec_of("model", tree, verifier)
     fault(spec)
     assert enumerate_texts(spec, reuse=False)[0] > 1e-3

@@ -82,11 +82,15 @@ def named(setup):
 # A verifier gets p and q, however they were shaped and whatever drafted: some see the other ways as well, all of them
 # do in slow tests.
 SHAPED_FOR_ALL = ("topk", "rrs-wo", "traversal", "single", "block")
+ENDED_FOR_ALL = ("topk", "block")
 SHAPED_DRAFTERS = ("eagle", "medusa", "dflash", "dspark", "suffix+model")
 RARE = [
     setup
     for setup in SETUPS
     if (setup[0] == "model" and setup[1] not in SHAPED_FOR_ALL and setup[3] in ("penalties", "processor", "end"))
+    or (setup[0] == "model" and setup[1] not in ENDED_FOR_ALL and setup[3] == "end")
+    or (setup[0] == "model" and setup[3] == "processor" and setup[4] == 1 and setup[1] != "block")
+    or (setup[0] == "suffix+model" and setup[1] in ("kseq", "is-lp", "single"))
     or (setup[0] not in ("model", *SHAPED_DRAFTERS) and setup[1] == "traversal" and setup[3] == "penalties")
 ]
 SETUPS_BY_TIME = [pytest.param(setup, id=named(setup), marks=[pytest.mark.slow] * (setup in RARE)) for setup in SETUPS]

@@ -376,7 +376,11 @@ def measure():
 
             spec.decoder._run_cycle = run_cycle
             try:
-                how = {"temperature": temperature, "max_new_tokens": TOKENS if first == 2 else GRAPH_TOKENS, "batch": batch}
+                how = {
+                    "temperature": temperature,
+                    "max_new_tokens": TOKENS if first == 2 else GRAPH_TOKENS,
+                    "batch": batch,
+                }
                 outs = spec.generate(prompts[:batch], seed=[1] * batch, **how)
                 has_one_text = temperature == 0 or verifier in ("auto", "gumbel")  # whatever is drafted
                 wanted = [ids[: how["max_new_tokens"]] for ids in texts[temperature][:batch]]

@@ -120,7 +120,7 @@ def near(value):
 
 
 def to_far(value, same):
-    """A result with tensors of the device in place of the CPU's. same: those that there are, by `id` of their numbers."""
+    """A result with tensors of the device in place of the CPU's. same: those there are, by `id` of their numbers."""
     if isinstance(value, torch.Tensor):
         return same[id(value)] if id(value) in same else Far(value)
     return type(value)([to_far(one, same) for one in value]) if isinstance(value, list | tuple) else value
@@ -282,7 +282,7 @@ def move_to_far(module):
 
 BATCH = 4
 WARM = 8  # with graphs, cycles are counted from that one on
-TOKENS, GRAPH_TOKENS = 6, 14  # of an answer without graphs and with them
+TOKENS, GRAPH_TOKENS = 5, 14  # of an answer without graphs and with them
 GRAPHED = {("eagle", "dynamic", "topk", 0), ("eagle", "dynamic", "gumbel", 1)}  # counted with graphs too
 # Waits a cycle at most, of one sequence and of a batch, by drafter, tree, verifier and temperature.
 SETUPS = {

@@ -43,7 +43,8 @@ packed = pytest.mark.skipif(kernels.load_kernels() is None, reason="no C compile
     ],
 )
 def test_no_drafter_changes_the_text_of_a_seed(drafter, way):
-    options = {"max_new_tokens": 18, "temperature": 0.9, "seed": 7, "memory": "texts"} | WAYS[way]
+    new = 30 if way == "plain" else 18  # a fault of the noise of deep drafts, which are rare, shows in the longer ones
+    options = {"max_new_tokens": new, "temperature": 0.9, "seed": 7, "memory": "texts"} | WAYS[way]
     deepest = 4 if drafter.startswith(("medusa", "hydra")) else 6
     trees = ("auto:depth=3,topk=3", "2x2", "dynamic:depth=3,topk=2,nodes=5", f"chain:{deepest}")
     model_free = drafter in ("none", "suffix", "rest", "jacobi", "lookahead")

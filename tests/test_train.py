@@ -53,8 +53,7 @@ def test_predicted_acceptance_is_the_mean_run_of_agreement():
     "changes",
     [
         {},
-        {"accumulate": 2},
-        {"head": "eagle3", "draft_vocab": 40},
+        {"head": "eagle3", "draft_vocab": 40, "accumulate": 2},
         {"head": "hydra++", "draft_heads": 2},
         {"first_weights": "fitted"},
         {"head": "p-eagle", "unrolled_steps": 3},
@@ -65,7 +64,7 @@ def test_predicted_acceptance_is_the_mean_run_of_agreement():
             "candidate_rank": 4,
         },  # four steps of the first stage, two of the second
     ],
-    ids=["eagle", "accumulated", "eagle3", "dropout", "fitted", "p-eagle", "dflash", "eagle4"],
+    ids=["eagle", "eagle3", "dropout", "fitted", "p-eagle", "dflash", "eagle4"],
 )
 def test_a_killed_run_goes_on_to_the_same_weights(config, changes):
     config = replace(config, **changes)

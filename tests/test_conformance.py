@@ -67,7 +67,7 @@ def test_the_counterexample_is_the_smallest():
 
 def test_a_verifier_for_other_draws_is_found_out():
     """rrs takes draws without replacement for independent ones."""
-    found = check(ours("rrs"), (2,), "without replacement", runs=400)
+    found = check(ours("rrs"), (2,), "without replacement", **CYCLES)
     assert not found.passed
 
 

@@ -92,7 +92,6 @@ def shorten_measurements() -> None:
     from treespec.api import calibrate
     from treespec.draft.auto import bench, measure
 
-    assert min(calibrate.RATE_PROMPTS, measure.MIN_ROUNDS, bench.MIN_ROUNDS, bench.MEASURING_SECONDS) > 2
     calibrate.RATE_PROMPTS = 1
     measure.MIN_ROUNDS = bench.MIN_ROUNDS = 2
     bench.MEASURING_SECONDS = 0.0

@@ -36,7 +36,7 @@ class Far(torch.Tensor):
     @staticmethod
     def __new__(cls, near):
         layout = {"strides": near.stride(), "storage_offset": near.storage_offset(), "dtype": near.dtype}
-        return torch.Tensor._make_wrapper_subclass(cls, near.size(), device=get_far_device(), **layout)
+        return torch.Tensor._make_wrapper_subclass(cls, near.size(), device=torch.device("far:0"), **layout)
 
     def __init__(self, near):
         self.near = near
@@ -52,8 +52,7 @@ class Far(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, operation, types, args=(), options=None):
-        options = options or {}
-        return run(operation, args, options, inside((*args, *options.values())))
+        return run(operation, args, options or {})
 
 
 class FarGenerator(Generator):
@@ -81,49 +80,31 @@ class Operations(TorchDispatchMode):
             pinned = args[0].clone()
             pinned.pinned = True
             return pinned
-        tensors = inside((*args, *options.values()))
-        for tensor in tensors:
-            if type(tensor) is Far:
-                return run(operation, args, options, tensors)
-        if "device" in options and is_far(options["device"]):
-            return run(operation, args, options, tensors)
-        return operation(*args, **options)
-
-
-@cache
-def get_far_device():
-    return torch.device("far:0")
+        concerned = is_far(options.get("device")) or any(map(is_far, inside((args, *options.values()))))
+        return run(operation, args, options) if concerned else operation(*args, **options)
 
 
 def is_far(value):
     if isinstance(value, torch.Tensor):
-        return type(value) is Far
+        return isinstance(value, Far)
     return value is not None and isinstance(value, str | torch.device) and torch.device(value).type == "far"
 
 
-def inside(values):
+def inside(value):
     """All tensors of an operation's arguments. torch's own trees take several times as long."""
-    found = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif type(value) in (list, tuple):
-            found += inside(value)
-    return found
+    if isinstance(value, list | tuple):
+        return [tensor for one in value for tensor in inside(one)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+def mapped(change, value):
+    if isinstance(value, list | tuple):
+        return type(value)([mapped(change, one) for one in value])
+    return change(value) if isinstance(value, torch.Tensor) else value
 
 
 def near(value):
-    """A value of the arguments with the CPU's tensors in place of the device's."""
-    if type(value) is Far:
-        return value.near
-    return type(value)([near(one) for one in value]) if type(value) in (list, tuple) else value
-
-
-def to_far(value, same):
-    """A result with tensors of the device in place of the CPU's. same: those there are, by `id` of their numbers."""
-    if isinstance(value, torch.Tensor):
-        return same[id(value)] if id(value) in same else Far(value)
-    return type(value)([to_far(one, same) for one in value]) if isinstance(value, list | tuple) else value
+    return value.near if isinstance(value, Far) else value
 
 
 def find_line():
@@ -137,29 +118,24 @@ def find_line():
     return ""
 
 
-class Facts:
-    """What is known of an operation. composite: whether it is made of other operations."""
-
-    def __init__(self, operation):
-        schema = operation._schema
-        self.name = schema.name.removeprefix("aten::")
-        kernel = torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), "CompositeImplicitAutograd")
-        self.composite = kernel and not operation.name().startswith(WHOLE)
-        self.view = any(x.alias_info is not None and not x.alias_info.is_write for x in schema.returns)
+@cache
+def is_composite(operation):
+    """Whether it is made of other operations."""
+    kernel = torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), "CompositeImplicitAutograd")
+    return kernel and not operation.name().startswith(WHOLE)
 
 
-facts_by_id: dict[int, Facts] = {}  # operations last, and to compute their hash takes its time
+@cache
+def is_view(operation):
+    return any(x.alias_info is not None and not x.alias_info.is_write for x in operation._schema.returns)
 
 
-def run(operation, args, options, tensors):
-    """An operation on the CPU, as the device would do it. tensors: all of its arguments."""
-    facts = facts_by_id.get(id(operation))
-    if not facts:
-        facts = facts_by_id[id(operation)] = Facts(operation)
-    name = facts.name
+def run(operation, args, options):
+    """An operation on the CPU, as the device would do it."""
+    name = operation._schema.name.removeprefix("aten::")
 
     # 1. What is made of other operations counts as these.
-    if facts.composite:
+    if is_composite(operation):
         with Operations():
             made = operation.decompose(*args, **options)
         if made is not NotImplemented:
@@ -168,13 +144,14 @@ def run(operation, args, options, tensors):
         return 0
 
     # 2. Devices do not mix. A number without dimensions may come from the host.
-    far = [x for x in tensors if type(x) is Far]
-    others = [x for x in tensors if type(x) is not Far]
+    tensors = list(inside((args, *options.values())))
+    far = [x for x in tensors if is_far(x)]
+    others = [x for x in tensors if not is_far(x)]
     device = options.get("device")
-    ends_far = is_far(device) if device is not None else bool(far)
+    to_far = is_far(device) if device is not None else bool(far)
     if name in ("_to_copy", "copy_"):
         by_itself = options.get("non_blocking") and getattr(args[0], "pinned", False)
-        if not by_itself and (bool(others) if name == "copy_" else ends_far != bool(far)):
+        if not by_itself and (bool(others) if name == "copy_" else to_far != bool(far)):
             waits[f"copy {'up' if others else 'down'}{find_line()}"] += 1
     elif any(x.dim() for x in others) and far:
         raise RuntimeError(f"tensors of far and of cpu in {name}{find_line()}")
@@ -184,21 +161,20 @@ def run(operation, args, options, tensors):
     by_mask = name in ("index", "index_put", "index_put_") and torch.bool in {x.dtype for x in inside(args[1])}
     if far and (name in ANSWERED or (sized and options.get("output_size") is None) or by_mask):
         waits[name + find_line()] += 1
-    if not facts.view and name not in FREE:
+    if not is_view(operation) and name not in FREE:
         launches[name] += 1
 
     # 4. Compute. What is written in place stays the same tensor.
     if is_far(device):
         options = options | {"device": torch.device("cpu")}
-    near_options = {key: False if key == "pin_memory" else near(x) for key, x in options.items()}
-    out = operation(*map(near, args), **near_options)
-    if name == "copy_" or not ends_far:
+    near_options = {key: False if key == "pin_memory" else mapped(near, x) for key, x in options.items()}
+    out = operation(*mapped(near, args), **near_options)
+    if name == "copy_" or not to_far:
         return args[0] if name == "copy_" else out
     same = {id(x.near): x for x in far}
-    if far and facts.view and far[0].is_inference() != torch.is_inference_mode_enabled():
-        with torch.inference_mode(far[0].is_inference()):
-            return to_far(out, same)
-    return to_far(out, same)
+    is_inference = far[0].is_inference() if far and is_view(operation) else torch.is_inference_mode_enabled()
+    with torch.inference_mode(is_inference):
+        return mapped(lambda x: same[id(x)] if id(x) in same else Far(x), out)
 
 
 def count_outside(owner, name, sign):
@@ -282,7 +258,6 @@ def move_to_far(module):
 
 BATCH = 4
 WARM = 8  # with graphs, cycles are counted from that one on
-TOKENS, GRAPH_TOKENS = 5, 14  # of an answer without graphs and with them
 GRAPHED = {("eagle", "dynamic", "topk", 0), ("eagle", "dynamic", "gumbel", 1)}  # counted with graphs too
 # Waits a cycle at most, of one sequence and of a batch, by drafter, tree, verifier and temperature.
 SETUPS = {
@@ -314,14 +289,13 @@ SETUPS = {
 
 def measure():
     """{set-up: for each batch [waits and launches a cycle, lines that wait, launches outside a head's steps], error}"""
+    from drafters import source_of
     from models import random_model, small
 
     from treespec.api.spec import Spec
     from treespec.draft.auto.cost import CycleCost
     from treespec.draft.heads.eagle import EagleProposer
     from treespec.draft.heads.loading import build_new_head
-    from treespec.draft.source import load_source
-    from treespec.draft.spec import DrafterSpec
     from treespec.draft.tree_drafter import TreeDrafter
     from treespec.heads.registry import HEAD_KINDS
     from treespec.model import cuda_graphs as graphs
@@ -334,7 +308,7 @@ def measure():
     plain_model = Target(random_model(config, spread=0))  # a moved weight is no plain matrix
     plain_model.eos = frozenset()
     prompts = [[(7 * row + i) % 60 + 3 for i in range(20)] for row in range(BATCH)]
-    how = {"max_new_tokens": GRAPH_TOKENS, "seed": [1] * BATCH}
+    how = {"max_new_tokens": 14, "seed": [1] * BATCH}
     plain = Spec(plain_model, None, verifier="auto")
     texts = [[out.token_ids for out in plain.generate(prompts, temperature=t, **how)] for t in (0, 1)]
     heads = {}
@@ -354,7 +328,7 @@ def measure():
     def source(name):
         if name in HEAD_KINDS:
             return move_to_far(heads[name])
-        return None if name == "none" else load_source(DrafterSpec.parse(name), target)
+        return None if name == "none" else source_of(name, target)
 
     # 2. All their cycles but the first.
     found = {}
@@ -376,11 +350,7 @@ def measure():
 
             spec.decoder._run_cycle = run_cycle
             try:
-                how = {
-                    "temperature": temperature,
-                    "max_new_tokens": TOKENS if first == 2 else GRAPH_TOKENS,
-                    "batch": batch,
-                }
+                how = {"temperature": temperature, "max_new_tokens": 6 if first == 2 else 14, "batch": batch}
                 outs = spec.generate(prompts[:batch], seed=[1] * batch, **how)
                 has_one_text = temperature == 0 or verifier in ("auto", "gumbel")  # whatever is drafted
                 wanted = [ids[: how["max_new_tokens"]] for ids in texts[temperature][:batch]]

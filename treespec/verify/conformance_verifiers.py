@@ -49,12 +49,12 @@ def build_verifier_judge(verifier: Verifier, seed: int = 0) -> Judge:
             above.append(row)
             if node and parent not in drawn:
                 drawn[parent] = tokens[parents == parent]
-        ancestors = torch.tensor(above, device="cpu")
+        ancestors = torch.tensor(above, dtype=torch.bool, device="cpu")
 
         # 2. The verdict.
         drafts = None
         if not verifier.scheme.deterministic:
-            nodes = torch.tensor(sorted(drawn), device="cpu")
+            nodes = torch.tensor(sorted(drawn), dtype=torch.int64, device="cpu")
             rows = [drawn[node] for node in sorted(drawn)]
             drafts = Drafts(nodes, q[nodes], Draws(pad_sequence(rows, True, padding_value=-1)))
         tree = TokenTree(tokens, parents, ancestors.sum(1) - 1, ancestors, drafts)

@@ -308,7 +308,7 @@ def measure():
     plain_model = Target(random_model(config, spread=0))  # a moved weight is no plain matrix
     plain_model.eos = frozenset()
     prompts = [[(7 * row + i) % 60 + 3 for i in range(20)] for row in range(BATCH)]
-    how = {"max_new_tokens": 14, "seed": [1] * BATCH}
+    how = {"max_new_tokens": 24, "seed": [1] * BATCH}
     plain = Spec(plain_model, None, verifier="auto")
     texts = [[out.token_ids for out in plain.generate(prompts, temperature=t, **how)] for t in (0, 1)]
     heads = {}
@@ -350,7 +350,7 @@ def measure():
 
             spec.decoder._run_cycle = run_cycle
             try:
-                how = {"temperature": temperature, "max_new_tokens": 6 if first == 2 else 14, "batch": batch}
+                how = {"temperature": temperature, "max_new_tokens": 8 if first == 2 else 24, "batch": batch}
                 outs = spec.generate(prompts[:batch], seed=[1] * batch, **how)
                 has_one_text = temperature == 0 or verifier in ("auto", "gumbel")  # whatever is drafted
                 wanted = [ids[: how["max_new_tokens"]] for ids in texts[temperature][:batch]]

@@ -153,7 +153,7 @@ def test_what_training_lowers_is_the_loss_of_what_drafts(name):
     """Of each of three steps the mean of 1 - Σ min(p, q) over the counted positions, one after another: to 1e-5."""
     # 1. By the objective.
     target, head = pair_of(name)
-    tokens = text_of(10)
+    tokens = text_of(14)
     mask = rand(14, generator=seeded(3)) < 0.6
     features = target.compute_features(tokens[None], head.aux_layers, last=True)
     names = head.vocabulary

@@ -61,7 +61,7 @@ wheel: setup
 	.venv/wheel/bin/pip install --quiet --disable-pip-version-check build twine
 	.venv/wheel/bin/python -m build --outdir dist
 	.venv/wheel/bin/twine check --strict dist/*
-	$(BIN)/pytest -m slow tests/test_plain_install.py tests/test_kernel_build.py
+	$(BIN)/pytest -m slow tests/test_plain_install.py tests/test_kernel_build.py tests/test_enumerated.py tests/test_output_path.py
 
 # mypy looks for treespec.heads below treespec/, where it does not lie: show it a tree of links.
 types: setup

@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 import torch
 import transformers as hf
 from torch import nn
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
 from treespec.draft.heads.loading import build_new_head
@@ -338,7 +339,8 @@ def tiny(kind, own=None):
     return kind(**values | OWN.get(kind.model_type, {}) | (own or {}))
 
 
-MODELS = {next(name for name in NAMES if CONFIG_MAPPING[name] is kind): kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING}
+MODELS = CONFIG_MAPPING  # the class of a config by its name, imported when it is asked for
+MODEL_NAMES = {CONFIG_MAPPING_NAMES[name]: name for name in reversed(NAMES) if name in CONFIG_MAPPING_NAMES}.values()
 SHORT_PROMPT = [3, 4, 5, 6]
 
 

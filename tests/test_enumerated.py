@@ -82,11 +82,15 @@ def named(setup):
 # A verifier gets p and q, however they were shaped and whatever drafted: some see the other ways as well, all of them
 # do in slow tests.
 SHAPED_FOR_ALL = ("topk", "rrs-wo", "traversal", "single", "block")
+ENDED_FOR_ALL = ("topk", "block")
 SHAPED_DRAFTERS = ("eagle", "medusa", "dflash", "dspark", "suffix+model")
 RARE = [
     setup
     for setup in SETUPS
     if (setup[0] == "model" and setup[1] not in SHAPED_FOR_ALL and setup[3] in ("penalties", "processor", "end"))
+    or (setup[0] == "model" and setup[1] not in ENDED_FOR_ALL and setup[3] == "end")
+    or (setup[0] == "model" and setup[3] == "processor" and setup[4] == 1 and setup[1] != "block")
+    or (setup[0] == "suffix+model" and setup[1] in ("kseq", "is-lp", "single"))
     or (setup[0] not in ("model", *SHAPED_DRAFTERS) and setup[1] == "traversal" and setup[3] == "penalties")
 ]
 SETUPS_BY_TIME = [pytest.param(setup, id=named(setup), marks=[pytest.mark.slow] * (setup in RARE)) for setup in SETUPS]
@@ -111,7 +115,8 @@ def test_texts_have_the_targets_distribution_and_cycles_their_length(setup):
     ],
 )
 def test_faults_of_exactness_are_found(fault, tree, verifier):
-    assert enumerate_texts(spec_of("model", tree, verifier))[0] < TEXT_PROB_TOLERANCE
+    if tree not in ("2x2", "chain:2"):  # which are set-ups above
+        assert enumerate_texts(spec_of("model", tree, verifier))[0] < TEXT_PROB_TOLERANCE
     spec = spec_of("model", tree, verifier)
     fault(spec)
     assert enumerate_texts(spec, reuse=False)[0] > 1e-3

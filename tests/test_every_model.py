@@ -7,6 +7,7 @@ import transformers as hf
 from commands import complains
 from drafters import check_tree_logits
 from models import (
+    MODEL_NAMES,
     MODELS,
     random_model,
     tiny,
@@ -34,7 +35,7 @@ TAKEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sorted(MODELS.keys() - BUILT_BY_NOBODY.keys() - LARGE))
+@pytest.mark.parametrize("name", sorted({*MODEL_NAMES} - BUILT_BY_NOBODY.keys() - LARGE))
 def test_a_tree_scores_as_its_paths_or_the_model_is_refused(name):
     try:
         model = random_model(tiny(MODELS[name]))
@@ -53,7 +54,7 @@ def test_a_tree_scores_as_its_paths_or_the_model_is_refused(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(LARGE & MODELS.keys()))
+@pytest.mark.parametrize("name", sorted(LARGE & {*MODEL_NAMES}))
 def test_a_model_with_large_towers_is_no_exception(name):
     assert check_tree_logits(random_model(tiny(MODELS[name]))) is None or name == "dots3_note_text"
 

@@ -249,6 +249,11 @@ NO_RATE = "verifier whole judges whole trees, not the draws of a node"
 NO_DTYPE = ("export",)
 
 
+def is_left_out(command, option):
+    """Whether a line names a drafter by module, as two commands show for all: all find it by one function."""
+    return "{drafter}" in option and command not in ("generate", "serve")
+
+
 WRONG = {  # options -> what is said of them
     "--verifier nowhere:Mine": r"unknown verifier 'nowhere': .*package\.module:NAME \(there is no module nowhere\)",
     "--verifier local_verifier:Main": r"local_verifier has no Main \(did you mean Mine\?\)",
@@ -281,7 +286,7 @@ def outcomes(site, home, tmp_path_factory):
     for number, parts in enumerate((NAMED, OWN, WHOLE)):
         for command, options in LINES.items():
             for option in options:
-                if parts is WHOLE and "{verifier}" not in option:
+                if (parts is WHOLE and "{verifier}" not in option) or (parts is OWN and is_left_out(command, option)):
                     continue
                 questions = f"--max-new-tokens 6 --questions {home}/questions.jsonl --limit 1"
                 words = option.format(
@@ -306,7 +311,8 @@ def test_every_command_with_such_an_option_is_run():
 
 @pytest.mark.parametrize("command", LINES)
 def test_a_strangers_part_works_in_every_command(command, outcomes):
-    assert len(outcomes[command]) == 2 * len(LINES[command])
+    left_out = [option for option in LINES[command] if is_left_out(command, option)]
+    assert len(outcomes[command]) == 2 * len(LINES[command]) - len(left_out)
     for code, text, error, _ in outcomes[command]:
         if command in REFUSED:
             assert (code, REFUSED[command] in error) == (2, True), error

@@ -75,8 +75,8 @@ def recorded(monkeypatch, name, kind, record):
         target.tree_decoder.graphs = used
         source, tree = KINDS[kind]
         spec = Spec(target, source(target), tree, "topk")
-        alone = spec.generate(prompts[0], max_new_tokens=24)
-        found.append(what([alone, *spec.generate(prompts, max_new_tokens=24)]))
+        alone = spec.generate(prompts[0], max_new_tokens=15)
+        found.append(what([alone, *spec.generate(prompts, max_new_tokens=15)]))
         drafting = getattr(getattr(spec.decoder.drafter, "proposer", None), "graphs", None)
     return (*found, [target.tree_decoder.graphs, *([drafting] if drafting else [])])
 
@@ -129,14 +129,14 @@ def test_a_graph_serves_the_texts_that_are_left(monkeypatch, name, kind):
     for used in (None, graphs.Graphs("Llama")):
         target.tree_decoder.graphs = used
         spec = Spec(target, source, RANKED if kind else None, "topk")
-        texts = [spec.request(prompt(9, n), max_new_tokens=12 * (n + 1)) for n in range(3)]
-        texts += [spec.request(prompt(9, n), max_new_tokens=36) for n in range(3, 7)]
+        texts = [spec.request(prompt(9, n), max_new_tokens=9 * (n + 1)) for n in range(3)]
+        texts += [spec.request(prompt(9, n), max_new_tokens=27) for n in range(3, 7)]
         pieces = {text: [] for text in texts}
         for text, piece in spec.decoder.run(texts, batch=7):
             pieces[text] += piece.token_ids
         found.append([*pieces.values()])
     assert found[0] == found[1]
-    assert [len(tokens) for tokens in found[1]] == [12, 24, 36, 36, 36, 36, 36]
+    assert [len(tokens) for tokens in found[1]] == [9, 18, 27, 27, 27, 27, 27]
     of_target = [graph.texts for graph in target.tree_decoder.graphs.graphs.values()]
     assert 8 in of_target
     assert not {5, 6, 7} & {*of_target}

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 
 import pytest
 from reading_counts import ROOT, SOURCE_MODULES, imported_names
@@ -27,11 +28,12 @@ def names_in(node):
     return {n.id if isinstance(n, ast.Name) else n.attr for n in inner if isinstance(n, ast.Name | ast.Attribute)}
 
 
+@cache
 def class_tests(source):
     """The classes that a source asks for: by isinstance, issubclass, type(x) is, or a case of match."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("isinstance", "issubclass"):
             found |= names_in(node.args[1])
         elif isinstance(node, ast.Compare) and ast.unparse(node.left).startswith("type("):
             found |= set().union(*map(names_in, node.comparators))

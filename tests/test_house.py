@@ -220,7 +220,7 @@ def test_new_tensors_do_not_depend_on_torchs_defaults():
     nameless = []
     for _, _, file in list_sources():
         tree = ast.parse(file.read_text(encoding="utf-8"))
-        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
         parameters = {id(call.args[0]) for call in calls if ast.unparse(call.func) == "nn.Parameter" and call.args}
         for call in calls:
             module, _, factory = ast.unparse(call.func).rpartition(".")

@@ -313,7 +313,7 @@ def test_keys_normed_by_the_weight_of_the_queries_are_found(monkeypatch, tmp_pat
     sources = [tmp_path / source.name for source in variants.SOURCE_FILES]
     for module in (build, variants):
         monkeypatch.setattr(module, "SOURCE_FILES", sources)
-    monkeypatch.setattr(build, "OPTIMIZATION_OPTIONS", [*build.OPTIMIZATION_OPTIONS, "-O1"])  # compiles sooner
+    monkeypatch.setattr(build, "OPTIMIZATION_OPTIONS", [*build.OPTIMIZATION_OPTIONS, "-O0"])  # compiles sooner
     kernels.load_kernels.cache_clear()
     try:
         with pytest.raises(AssertionError):

@@ -182,10 +182,10 @@ def sources(target, folder, kinds=("eagle", "eagle3")):
 
 def test_greedy_text_across_the_change_is_the_plain_models(target, tmp_path):
     prompts = [PROMPTS[length] for length in (30, 31, 32, 60)]
-    wanted = [text_of_whole_forwards(target.model, prompt, 12) for prompt in prompts]
+    wanted = [text_of_whole_forwards(target.model, prompt, 8) for prompt in prompts]
     for source in sources(target, tmp_path):
         spec = load(target.model, **source)
-        answers = [spec.generate(prompt, max_new_tokens=12, ignore_eos=True) for prompt in prompts]
+        answers = [spec.generate(prompt, max_new_tokens=8, ignore_eos=True) for prompt in prompts]
         assert [answer.token_ids for answer in answers] == wanted
 
 
@@ -193,7 +193,8 @@ def test_greedy_text_across_the_change_is_the_plain_models(target, tmp_path):
 def test_the_models_own_generate_computes_the_keys_again_too(name):
     model = random_model(LONGROPE[name]())
     model.generation_config.eos_token_id = None
-    for prompt in PROMPTS.values():
+    for length in (20, 30, 32, 60):
+        prompt = PROMPTS[length]
         own = model.generate(torch.tensor([prompt]), max_new_tokens=14, do_sample=False, pad_token_id=0)
         assert own[0, len(prompt) :].tolist() == text_of_whole_forwards(model, prompt, 14)
 

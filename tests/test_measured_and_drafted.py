@@ -99,7 +99,7 @@ def text_of(length, seed=7):
 def test_what_measures_is_what_drafts_at_every_position(name):
     """Draft logits of three steps to 1e-5."""
     target, head = pair_of(name)
-    tokens = text_of(14)
+    tokens = text_of(10)
     features = target.compute_features(tokens[None], head.aux_layers)[0]
     measured = list(roll_out_drafts(head, target, tokens, features, STEPS))
     found = drafted_along(build_proposer(head, target), tokens, features)
@@ -123,7 +123,7 @@ PLANTED = [
 def test_a_fault_in_drafting_is_found(fault, name):
     """Draft logits are off by a thousand times what the test above allows."""
     target, head = pair_of(name)
-    tokens = text_of(14)
+    tokens = text_of(10)
     features = target.compute_features(tokens[None], head.aux_layers)[0]
     measured = list(roll_out_drafts(head, target, tokens, features, STEPS))
     proposer = build_proposer(deepcopy(head), target)

@@ -77,10 +77,10 @@ def test_a_model_in_16_bits_decodes_as_its_own_generate_does(tmp_path, name):
     head = random_head(Target(plain))
     save_head(head.bfloat16(), tmp_path / "head")
     prompt = random_prefix(length=7)
-    wanted = plain.generate(prompt, max_new_tokens=16, do_sample=False, eos_token_id=None)[0, 7:].tolist()
+    wanted = plain.generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)[0, 7:].tolist()
     for drafts in ({"drafter": "suffix:tokens=4"}, {"head": tmp_path / "head"}):
         spec = load(tmp_path / "target", **how, **drafts)
-        answer = spec.generate(prompt[0].tolist(), max_new_tokens=16, ignore_eos=True)
+        answer = spec.generate(prompt[0].tolist(), max_new_tokens=8, ignore_eos=True)
         assert same_or_tied(plain, prompt[0].tolist(), answer.token_ids, wanted)
 
 

@@ -87,8 +87,8 @@ def test_a_model_with_pictures_answers_as_its_own_generate_does(tmp_path, name, 
     assert wanted[0] != wanted[2]
     monkeypatch.setattr(prefill, "PREFILL_CHUNK_TOKENS", 3)
     target = load(tmp_path, device_map="cpu", dtype="float32").target  # with the kernels, if there are any
-    for spec in (Spec(target, random_head(target), "2x2"), Spec(target, None)):
-        for size in (1, 3):
+    for spec, sizes in ((Spec(target, random_head(target), "2x2"), (1, 3)), (Spec(target, None), (3,))):
+        for size in sizes:
             outs = spec.generate(prompts, max_new_tokens=12, ignore_eos=True, batch=size)
             assert [out.token_ids for out in outs] == wanted
         for out in spec.generate(prompts[0], n=2, max_new_tokens=12, ignore_eos=True):

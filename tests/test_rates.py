@@ -129,7 +129,7 @@ def tops_then_independent(q, best, k):
 @pytest.mark.parametrize("name", BEST)
 def test_the_optimal_rate_is_that_of_the_linear_program(name, share):
     """Also of a share of a distribution."""
-    for p, q in every_pair(4, 6):
+    for p, q in every_pair(2, 6):
         for k in (1, 2, 3) if name == "rrs" and len(p) > 4 else (1, 2, 3, 4):
             best = optimum(list_draws(name, q, k), share * p)
             assert BEST[name](share * p[None], q[None], k).item() == pytest.approx(best, rel=0, abs=1e-7)
@@ -187,5 +187,5 @@ def test_the_bound_by_samples_of_draws_is_near_their_optimum_and_not_below(name,
         found, error = bound_optimum(scheme, p[None], q[None], k, seeded(3), samples=1000)
         best = find_optimum(scheme, p[None], q[None], k)
         assert -5 * error - 1e-9 <= found - best <= 5 * error + 0.02
-        few, error = bound_optimum(scheme, p.expand(200, -1), q.expand(200, -1), k, seeded(4), samples=8)
-        assert few.mean() - best >= -5 * error.square().sum().sqrt() / 200 - 1e-9
+        few, error = bound_optimum(scheme, p.expand(100, -1), q.expand(100, -1), k, seeded(4), samples=8)
+        assert few.mean() - best >= -5 * error.square().sum().sqrt() / 100 - 1e-9

@@ -195,7 +195,7 @@ def test_a_head_trains_on_a_recurrent_target_and_changes_no_token(name, tmp_path
     spec = load(str(folder), f"{tmp_path}/head", tree="2x2", dtype="float32")
     assert spec.target.tree_decoder.recurrent
     prompts = ["the user asks", "the assistant answers the question the user asks"]
-    output, _ = as_undrafted(spec, prompts, 16, batch=2)
+    output, _ = as_undrafted(spec, prompts, 10, batch=2)
     assert sum(output.stats.drafted) > 0
     plain = Target.load(str(folder), dtype="float32").model
     text = spec.encode(prompts[0])
@@ -210,4 +210,4 @@ def test_trees_from_the_text_go_through_recurrent_layers(tmp_path, drafter):
     folder = save_tiny_model("lfm2", tmp_path / "target")
     spec = load(str(folder), drafter=drafter, dtype="float32")
     prompts = ["the user asks and the user asks and the user", "the assistant answers"]
-    as_undrafted(spec, prompts, 16, batch=2)
+    as_undrafted(spec, prompts, 10, batch=2)

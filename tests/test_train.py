@@ -53,8 +53,7 @@ def test_predicted_acceptance_is_the_mean_run_of_agreement():
     "changes",
     [
         {},
-        {"accumulate": 2},
-        {"head": "eagle3", "draft_vocab": 40},
+        {"head": "eagle3", "draft_vocab": 40, "accumulate": 2},
         {"head": "hydra++", "draft_heads": 2},
         {"first_weights": "fitted"},
         {"head": "p-eagle", "unrolled_steps": 3, "head_layers": 1},  # of 0.7 of the rows, as published
@@ -65,7 +64,7 @@ def test_predicted_acceptance_is_the_mean_run_of_agreement():
             "candidate_rank": 4,
         },  # four steps of the first stage, two of the second
     ],
-    ids=["eagle", "accumulated", "eagle3", "dropout", "fitted", "p-eagle", "dflash", "eagle4"],
+    ids=["eagle", "eagle3", "dropout", "fitted", "p-eagle", "dflash", "eagle4"],
 )
 def test_a_killed_run_goes_on_to_the_same_weights(config, changes):
     config = replace(config, **changes)
@@ -188,7 +187,7 @@ def test_training_makes_heads_agree_with_the_target(config, tmp_path, kind):
     several = {"draft_heads": 3} if kind in DEPTH_HEADS else {}
     options = {"head": kind, "learning_rate": 3e-3, "checkpoint_every": 500, "batch_size": 8} | several
     before = train(replace(config, out=f"{tmp_path}/untrained", max_steps=1, **options | {"learning_rate": 0.0}))
-    trained = replace(config, max_steps=100, **options)
+    trained = replace(config, max_steps=100 if kind == "medusa" else 70, **options)
     result = train(trained)
     if kind == "medusa":  # it learns the text's tokens, which a random target does not follow
         metrics = (tmp_path / "head" / "training" / "metrics.jsonl").read_text().splitlines()

@@ -243,8 +243,8 @@ def run_cycle(judge: Judge, p: Table, q: Table, depth: int, trial: ConformanceTr
     """
     # 1. Draft a tree, and judge it.
     tree = draft_trial_tree(q, depth, trial)
-    target = np.stack([p[text] for text in tree.texts])
-    draft = np.stack([q[text] for text in tree.texts])
+    target = np.array([p[text] for text in tree.texts])
+    draft = np.array([q[text] for text in tree.texts])
     answer = judge(target, draft, np.array(tree.tokens), np.array(tree.parents))
 
     # 2. Check the answer: 1 to depth + 1 tokens of the vocabulary.

@@ -114,6 +114,5 @@ def draw_children(
 def sample_index(weights: np.ndarray, generator: np.random.Generator) -> int:
     """Draw a token in proportion to the weights [V]."""
     sums = weights.cumsum()
-    return int(
-        sums.searchsorted(generator.random() * sums[-1], side="right").clip(max=len(sums) - 1)
-    )
+    index = int(sums.searchsorted(generator.random() * sums[-1], side="right"))
+    return min(index, len(sums) - 1)

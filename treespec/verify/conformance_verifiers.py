@@ -40,15 +40,24 @@ def build_verifier_judge(verifier: Verifier, seed: int = 0) -> Judge:
     generator = torch.Generator().manual_seed(seed)
 
     def judge(p: Tensor, q: Tensor, tokens: Tensor, parents: Tensor) -> Sequence[int]:
-        nodes = parents[1:].unique()
-        rows = [tokens[parents == node] for node in nodes]
-        above = torch.eye(len(tokens), dtype=torch.bool, device="cpu")
+        # 1. The nodes above each node, itself included, and the tokens drawn below each. Lists: the trees are tiny.
+        above: list[list[bool]] = []
+        drawn = dict[int, Tensor]()
         for node, parent in enumerate(parents.tolist()):
-            above[node] |= above[max(parent, 0)]
+            row = list(above[parent]) if node else [False] * len(tokens)
+            row[node] = True
+            above.append(row)
+            if node and parent not in drawn:
+                drawn[parent] = tokens[parents == parent]
+        ancestors = torch.tensor(above, dtype=torch.bool, device="cpu")
+
+        # 2. The verdict.
         drafts = None
         if not verifier.scheme.deterministic:
+            nodes = torch.tensor(sorted(drawn), dtype=torch.int64, device="cpu")
+            rows = [drawn[node] for node in sorted(drawn)]
             drafts = Drafts(nodes, q[nodes], Draws(pad_sequence(rows, True, padding_value=-1)))
-        tree = TokenTree(tokens, parents, above.sum(1) - 1, above, drafts)
+        tree = TokenTree(tokens, parents, ancestors.sum(1) - 1, ancestors, drafts)
         return verifier(tree, p, generator).tokens
 
     return judge

@@ -42,7 +42,7 @@ OTHERS = {  # programs of others: why their lines are not run
 TARGETS = "TARGET meta-llama/Llama-3.1-8B-Instruct meta-llama/Llama-3.2-1B-Instruct Qwen/Qwen3-8B"
 MTP_TARGET = "zai-org/GLM-4.5-Air"
 MTP_TENSOR = "mtp.layers.0.mlp.up_proj.weight"
-BLOCK_HEADS = "DFLASH z-lab/Qwen3-8B-DFlash-b16"
+BLOCK_HEADS = "DFLASH DSPARK z-lab/Qwen3-8B-DFlash-b16"
 HEADS = (
     "HEAD EARLIER OUT heads/mine heads/next heads/llama-8b runs/head yuhuili/EAGLE3-LLaMA3.1-Instruct-8B "
     "runs/head-2048 runs/head-4096 runs/head-8192 runs/head-49152 heads/gate "

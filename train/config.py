@@ -162,14 +162,14 @@ class TrainConfig(TargetOptions, Eagle3Options):
         below=1,
     )
     anchors: int | None = option(
-        "dflash, dspark, domino: blocks to train on in each conversation, drawn anew each time; 0: a block at every "
+        "dflash, dspark, domino: blocks to train on in each conversation, drawn again each time; 0: a block at every "
         "token; default: 0, published: 512",
         None,
         least=0,
         most=MAX_TEXT_TOKENS,
     )
     down_sample_ratio: float | None = option(
-        "p-eagle: share of a level's rows that the next level trains on, drawn anew each time; default: 1, "
+        "p-eagle: share of a level's rows that the next level trains on, drawn again each time; default: 1, "
         "published: 0.7",
         None,
         above=0,

@@ -1,4 +1,4 @@
-"""The rows that draft, drawn anew for each conversation and batch; a function of the seed, so that a run can resume.
+"""The rows that draft, drawn again for each conversation and batch; a function of the seed, so that a run can resume.
 
 DFlash and its kin start blocks at some anchors of a conversation. P-EAGLE drafts each level from a share of the rows
 that drafted the level above. Eight rows, two anchors, or a ratio of 0.7:

@@ -46,7 +46,7 @@ TEMPORARY_STATUSES = {
 FILE_SECONDS = 60.0  # for a file to be written after the reply that names it
 FILE_PAUSE_SECONDS = 0.02  # between two looks for a file
 SERVER_FOLDER = "/tmp/hidden_states"  # where the server of the printed command writes
-PLAIN_SAMPLING: dict[str, object] = {  # the likeliest token, whatever the model's defaults are
+PLAIN_SAMPLING: dict[str, object] = {  # the most likely token, whatever the model's defaults are
     "temperature": 0,
     "repetition_penalty": 1.0,
     "presence_penalty": 0.0,
@@ -63,7 +63,7 @@ class ServedStates(NamedTuple):
 
     Attributes:
         states: [T, L, H] the hidden states of each token.
-        logprobs: the log-probabilities of the likeliest next tokens, by token; {} unless asked for.
+        logprobs: the log-probabilities of the most likely next tokens, by token; {} unless asked for.
     """
 
     states: Tensor
@@ -89,7 +89,7 @@ class StateServer:
     def request_states(self, tokens: Tensor, top_tokens: int = 0) -> ServedStates:
         """Request the hidden states of tokens [T], again if the server is busy or the connection breaks.
 
-        top_tokens: how many of the likeliest next tokens to ask for. Default: 0.
+        top_tokens: how many of the most likely next tokens to ask for. Default: 0.
 
         Raises InputError if the server refuses, stops answering or writes something else.
         """

@@ -78,7 +78,7 @@ def held(cache):
 
 
 def grown(cache):
-    """A forward of more nodes than there is room for, of which each text keeps the last two."""
+    """A forward of more nodes than there is room for. Each text keeps the last two of them."""
     states = torch.arange(50.0, 59.0)[None, None, :, None].repeat(len(cache.lengths), 1, 1, 1)
     for layer in range(2):
         cache.update(states, -states, layer)

@@ -8,6 +8,7 @@ a chunk of logits, the states and their gradients, and the gradient of the outpu
 import weakref
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -43,11 +44,12 @@ class Facts:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors made inside that are alive: `now`, and the `peak` so far."""
+    """Counts the bytes of tensors made inside that are alive: `now`, the `peak` so far, and those `kept` for later."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0
+        self.kept = 0
         self.peak = 0
         self.counted: set[int] = set()
 
@@ -112,8 +114,7 @@ def count_bytes(
     text = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
     features = torch.empty(1, tokens - 2, head.feature_size, device="meta")
     live = LiveBytes()
-    F.scaled_dot_product_attention, kernel = attend_fused, F.scaled_dot_product_attention
-    with live:
+    with patch.object(F, "scaled_dot_product_attention", attend_fused), live:
         if head.kind == "p-eagle":
             levels = head.compute_levels(text, features, head.max_depth, sample)
         else:
@@ -121,7 +122,6 @@ def count_bytes(
         total = torch.cat([level.flatten() for level in levels]).sum()
         live.kept = live.now
         total.backward()
-    F.scaled_dot_product_attention = kernel
     return live
 
 

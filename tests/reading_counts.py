@@ -11,6 +11,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -58,9 +59,15 @@ def module_name(package: str, folder: str, file: Path) -> str:
 SOURCE_MODULES = {module_name(*source): source[2] for source in list_sources()}
 
 
+@cache
+def parse_source(file: Path) -> ast.Module:
+    """The syntax tree of a file, to read only: tests ask for each several times."""
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
 def imported_names(file: Path) -> Iterator[str]:
     """Yield `module.name` of each import of a file; none may be relative."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(parse_source(file)):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: relative import"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
@@ -184,7 +191,7 @@ def count_tree(root: Path) -> Counts:
         if file.startswith(("tests/", "docs/")):
             continue
         text = (root / file).read_text(encoding="utf-8")
-        tree = ast.parse(text)
+        tree = parse_source(root / file)
         counts.files += 1
         counts.lines += text.count("\n")
         count_expressions(tree, counts)

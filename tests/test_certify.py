@@ -185,19 +185,19 @@ def p_values(spec, tokens, seed=0):
 @pytest.mark.parametrize(
     "tree, verifier, tokens, plant, question",
     [
-        ("64x1", "rrs", 400, faults.draws_from_a_hotter_distribution, POWER_QUESTION),
+        ("64x1", "rrs", 200, faults.draws_from_a_hotter_distribution, POWER_QUESTION),
         ("4x2", "optimal", 96, faults.drops_draws_without_nodes, REPEATS_QUESTION),
-        ("chain:1", "single", 1600, faults.reuses_uniform_numbers, FIRST_TOKENS_QUESTION),
-        ("chain:3", "single", 200, faults.seeds_every_cycle_alike, CYCLES_QUESTION),
+        ("chain:1", "single", 1000, faults.reuses_uniform_numbers, FIRST_TOKENS_QUESTION),
+        ("chain:3", "single", 120, faults.seeds_every_cycle_alike, CYCLES_QUESTION),
         (
             "chain:1",
             "single",
-            600,
+            400,
             lambda spec: faults.plant_scheme(spec, planning=plan_with_wrong_residual),
             FIRST_TOKENS_QUESTION,
         ),
         ("8x1", "rrs-wo", 100, lambda spec: faults.plant_scheme(spec, drawing=draw_before_truncation), DRAWS_QUESTION),
-        ("chain:1", "single", 600, lambda spec: faults.plant_scheme(spec, planning=plan_at_low_temperature), BY_RATIO),
+        ("chain:1", "single", 300, lambda spec: faults.plant_scheme(spec, planning=plan_at_low_temperature), BY_RATIO),
     ],
     ids=["hotter draws", "lost draws", "uniforms reused", "seeded again", "residual", "before top-p", "temperature"],
 )
@@ -221,7 +221,7 @@ def test_a_fault_of_the_named_size_is_found_and_a_fifth_not():
         texts = Examination(spec, PROMPTS, replace(CONFIG, tokens=tokens, batch=BATCH)).sample()
         return torch.cat([place[BY_P] for place in iterate_sequence_ranks(spec, texts)]).numpy()
 
-    size = find_least_gap(500, CONFIG.error / TESTS) / kstest(tested(1.0, 500), "uniform").statistic
+    size = find_least_gap(300, CONFIG.error / TESTS) / kstest(tested(1.0, 300), "uniform").statistic
     assert size < 1
-    assert kstest(tested(size, 500), "uniform").pvalue < CONFIG.error / TESTS
-    assert kstest(tested(size / 5, 500), "uniform").pvalue > CONFIG.error / TESTS
+    assert kstest(tested(size, 300), "uniform").pvalue < CONFIG.error / TESTS
+    assert kstest(tested(size / 5, 300), "uniform").pvalue > CONFIG.error / TESTS

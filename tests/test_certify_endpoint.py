@@ -58,7 +58,7 @@ def test_so_is_one_whose_answers_have_a_schema(exact):
     if not exact:
         faults.plant_scheme(served, planning=argmax)
     schema = {"type": "array", "items": {"enum": [*"abcdefgh"]}, "minItems": 5, "maxItems": 5}
-    found = verdict(served, tokens=400 if exact else 900, length=24, json_schema=json.dumps(schema))
+    found = verdict(served, tokens=240 if exact else 900, length=24, json_schema=json.dumps(schema))
     assert found["passed"] == exact, found["tests"]
 
 

@@ -79,21 +79,44 @@ def named(setup):
     return " | ".join(str(part) for part in setup if part is not None)
 
 
-# A verifier gets p and q, however they were shaped and whatever drafted: some see the other ways as well, all of them
-# do in slow tests.
-SHAPED_FOR_ALL = ("topk", "rrs-wo", "traversal", "single", "block")
-ENDED_FOR_ALL = ("topk", "block")
-SHAPED_DRAFTERS = ("eagle", "medusa", "dflash", "dspark", "suffix+model")
+# A verifier gets p and q, however they were shaped and whatever drafted. `make test` takes a covering set: each
+# verifier, drafter, tree and way, and of their pairs these. `make test-products` runs the others too.
+VERIFIERS_BY_WAY = {  # of a draft model; top-k for all of them
+    "penalties": ("topk", "rrs-wo", "block"),
+    "processor": ("topk", "traversal", "single"),
+    "end": ("topk", "block"),
+    "top-p": ("block",),
+    "min-p": ("single",),
+}
+DRAWN_FROM = ("model", "eagle3", "eagle4", "hydra++", "p-eagle", "dflash2", "dspine", "other vocabulary", "recurrent")
+PENALISED = ("eagle", "dspark", "suffix+model")  # with `traversal` on 2x2
 RARE = [
-    setup
-    for setup in SETUPS
-    if (setup[0] == "model" and setup[1] not in SHAPED_FOR_ALL and setup[3] in ("penalties", "processor", "end"))
-    or (setup[0] == "model" and setup[1] not in ENDED_FOR_ALL and setup[3] == "end")
-    or (setup[0] == "model" and setup[3] == "processor" and setup[4] == 1 and setup[1] != "block")
-    or (setup[0] == "suffix+model" and setup[1] in ("kseq", "is-lp", "single"))
-    or (setup[0] not in ("model", *SHAPED_DRAFTERS) and setup[1] == "traversal" and setup[3] == "penalties")
+    *(("model", "block", "chain:2", "processor", 64), ("model", "block", UNSURE_CHAIN, "top-k", 64)),
+    *(("model", name, tree, "processor", 1) for name, tree in WIDE),
+    ("model", "single", UNSURE_CHAIN, "penalties", 64),
+    *((name, "traversal", "ddtree:nodes=5", "top-k", 64) for name in ("dflash", "p-eagle")),
+    ("medusa", "rrs-wo", "ddtree:nodes=5", "top-k", 64),
+    ("recurrent", "rrs-wo", "chain:2", "top-k", 64),
+    *((name, "topk", None, "warm", 64) for name in ("rest", "lookahead", "suffix")),
+    *(("suffix+model", name, tree, "top-k", 64) for name, tree in [*REPLACED[1:], CHAINS[0], WIDE[4]]),
 ]
-SETUPS_BY_TIME = [pytest.param(setup, id=named(setup), marks=[pytest.mark.slow] * (setup in RARE)) for setup in SETUPS]
+
+
+def is_rare(setup):
+    drafter, verifier, tree, way, batch = setup
+    if (
+        drafter == "model"
+        and tree != UNSURE_CHAIN
+        and batch == 64
+        and verifier not in VERIFIERS_BY_WAY.get(way, verifier)
+    ):
+        return True
+    is_drawn = (verifier, way) == ("rrs-wo", "top-k") and "ddtree" not in tree
+    is_penalised = (verifier, tree, way) == ("traversal", "2x2", "penalties")
+    return setup in RARE or (is_drawn and drafter not in DRAWN_FROM) or (is_penalised and drafter not in PENALISED)
+
+
+SETUPS_BY_TIME = [pytest.param(setup, id=named(setup), marks=[pytest.mark.slow] * is_rare(setup)) for setup in SETUPS]
 
 
 @pytest.mark.parametrize("setup", SETUPS_BY_TIME)

@@ -25,7 +25,7 @@ def test_optimal_gives_the_targets_distribution():
     spec = spec_of("eagle", "2x2", "optimal")
     params = SamplingParams(temperature=0.8)
     contexts = {pair: Counter() for pair in itertools.product(range(4), repeat=2)}
-    for out in spec.generate([[1, 2]] * 2, temperature=0.8, max_new_tokens=600, seed=0):
+    for out in spec.generate([[1, 2]] * 2, temperature=0.8, max_new_tokens=400, seed=0):
         text = [1, 2, *out.token_ids]
         for i in range(2, len(text) - 1, 2):
             contexts[tuple(text[i - 2 : i])][tuple(text[i : i + 2])] += 1
@@ -41,10 +41,10 @@ def test_optimal_gives_the_targets_distribution():
 
 @pytest.mark.parametrize("drafter", ["none", "eagle"])
 def test_two_turns_of_one_seed_repeat_tokens_as_often_as_chance(drafter):
-    """The draws of a turn tell nothing of those of the turn before. 0.04 are more than three standard errors."""
+    """The draws of a turn tell nothing of those of the turn before. 0.06 are more than three standard errors."""
     spec = spec_of(drafter, "2x2" if drafter == "eagle" else None, "rrs-wo")
-    runs = 1250
-    options = {"temperature": 1.0, "max_new_tokens": 1, "seed": list(range(runs)), "batch": 625}
+    runs = 600
+    options = {"temperature": 1.0, "max_new_tokens": 1, "seed": list(range(runs)), "batch": 300}
     turns = []
     prompts = [[1, 2]] * runs
     for _ in range(2):
@@ -52,7 +52,7 @@ def test_two_turns_of_one_seed_repeat_tokens_as_often_as_chance(drafter):
         prompts = [[*prompt, *said, 1, 2] for prompt, said in zip(prompts, turns[-1], strict=True)]
     distribution = compute_probs(spec.target.model(torch.tensor([[1, 2]])).logits[0, -1].double(), SamplingParams(1.0))
     equal = sum(one[0] == other[0] for one, other in zip(*turns, strict=True)) / runs
-    assert equal == pytest.approx(float((distribution**2).sum()), abs=0.04)
+    assert equal == pytest.approx(float((distribution**2).sum()), abs=0.06)
 
 
 @pytest.fixture(scope="module")

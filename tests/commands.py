@@ -82,17 +82,21 @@ def cache_folder(hub, repository, commit, revision="main"):
 
 def to_command(function: Callable[[], None], before: str = "") -> list[str]:
     """The command of a process that runs a function, which imports what it uses. before: code to run first."""
-    # It is short, and what it imports is no garbage. transformers would import torchao, for seconds.
+    # It is short, and what it imports is no garbage, which the end of a process would look for. transformers would
+    # import torchao, for seconds.
     before = f"import gc, sys; gc.disable(); sys.modules['torchao'] = None\n{before}"
-    return [sys.executable, "-c", f"{before}\n{inspect.getsource(function)}\n{function.__name__}()"]
+    after = "import os; sys.stdout.flush(); os._exit(0)"
+    return [sys.executable, "-c", f"{before}\n{inspect.getsource(function)}\n{function.__name__}()\n{after}"]
 
 
 def shorten_measurements() -> None:
-    """Costs are measured in two rounds, and rates over one completion: no test needs exact ones."""
+    """Costs are measured in two rounds of few sizes, and rates over one short completion: no test needs exact ones."""
     from treespec.api import calibrate
     from treespec.draft.auto import bench, measure
 
     calibrate.RATE_PROMPTS = 1
+    calibrate.RATE_TOKENS = 12
+    measure.MEASURED_NODES = (1, 2, 4, 16, 64)
     measure.MIN_ROUNDS = bench.MIN_ROUNDS = 2
     bench.MEASURING_SECONDS = 0.0
 

@@ -118,6 +118,7 @@ def flat(head):
 
 ROPE = {"rope_theta": 10.0, "rope_parameters": {"rope_type": "default", "rope_theta": 10.0}}
 FEW = 16  # passages that show most faults
+MANY = 32
 PLANTED = {
     "Layers off by one": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
     "norm_before_residual": {"norm_before_residual": True},
@@ -134,8 +135,7 @@ def test_a_planted_fault_is_named(learnt, fault):
     faulty = rebuild_head(copy.deepcopy(spec.head), spec.target, **planted if isinstance(planted, dict) else {})
     if callable(planted):
         planted(faulty)
-    if fault != "Layers off by one":  # whose gain is small
-        texts = texts[:FEW]
+    texts = texts[: MANY if fault == "Layers off by one" else FEW]  # whose gain is small
     assert [line for line in diagnose_head(Spec(spec.target, faulty), texts)[1] if line.startswith(fault)]
 
 
@@ -163,7 +163,11 @@ def few_texts():
     return completions(target("llama"), 6, 16)
 
 
-@pytest.mark.parametrize("kind", HEAD_KINDS)
+DRAFTED_ALIKE = ("eagle4", "hydra", "dflash2", "domino", "dspine")  # as eagle3, hydra++ and dspark: slow tests
+KINDS = [pytest.param(kind, marks=[pytest.mark.slow] * (kind in DRAFTED_ALIKE)) for kind in HEAD_KINDS]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_untrained_head_of_any_kind_is_told_to_be_one(kind, few_texts):
     model = target("llama")
     torch.manual_seed(0)

@@ -191,12 +191,14 @@ def check_result(line, words, code, output):
         assert output.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_every_command_runs_or_says_in_a_line_what_to_install(home, results):
     for (line, words), (code, output) in zip(to_lines(home), results[0], strict=True):
         check_result(line, words, code, output)
     assert {line.split()[0] for line in LINES.strip().splitlines()} >= COMMAND.commands.keys()
 
 
+@pytest.mark.slow
 def test_every_module_is_imported_without_what_only_unix_has(results):
     """Those of the server need the extra `serve`."""
     others = {name: why for name, why in results[1].items() if not name.startswith("treespec.serve.")}

@@ -30,6 +30,7 @@ CHOICES_TIME_SHARE = 0.4  # for these and the model of greedy choices
 RATE_POSITIONS = 150  # of each draft step, along which acceptance rates are computed
 RATE_DRAWS = 4  # draws at each of them
 RATE_PROMPTS = 12  # completions over which acceptance rates are counted
+RATE_TOKENS = 48  # of each, at most
 CALIBRATED_RANKS = 5  # most likely tokens of a node that the model learns from
 
 
@@ -93,7 +94,9 @@ def calibrate(
     for number, temperature in enumerate(temperatures, start=1):
         share = CHOICES_TIME_SHARE + (1 - CHOICES_TIME_SHARE) * number / len(temperatures)
         end = started + share * seconds
-        rates = measure_draw_rates(target, proposer, prompts, temperature, calibration, end=end)
+        rates = measure_draw_rates(
+            target, proposer, prompts, temperature, calibration, RATE_TOKENS, end
+        )
         calibration.rates[f"{temperature:g}"] = rates
     return calibration
 
@@ -281,7 +284,7 @@ def measure_draw_rates(
     prompts: Sequence[Sequence[int]],
     temperature: float,
     calibration: Calibration | None = None,
-    tokens: int = 48,
+    tokens: int = RATE_TOKENS,
     end: float = math.inf,
 ) -> tuple[float, ...]:
     """Count, over completions of prompts, how often the k-th draw without replacement is accepted.

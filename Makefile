@@ -6,7 +6,7 @@ INSTALL = $(BIN)/python -m pip --python $(UPSTREAM)/bin/python install --quiet -
 TESTS = $(BIN)/pytest -n 2 -m "not slow"
 PURELIB = 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
-.PHONY: quickstart test test-threads test-dtype kernels-check upstream types pages wheel setup clean
+.PHONY: quickstart test test-threads test-dtype test-products test-install kernels-check upstream types pages wheel setup clean
 
 quickstart: setup
 	$(BIN)/treespec quickstart
@@ -24,6 +24,17 @@ test-threads: setup
 
 test-dtype: setup
 	TEST_DTYPE=float64 $(TESTS)
+
+# What `test` takes a covering set of, and a plain install.
+PRODUCTS = $(addprefix tests/test_,auto.py doctor.py engine.py enumerated.py every_model.py interrupts.py kernels.py long_texts.py \
+	output_path.py pictures.py recurrent.py same_text.py several_models.py train.py)
+
+test-products: setup
+	$(BIN)/pytest -n 2 -m slow $(PRODUCTS) --deselect "tests/test_same_text.py::test_completions_of_mt_bench_in_bfloat16_are_those_without_drafts"
+
+# The wheel of these sources, without extras, in a folder of its own: every command runs.
+test-install: setup
+	$(BIN)/pytest -m slow tests/test_plain_install.py
 
 # The C kernels, under sanitizers, by each compiler and instruction set that is installed.
 kernels-check:
@@ -61,7 +72,7 @@ wheel: setup
 	.venv/wheel/bin/pip install --quiet --disable-pip-version-check build twine
 	.venv/wheel/bin/python -m build --outdir dist
 	.venv/wheel/bin/twine check --strict dist/*
-	$(BIN)/pytest -m slow tests/test_plain_install.py tests/test_kernel_build.py tests/test_enumerated.py tests/test_output_path.py
+	$(BIN)/pytest -m slow tests/test_plain_install.py tests/test_kernel_build.py $(PRODUCTS)
 
 # mypy looks for treespec.heads below treespec/, where it does not lie: show it a tree of links.
 types: setup

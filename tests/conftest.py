@@ -6,6 +6,7 @@ factories of float32 tensors for that.
 
 import gc
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +24,8 @@ if TYPE_CHECKING:  # torch reads the environment when it is imported
     from treespec.train.config import TrainConfig
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # processes of the tests share what one of them has compiled
+sys.dont_write_bytecode = False
 KERNELS = Path("treespec", "kernels")
 cache_of_the_run = Path(os.environ.get("XDG_CACHE_HOME", ""))
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="treespec-tests-")

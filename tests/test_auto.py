@@ -79,7 +79,7 @@ def grown(node, step, temperature=0.0):
     return sum(stats.drafted) / stats.cycles, len(stats.drafted)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_dearer_nodes_give_smaller_trees_and_dearer_steps_shallower_ones(temperature):
     cheap = grown(1e-5, 1e-5, temperature)
     dear = grown(3e-3, 1e-5, temperature)

@@ -96,8 +96,13 @@ def test_a_prompt_finds_its_cached_prefix_though_others_asked_between(spec):
             assert again.stats.cached_tokens == cached
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
-@pytest.mark.parametrize("stretch", [None, 60])
+@pytest.mark.parametrize(
+    "name, stretch",
+    [
+        *(("llama", None), ("gemma3", 60), ("gpt2", None)),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("llama", 60), ("gemma3", None), ("gpt2", 60))),
+    ],
+)
 def test_new_prompts_go_through_a_gpu_together(monkeypatch, name, stretch):
     """Of eight prompts one continues an earlier text, and one is a single token. All have their texts alone."""
     monkeypatch.setattr(kernels, "load_kernels", lambda: None)

@@ -134,17 +134,22 @@ def test_an_interrupt_at_any_line_of_a_change_is_seen_or_harmless(name):
     assert outcomes <= {0, 3, len(after.lengths)}
 
 
-@pytest.mark.parametrize("call", [1, 4])
-@pytest.mark.parametrize(
-    "owner",
-    [
-        *((TreeLayer, name) for name in ("gather", "put")),
-        *((TreeCache, name) for name in ("join", "select", "commit")),
-        *((Target, name) for name in ("prefill", "forward_trees")),
-        (TreeDrafter, "observe"),
-    ],
-    ids=lambda owner: f"{owner[0].__name__}.{owner[1]}",
-)
+INTERRUPTED = [
+    *((TreeLayer, name) for name in ("gather", "put")),
+    *((TreeCache, name) for name in ("join", "select", "commit")),
+    *((Target, name) for name in ("prefill", "forward_trees")),
+    (TreeDrafter, "observe"),
+]
+CALLS = [  # the first and a later one, by turns
+    pytest.param(
+        owner, call, marks=[pytest.mark.slow] * (number % 2 != turn), id=f"{owner[0].__name__}.{owner[1]}-{call}"
+    )
+    for number, owner in enumerate(INTERRUPTED)
+    for turn, call in enumerate((1, 4))
+]
+
+
+@pytest.mark.parametrize("owner, call", CALLS)
 def test_an_interrupt_amid_a_batch_leaves_the_object_usable(monkeypatch, owner, call):
     """As texts enter and leave a batch."""
     spec = Spec(target("llama"), random_head(target("llama")), "2x2")

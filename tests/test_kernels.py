@@ -143,8 +143,15 @@ SAME_BITS |= {
 del SAME_BITS["gpt-oss"]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("name", sorted(SAME_BITS))
+ALL_DTYPES = ("llama", "mixtral")  # the others take one of the three in turn; in slow tests all of them
+BITS = [
+    pytest.param(name, dtype, marks=[pytest.mark.slow] * (number % 3 != turn and name not in ALL_DTYPES))
+    for number, name in enumerate(sorted(SAME_BITS))
+    for turn, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32))
+]
+
+
+@pytest.mark.parametrize("name, dtype", BITS)
 def test_a_node_has_the_bits_of_one_token_decoding(name, dtype):
     """Also in a batch beside a longer text, where the prompt came in other parts, and columns were dropped."""
     decoded = Target(random_model(SAME_BITS[name]()).to(dtype))

@@ -286,7 +286,10 @@ def test_factors_by_layer_type_count_too():
     assert find_longest_short_text(hf.PreTrainedConfig(max_position_embeddings=ORIGINAL, rope_parameters=rope)) is None
 
 
-@pytest.mark.parametrize("verifier", ["topk", "rrs-wo", "traversal", "block-optimal:threshold=0,extra=0", "rrs"])
+CUT = ["topk", "traversal", "block-optimal:threshold=0,extra=0", "rrs"]
+
+
+@pytest.mark.parametrize("verifier", [*CUT, pytest.param("rrs-wo", marks=pytest.mark.slow)])
 def test_cut_trees_leave_the_distribution_of_texts_as_it_is(verifier, monkeypatch):
     """By enumeration. Trees of two levels are cut to none, one or two by the length of the text alone."""
     spec = spec_of("model", "2x1" if verifier == "rrs" else "2x2", verifier)

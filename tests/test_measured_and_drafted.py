@@ -1,6 +1,7 @@
 """What training learns and what measures see are what a head drafts: all kinds, every parameter random, in float64."""
 
 from copy import deepcopy
+from functools import cache
 
 import faults
 import pytest
@@ -51,8 +52,9 @@ def shaken(module, by=0.2):
     return module
 
 
+@cache
 def pair_of(name):
-    """A target and a head in float64."""
+    """A target and a head in float64, to read only."""
     kind, fields, some = VARIANTS[name]
     torch.manual_seed(5)
     target = Target(shaken(random_model(CONFIGS["llama"]()).double()))

@@ -65,7 +65,8 @@ def test_logits_of_a_part_of_the_vocabulary_are_those_of_all(name):
     assert target.compute_output_logits(hidden[:, :0]).shape == (2, 0, target.vocab_size)
 
 
-SLOW_CASTS = {"falcon_h1", "falcon_mamba", "mamba"}  # their layers are those of mamba2 and of the others
+# Their layers are those of mamba2 and of the others, their last steps those of granite and gemma2.
+SLOW_CASTS = {"falcon_h1", "falcon_mamba", "mamba", "hy_v4", "hyperclovax", "nanochat"}
 CASTS_BY_TIME = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW_CASTS)) for name in sorted({*CASTS})]
 
 

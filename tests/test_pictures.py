@@ -72,7 +72,11 @@ def answers(model, inputs):
     return out[0, inputs["input_ids"].shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("name", [*WITH_IMAGES][:-1])
+ALIKE = ("qwen2_5_vl", "mistral3")  # as qwen2_vl and llava: slow tests
+SEEING = [pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE)) for name in [*WITH_IMAGES][:-1]]
+
+
+@pytest.mark.parametrize("name", SEEING)
 def test_a_model_with_pictures_answers_as_its_own_generate_does(tmp_path, name, monkeypatch):
     model = seeing(name)
     model.save_pretrained(tmp_path)

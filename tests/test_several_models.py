@@ -91,7 +91,7 @@ def test_multi_step_sampling_outputs_the_targets_distribution():
 @pytest.mark.parametrize(
     "verifier, tree, way",
     [
-        ("rrs", "chain:2", "top-k"),
+        pytest.param("rrs", "chain:2", "top-k", marks=pytest.mark.slow),
         ("rrs", "chain:1", "penalties"),
         ("topk", "chain:2", "top-k"),
         ("topk", "chain:2", "greedy"),

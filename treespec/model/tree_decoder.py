@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from treespec.model.attention import ATTENTION_NAME, take_trees
 from treespec.model.cache import WINDOW_SLACK_TOKENS, TreeCache
 from treespec.model.cpu.direct_decoder import DirectDecoder
-from treespec.model.cpu.fused_layers import LayerInputError
+from treespec.model.cpu.fused_layers import FusedForward, LayerInputError
 from treespec.model.cuda_graphs import Graphs
 from treespec.model.graph_keys import GraphVariant
 from treespec.model.masks import as_taken, build_additive_masks
@@ -205,8 +205,20 @@ class TreeDecoder:
 
         arguments: of the decoder's forward, by name. aux_layers: as for `forward`.
         """
+        cache = arguments.get("past_key_values")
         try:
-            return forward_with_features(self.decoder, self.stack, arguments, aux_layers)
-        except LayerInputError:  # now no layer runs ahead any more
-            arguments["past_key_values"].layers_ahead = None
-            return forward_with_features(self.decoder, self.stack, arguments, aux_layers)
+            outputs = forward_with_features(self.decoder, self.stack, arguments, aux_layers)
+            if getattr(cache, "layers_ahead", None) is None:
+                return outputs
+            self.stop_running_ahead()  # the last layers are computed, and the decoder does not call them
+        except LayerInputError:
+            self.stop_running_ahead()
+        cache.layers_ahead = None
+        return forward_with_features(self.decoder, self.stack, arguments, aux_layers)
+
+    def stop_running_ahead(self) -> None:
+        """From now on a fused layer's call computes no other layer."""
+        for layer in self.stack:
+            forward = vars(layer).get("forward")
+            if isinstance(forward, FusedForward):
+                forward.fusion.runs_ahead = False

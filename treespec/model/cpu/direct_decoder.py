@@ -93,27 +93,30 @@ class DirectDecoder:
         """Whether the decoder and its layers have their own modules, parameters and forwards, without hooks.
 
         A look at all of them takes a thirtieth of a forward, so it is done when a text begins, after `hooks_before` is
-        set to None, and after anything in the process has registered a hook.
+        set to None, and after anything in the process has registered a hook. In between, another module is seen, but
+        another parameter or forward of one counts from the next text on.
         """
-        hooks = RemovableHandle.next_id
-        if hooks != self.hooks_before:
+        if self.hooks_before != RemovableHandle.next_id:
             self.hooks_before = None
-            if self.has_known_parts():
-                self.hooks_before = hooks
-        return self.hooks_before is not None
+            if not self.has_own_code() or not self.fusion.parts.is_unchanged():
+                return False
+            self.hooks_before = RemovableHandle.next_id
+        return self.has_own_modules() and self.fusion.runs_ahead
 
-    def has_known_parts(self) -> bool:
-        """As `is_unchanged`, by a look at all parts."""
+    def has_own_code(self) -> bool:
+        """Whether the decoder runs its class's forward, without hooks, over all of its layers."""
         decoder = self.decoder
         if decoder._forward_hooks or decoder._forward_pre_hooks or "forward" in vars(decoder):
             return False
-        if not is_same(decoder._modules, self.parts):
+        return bool(decoder.config.num_hidden_layers == len(self.layers))
+
+    def has_own_modules(self) -> bool:
+        """Whether the decoder and its layers hold the modules that they had when this was built."""
+        if not is_same(self.decoder._modules, self.parts):
             return False
-        if not is_same(decoder.layers._modules, self.layers):
+        if not is_same(self.decoder.layers._modules, self.layers):
             return False
-        if decoder.config.num_hidden_layers != len(self.layers):
-            return False
-        return self.fusion.runs_ahead and self.fusion.parts.is_unchanged()
+        return self.fusion.parts.has_same_modules()
 
 
 def is_same(modules: dict[str, Any], known: Sequence[Any]) -> bool:

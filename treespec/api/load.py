@@ -19,8 +19,8 @@ from treespec.errors import InputError
 from treespec.files.locks import alone_with
 from treespec.heads.folder import find_head_folder
 from treespec.model.adapters import unwrap_adapter
-from treespec.model.cpu.eight_bits import quantize_layers
 from treespec.model.cpu.direct_decoder import build_direct_decoder
+from treespec.model.cpu.eight_bits import quantize_layers
 from treespec.model.cpu.fused_layers import fuse
 from treespec.model.cpu.packing import has_bfloat16_instructions, pack
 from treespec.model.placement import AS_IT_IS, Placement

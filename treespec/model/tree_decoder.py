@@ -205,7 +205,7 @@ class TreeDecoder:
 
         arguments: of the decoder's forward, by name. aux_layers: as for `forward`.
         """
-        cache = arguments.get("past_key_values")
+        cache: Any = arguments.get("past_key_values")
         try:
             outputs = forward_with_features(self.decoder, self.stack, arguments, aux_layers)
             if getattr(cache, "layers_ahead", None) is None:

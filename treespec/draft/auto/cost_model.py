@@ -328,7 +328,9 @@ def can_pay_in_cache(cost: CycleCost | None) -> bool:
 
     cost: of a cycle; None: it is not compared.
     """
-    return cost is None or cost.fastest_accepted_speed > get_least_speed(cost)
+    if cost is None:
+        return True
+    return cost.fastest_accepted_speed > get_least_speed(cost)
 
 
 def get_least_speed(cost: CycleCost) -> float:

@@ -1,7 +1,7 @@
 """Runs a decoder whose layers are all fused without the model's loop over them, if a trial gives the same bits.
 
-A forward of a small model over one token takes ten milliseconds. One of them is the model's Python: checks of arguments,
-masks that are there already, and a call of each layer, of which the first has computed all (`fused_layers`).
+A forward of a small model over one token takes ten milliseconds, and one of them is the model's Python: checks of
+arguments, masks that are there already, and calls of layers, of which the first has computed all (`fused_layers`).
 
     the model's loop    embedding -> layer 0, layer 1, …, each by its module -> norm
     here                embedding -> layers 0, 1, …, by one call in C        -> norm
@@ -101,7 +101,9 @@ class DirectDecoder:
             if not self.has_own_code() or not self.fusion.parts.is_unchanged():
                 return False
             self.hooks_before = RemovableHandle.next_id
-        return self.has_own_modules() and self.fusion.runs_ahead
+        if not self.fusion.runs_ahead:
+            return False
+        return self.has_own_modules()
 
     def has_own_code(self) -> bool:
         """Whether the decoder runs its class's forward, without hooks, over all of its layers."""
@@ -121,7 +123,9 @@ class DirectDecoder:
 
 def is_same(modules: dict[str, Any], known: Sequence[Any]) -> bool:
     """Whether these are the known modules, in their order: the very same objects."""
-    return len(modules) == len(known) and all(map(is_, modules.values(), known))
+    if len(modules) != len(known):
+        return False
+    return all(map(is_, modules.values(), known))
 
 
 @torch.no_grad()

@@ -154,7 +154,8 @@ def is_exact(direct: DirectDecoder) -> bool:
     tokens = torch.randint(rows, (2, TRIAL_NODES), generator=random, device="cpu")
     starts = torch.tensor([[0], [TRIAL_PLACE]], dtype=torch.int64, device="cpu")
     places = starts + torch.arange(TRIAL_NODES, device="cpu")
-    visible = torch.rand(2, 1, TRIAL_NODES, TRIAL_NODES, generator=random, device="cpu") > 0.5
+    shape = (2, 1, TRIAL_NODES, TRIAL_NODES)
+    visible = torch.randint(2, shape, generator=random, dtype=torch.bool, device="cpu")
     visible |= torch.eye(TRIAL_NODES, dtype=torch.bool, device="cpu")
     mask = to_additive_mask(visible, direct.fusion.forwards[0].weights.dtype)
 

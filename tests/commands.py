@@ -82,11 +82,9 @@ def cache_folder(hub, repository, commit, revision="main"):
 
 def to_command(function: Callable[[], None], before: str = "") -> list[str]:
     """The command of a process that runs a function, which imports what it uses. before: code to run first."""
-    # It is short, and what it imports is no garbage, which the end of a process would look for. transformers would
-    # import torchao, for seconds.
-    before = f"import gc, sys; gc.disable(); sys.modules['torchao'] = None\n{before}"
-    after = "import os; sys.stdout.flush(); os._exit(0)"
-    return [sys.executable, "-c", f"{before}\n{inspect.getsource(function)}\n{function.__name__}()\n{after}"]
+    before = f"import gc, sys; gc.disable(); sys.modules['torchao'] = None\n{before}"  # for seconds less, as the end
+    body = f"{inspect.getsource(function)}\n{function.__name__}()\nsys.stdout.flush()"
+    return [sys.executable, "-c", f"{before}\n{body}\nimport os; os._exit(0)"]
 
 
 def shorten_measurements() -> None:
@@ -102,8 +100,6 @@ def shorten_measurements() -> None:
 
 
 FORKED = get_context("forkserver")  # it imports these once, and has no threads
-
-
 FORKED.set_forkserver_preload(["treespec.train.run", "treespec.eval.benchmark"])
 
 

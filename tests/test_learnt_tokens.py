@@ -225,11 +225,16 @@ def generated_conversation(family, tokenizer, kind):
     return messages, answers
 
 
+@cache
+def conversation_of(name, kind):
+    """`generated_conversation` by the family's own template, to read only."""
+    return generated_conversation(FAMILIES[name], family_tokenizer(family_template(name)), kind)
+
+
 @pytest.mark.parametrize("name, kind", CASES)
 def test_what_a_model_generates_is_exactly_what_is_learnt(name, kind, tmp_path):
-    family = FAMILIES[name]
     tokenizer = family_tokenizer(family_template(name))
-    messages, answers = generated_conversation(family, tokenizer, kind)
+    messages, answers = conversation_of(name, kind)
     examples, report = read_examples(tmp_path, tokenizer, {"messages": messages})
     assert sorted(list_learnt_answers(examples)) == sorted(answers)
     assert (report.used, report.left_out, report.thoughtless) == (1, {}, 0)
@@ -268,7 +273,7 @@ def test_what_a_model_wrote_is_split_into_thoughts_and_words(name):
 @pytest.mark.parametrize("name, kind", [case for case in CASES if "raw" not in case[1]])
 def test_formatted_text_learns_answers_and_no_words_of_others(name, kind, tmp_path):
     tokenizer = family_tokenizer(family_template(name))
-    messages, _ = generated_conversation(FAMILIES[name], tokenizer, kind)
+    messages, _ = conversation_of(name, kind)
     shown = [as_template_takes_it(message) for message in messages]
     text = templates.render(tokenizer, shown, add_generation_prompt=False)
     examples, _ = read_examples(tmp_path, tokenizer, {"text": text})

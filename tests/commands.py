@@ -82,7 +82,7 @@ def cache_folder(hub, repository, commit, revision="main"):
 
 def to_command(function: Callable[[], None], before: str = "") -> list[str]:
     """The command of a process that runs a function, which imports what it uses. before: code to run first."""
-    before = f"import gc, sys; gc.disable(); sys.modules['torchao'] = None\n{before}"  # for seconds less, as the end
+    before = f"import gc, sys; gc.disable(); sys.modules['torchao'] = None\n{before}"  # seconds less, as by _exit
     body = f"{inspect.getsource(function)}\n{function.__name__}()\nsys.stdout.flush()"
     return [sys.executable, "-c", f"{before}\n{body}\nimport os; os._exit(0)"]
 

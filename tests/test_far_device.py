@@ -13,7 +13,7 @@ import torch
 from far.device import count_outside, install, launches, move_to_far, outside, record_as_graph, waits
 
 BATCH = 4
-TOKENS, GRAPH_TOKENS = 6, 14  # of an answer without graphs and with them
+TOKENS, GRAPH_TOKENS = 8, 24  # of an answer without graphs and with them
 WARM = 8  # with graphs, cycles are counted from that one on
 GRAPHED = {("eagle", "dynamic", "topk", 0), ("eagle", "dynamic", "gumbel", 1)}  # counted with graphs too
 # Waits a cycle at most, of one sequence and of a batch, by drafter, tree, verifier and temperature.

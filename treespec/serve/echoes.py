@@ -29,7 +29,8 @@ async def score_prompts(
     for prompt in prompts:
         score = partial(score_prompt, spec.target, prompt, top, spec.decoder.models)
         logprobs = await answers.run(score, lane=answers.state.admission.scores)
-        described.append(describe_prompt(spec.target.tokenizer, prompt, logprobs))
+        describe = partial(describe_prompt, spec.target.tokenizer, prompt, logprobs)
+        described.append(await answers.run(describe))
     return described
 
 

@@ -37,6 +37,9 @@ OPTION_FIELDS = (  # fields with the same name and meaning as an option
 # OpenAI's fields that change no token, so they are ignored. `prediction` only makes OpenAI's answers faster.
 HARMLESS_FIELDS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prediction"}
 HARMLESS_FIELDS |= {"prompt_cache_key", "prompt_cache_retention"}
+HARMLESS_FIELDS |= {"guided_decoding_backend"}  # vLLM's
+# vLLM's fields before `structured_outputs`: accepted only beside it, with the same value.
+FORMER_FIELDS = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
 # Fields that are accepted only with the value that this server has anyway.
 FULFILLED_FIELDS = {"modalities": ["text"], "best_of": 1, "suffix": ""}
 
@@ -75,11 +78,19 @@ class StrictBody(Body):
                 name in (*names, *HARMLESS_FIELDS)
                 or value is None
                 or FULFILLED_FIELDS.get(name) == value
+                or is_repeated(name, value, body.get("structured_outputs"))
             ):
                 continue
             context = {"name": to_one_line(name[:80]), "hint": find_nearest_name(name[:80], names)}
             raise PydanticCustomError("unknown_field", "{hint}", context)
         return body
+
+
+def is_repeated(name: str, value: object, structured: object) -> bool:
+    """Whether a field is one of `FORMER_FIELDS`, and says what `structured_outputs` says."""
+    if name not in FORMER_FIELDS or not isinstance(structured, dict):
+        return False
+    return structured.get(FORMER_FIELDS[name]) == value
 
 
 class StreamOptions(Body):

@@ -1,11 +1,12 @@
 """A large body is parsed beside the event loop, and a body that would take seconds is refused by its size."""
 
+import gc
 import json
 import threading
 import time
 
 import pytest
-from commands import MESSAGES, client
+from commands import MESSAGES, client, wait_until
 
 from treespec.serve import bodies
 from treespec.serve.bodies import count_openings, remove_strings
@@ -51,9 +52,9 @@ def test_others_are_answered_while_a_large_body_is_parsed(http, server, monkeypa
 @pytest.mark.parametrize(
     "body, param",
     [
-        ({"messages": [0] * 200_000}, "messages[0]"),
-        ({"messages": [{"role": "user", "content": "", "tool_calls": [0] * 200_000}]}, "messages[0].tool_calls[0]"),
-        ({"messages": MESSAGES, "tools": [{}] * 100_000}, "tools[0].type"),
+        ({"messages": [0] * 100_000}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": "", "tool_calls": [0] * 100_000}]}, "messages[0].tool_calls[0]"),
+        ({"messages": MESSAGES, "tools": [{}] * 60_000}, "tools[0].type"),
     ],
 )
 def test_of_many_faults_the_first_is_looked_for(http, body, param):
@@ -83,3 +84,18 @@ def test_a_body_of_too_many_values_is_refused_unparsed(http, monkeypatch):
 )
 def test_values_are_counted_outside_of_strings(text, count):
     assert count_openings(remove_strings(text.encode())) == count
+
+
+def test_a_refused_body_is_forgotten_with_its_answer(server, http):
+    """No traceback holds it until the garbage collector comes."""
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            content = b'{"messages": [{"role": "forgotten"}' + b", {}" * 5000 + b"]}"
+            assert http.post(CHAT, content=content, headers=JSON).status_code == 400
+        wait_until(lambda: not server.admission.places)
+        held = [value for value in gc.get_objects() if isinstance(value, dict) and value.get("role") == "forgotten"]
+        assert held == []
+    finally:
+        gc.enable()

@@ -35,7 +35,7 @@ SHORT = {"messages": QUESTION, "max_tokens": 2, "temperature": 0}
 def build_bombs() -> dict[str, dict[str, Any]]:
     """Build the bodies of the bombs, by name."""
     picture = io.BytesIO()
-    Image.new("1", (4000, 4000)).save(picture, "PNG")
+    Image.new("1", (3500, 3500)).save(picture, "PNG")
     link = "data:image/png;base64," + base64.b64encode(picture.getvalue()).decode()
     part = {"type": "image_url", "image_url": {"url": link}}
     text = [{"role": "user", "content": "words of the text, number 12345; " * 18_000}]

@@ -217,6 +217,9 @@ class RequestPlace:
             try:
                 with pausing(self._take_pause):
                     result = call()
+            except ApiError as error:
+                fault = error.with_traceback(None)
+                fault.__context__ = None  # it and the traceback hold all that the body held
             except BaseException as error:  # it is raised where the result is awaited
                 fault = error
             with suppress(RuntimeError):  # the event loop has ended

@@ -19,7 +19,7 @@ from treespec.serve.errors import NO_OBJECT, ApiError, build_invalid_error
 B = TypeVar("B", bound=BaseModel)
 T = TypeVar("T")
 LOOP_BYTES = 1 << 14  # a body up to this size is parsed on the event loop
-MAX_JSON_VALUES = 1 << 18
+MAX_JSON_VALUES = 1 << 17
 
 
 async def read_body(request: Request, schema: type[B]) -> B:
@@ -76,7 +76,7 @@ def validate_fields(fields: object, schema: type[B]) -> B:
     try:
         return schema.model_validate(fields)
     except ValidationError as error:
-        raise build_invalid_error(error.errors(include_url=False)) from None
+        raise build_invalid_error(error.errors(include_url=False, include_input=False)) from None
 
 
 def has_many_values(content: bytes) -> bool:

@@ -92,10 +92,10 @@ def test_a_refused_body_is_forgotten_with_its_answer(server, http):
     gc.disable()
     try:
         for _ in range(3):
-            content = b'{"messages": [{"role": "forgotten"}' + b", {}" * 5000 + b"]}"
+            content = b'{"messages": [{"role": ["forgotten"]}' + b", {}" * 5000 + b"]}"
             assert http.post(CHAT, content=content, headers=JSON).status_code == 400
         wait_until(lambda: not server.admission.places)
-        held = [value for value in gc.get_objects() if isinstance(value, dict) and value.get("role") == "forgotten"]
+        held = [value for value in gc.get_objects() if isinstance(value, dict) and value.get("role") == ["forgotten"]]
         assert held == []
     finally:
         gc.enable()

@@ -17,7 +17,7 @@ from treespec.serve.bodies import read_body
 from treespec.serve.echoes import build_echo_reply, score_prompts
 from treespec.serve.errors import ApiError
 from treespec.serve.messages import encode_request, list_schemas, parse_tool_choice
-from treespec.serve.protocol import Fields, build_chat_choice, build_text_choice
+from treespec.serve.protocol import Fields, build_chat_choice, build_text_choice, write_reply
 from treespec.serve.schema import ChatRequest, CompletionRequest, Sampled, TokenizeRequest
 from treespec.serve.state import State, get_state
 from treespec.serve.streaming import Reply, ReplyFormat, stream_events
@@ -126,12 +126,12 @@ async def complete(request: Request) -> Response:
         if body.logprobs is not None:
             prompt_tokens = await score_prompts(answers, ids, body.logprobs)
     if body.max_tokens == 0:
-        fields = build_echo_reply(
-            state.name, ids, openings, prompt_tokens, samples=body.sample_count
+        build = partial(
+            build_echo_reply, state.name, ids, openings, prompt_tokens, samples=body.sample_count
         )
         if body.stream:
-            return stream_events(stream_one(fields))
-        return JSONResponse(fields)
+            return stream_events(stream_one(build()))
+        return await write_response(answers, build)
 
     # 3. Answer.
     reply_format = ReplyFormat(
@@ -257,11 +257,20 @@ async def begin_reply(
     return Reply(answers, reply_format, include_usage, return_token_ids, hidden_tokens)
 
 
-async def send_reply(reply: Reply, body: Sampled) -> Response:
+async def send_reply(reply: Reply, body: ChatRequest | CompletionRequest) -> Response:
     """Send the response to a request, as one object or as a stream. Raises ApiError."""
     if body.stream:
         return stream_events(reply.stream_chunks())
-    return JSONResponse(await reply.collect_reply())
+    if not body.logprobs:
+        return JSONResponse(await reply.collect_reply())
+    deltas = await reply.collect_deltas()
+    return await write_response(reply.answers, partial(reply.build_reply, deltas))
+
+
+async def write_response(answers: Answers, build: Callable[[], Fields]) -> Response:
+    """Build a response that may hold many log-probabilities, and write it, on a thread. Raises ApiError."""
+    content = await answers.run(lambda: write_reply(build()))
+    return Response(content, media_type="application/json")
 
 
 def choose_max_tokens(state: State, body: Sampled, prompts: Sequence[Sequence[int]]) -> int:

@@ -25,6 +25,7 @@ async def score_prompts(
     The first token has none, since nothing is before it. top: number of most likely tokens to tell with each.
     """
     spec = answers.state.engine.spec
+    answers.hold_logprobs(sum(map(len, prompts)), top)
     described = []
     for prompt in prompts:
         score = partial(score_prompt, spec.target, prompt, top, spec.decoder.models)

@@ -42,6 +42,7 @@ def build_bombs() -> dict[str, dict[str, Any]]:
     return {
         "text": {"messages": text, "max_tokens": 2},
         "grammar": SHORT | {"regex": "((a|b)*a(a|b){9}c?){40}"},
+        "values": {"messages": [{"role": "user", "content": [[]] * 65_000}]},
         "pictures": {"messages": [{"role": "user", "content": [part, part]}], "max_tokens": 2},
     }
 

@@ -135,14 +135,14 @@ def write_reply(fields: Fields) -> bytes:
     parts = []
     for name, value in fields.items():
         if name == "choices":
-            text = "[" + ",".join(map(write_json, value)) + "]"
+            text = "[" + ",".join(map(encode_json, value)) + "]"
         else:
-            text = write_json(value)
-        parts.append(f"{write_json(name)}:{text}")
+            text = encode_json(value)
+        parts.append(f"{encode_json(name)}:{text}")
     return ("{" + ",".join(parts) + "}").encode()
 
 
-def write_json(value: object) -> str:
+def encode_json(value: object) -> str:
     """Write a value as JSON, between two pauses."""
     take_pause()
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

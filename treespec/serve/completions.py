@@ -115,7 +115,7 @@ async def complete(request: Request) -> Response:
     answers = Answers(request)
     state = answers.state
     state.check_model(body.model)
-    prompts = split_prompts(body)
+    prompts = unpack_prompts(body)
     ids = await answers.run(partial(encode_completions, state, prompts), "prompt")
 
     # 2. With `echo` an answer begins with its prompt.
@@ -147,7 +147,7 @@ async def complete(request: Request) -> Response:
     return await send_reply(reply, body)
 
 
-def split_prompts(body: CompletionRequest) -> list[Any]:
+def unpack_prompts(body: CompletionRequest) -> list[Any]:
     """List the prompts of a request: texts, or lists of token ids. Raises ApiError if there are none."""
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens may be 0 only with echo", "max_tokens")

@@ -84,29 +84,30 @@ class HeadWeights:
         self.check()
         fc = LinearStruct()
         if self.fc is not None:
-            fc = self.build_product(self.fc, self.fc_bias)
+            fc = build_product(self.fc, self.fc_bias, self.layer.dtype)
         return HeadStepStruct(
             layer=self.layer.fields,
             fc=fc,
-            output=self.build_product(self.output, self.output_bias),
+            output=build_product(self.output, self.output_bias, self.layer.dtype),
             embedding=self.embedding.data_ptr(),
             norms=list_addresses(HEAD_NORMS, self.norms),
             adds_normed_feature=self.adds_normed_feature,
             returns_normed_states=self.returns_normed_states,
         )
 
-    def build_product(self, weight: PackedWeight, bias: Tensor | None) -> LinearStruct:
-        """Returns the fields of a product for C."""
-        product = LinearStruct(
-            weight=weight.numbers.data_ptr(),
-            inputs=weight.inputs,
-            outputs=weight.outputs,
-            form=weight.form,
-            half=BFLOAT16_FLAGS[self.layer.dtype],
-        )
-        if bias is not None:
-            product.bias = bias.data_ptr()
-        return product
+
+def build_product(weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> LinearStruct:
+    """Returns the fields of a product for C. dtype: of rows and bias."""
+    product = LinearStruct(
+        weight=weight.numbers.data_ptr(),
+        inputs=weight.inputs,
+        outputs=weight.outputs,
+        form=weight.form,
+        half=BFLOAT16_FLAGS[dtype],
+    )
+    if bias is not None:
+        product.bias = bias.data_ptr()
+    return product
 
 
 def check_product(
@@ -122,6 +123,34 @@ def check_product(
         check_dense(bias, "a bias", (dtype,), (weight.outputs,))
 
 
+class OwnProducts:
+    """The output layers of B texts' own draft tokens, which stand behind those of the head's output layer.
+
+    Attributes:
+        texts: B.
+        outputs: W, of each.
+        fields: for C.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[PackedWeight],
+        biases: Sequence[Tensor | None],
+        head: HeadWeights,
+    ) -> None:
+        """weights: H -> W. Raises KernelInputError for weights or biases of other sizes."""
+        self.texts = len(weights)
+        self.outputs = weights[0].outputs
+        self.kept = (weights, biases)  # C reads their memory
+        shape = (self.outputs, head.layer.hidden)
+        dtype = head.layer.dtype
+        products = []
+        for weight, bias in zip(weights, biases, strict=True):
+            check_product(weight, bias, shape, dtype)
+            products.append(build_product(weight, bias, dtype))
+        self.fields = (LinearStruct * self.texts)(*products)
+
+
 class NodeArrays(NamedTuple):
     """What a head's step reads, besides tensors, of the R nodes of B texts; int64, contiguous.
 
@@ -129,7 +158,7 @@ class NodeArrays(NamedTuple):
         parents: [R] by node, the row of its feature.
         positions: [R] of the nodes.
         starts: [B + 1] the first row of each text, then R.
-        drafted: [D] the nodes whose logits are computed.
+        drafted: [D] the nodes whose logits are computed, ascending.
     """
 
     parents: np.ndarray
@@ -165,19 +194,22 @@ def run_head_step(
     table: Tensor,
     mask: np.ndarray,
     columns: Columns,
+    own: OwnProducts | None = None,
 ) -> StepOutput:
     """Runs a head's step over R nodes of B texts, one text after the other; writes keys and values.
 
     Args:
         head: the weights.
         tokens: [R] int64, draft tokens if there is a vocabulary.
-        vocabulary: [Vd] int64, the target's token for each draft token; None: `tokens` are the target's.
+        vocabulary: [Vd] int64, the target's token for each draft token, or [B, Vd] for those of each text; None:
+            `tokens` are the target's.
         features: [F, H].
         arrays: of the nodes.
         table: [2, positions, turned numbers] cos and sin.
         mask: [B, N, U] additive, of the last U columns, as integers of the dtype's size; all nodes see the columns
             before them, from the first on that is attended to. N: the most nodes of a text.
         columns: of the layer.
+        own: draft tokens of each text, the last of its Vd; None: no text has any.
 
     Raises:
         KernelInputError: a tensor or an array does not fit.
@@ -191,9 +223,21 @@ def run_head_step(
     arrays.check(texts)
     check_dense(tokens, "tokens", (torch.int64,), (rows,))
     check_dense(features, "features", dtypes, (len(features), hidden))
+    draft_tokens = head.output.outputs
+    own_pointer = None
+    if own is not None:
+        if own.texts != texts:
+            raise KernelInputError(f"{own.texts} texts have tokens of their own, not {texts}")
+        draft_tokens += own.outputs
+        own_pointer = ctypes.addressof(own.fields)
     vocabulary_pointer = None
+    vocabulary_text = 0
     if vocabulary is not None:
-        check_dense(vocabulary, "the vocabulary", (torch.int64,), (head.output.outputs,))
+        sizes: tuple[int, ...] = (draft_tokens,)
+        if vocabulary.dim() == 2:
+            sizes = (texts, draft_tokens)
+            vocabulary_text = draft_tokens
+        check_dense(vocabulary, "the vocabulary", (torch.int64,), sizes)
         vocabulary_pointer = vocabulary.data_ptr()
     cos, sin = table
     for angle in (cos, sin):
@@ -205,7 +249,7 @@ def run_head_step(
     # 2. What is written, and the call.
     states = features.new_empty(rows, hidden)
     drafted_states = features.new_empty(len(arrays.drafted), hidden)
-    logits = features.new_empty(len(arrays.drafted), head.output.outputs)
+    logits = features.new_empty(len(arrays.drafted), draft_tokens)
     call = HeadNodesStruct(
         tokens=tokens.data_ptr(),
         parents=find_address(arrays.parents),
@@ -213,6 +257,7 @@ def run_head_step(
         starts=find_address(arrays.starts),
         drafted=find_address(arrays.drafted),
         vocabulary=vocabulary_pointer,
+        own=own_pointer,
         features=features.data_ptr(),
         cos=cos.data_ptr(),
         sin=sin.data_ptr(),
@@ -231,6 +276,7 @@ def run_head_step(
         first_column=columns.first,
         free_columns=columns.end - masked_columns,
         threads=count_threads(),
+        vocabulary_text=vocabulary_text,
     )
     load_kernels().head_step(ctypes.byref(head.fields), ctypes.byref(call))
     return StepOutput(states, drafted_states, logits)

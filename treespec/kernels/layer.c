@@ -273,14 +273,16 @@ typedef struct {
   const int64_t *tokens, *parents;     // [R] of all texts, one after the other; node i reads row parents[i] of the features
   const int64_t *positions;            // [R]: the rows of `cos` and `sin`
   const int64_t *starts;               // [B + 1] as in `Forward`
-  const int64_t *drafted;              // [rows]: the rows of the states whose logits are computed
+  const int64_t *drafted;              // [rows]: the rows of the states whose logits are computed; ascending with `own`
   const int64_t *vocabulary;           // the target's token for each of `tokens`; NULL: itself
+  const Linear *own;                   // [B], all of one size: draft tokens of each text behind those of `output`; NULL: none
   const void *features;                // [.., hidden]
   const void *cos, *sin;               // [positions, turned]
   const void *mask;                    // as in `Forward`
   void *keys, *values, *states;        // as in `Cache`; [R, hidden]
   void *last, *logits;                 // [rows, hidden], [rows, drafted tokens]
   int64_t texts, n, rows, turned, columns, capacity, first, free, threads;  // n: the most nodes of a text
+  int64_t text;                        // tokens of a text's vocabulary, one behind the other; 0: one for all texts
 } HeadNodes;
 
 // Copies a row [hidden], normed if the head has that norm.
@@ -304,7 +306,8 @@ int head_step(const HeadStep *head, const HeadNodes *nodes) {
   char *cos = read + nodes->rows * row, *sin = cos + nodes->texts * n * angles;
   for (int64_t b = 0; b < nodes->texts; b++)
     for (int64_t i = nodes->starts[b]; i < nodes->starts[b + 1]; i++) {
-      int64_t token = nodes->vocabulary ? nodes->vocabulary[nodes->tokens[i]] : nodes->tokens[i];
+      int64_t token = nodes->tokens[i];
+      if (nodes->vocabulary) token = nodes->vocabulary[b * nodes->text + token];
       int64_t place = (b * n + i - nodes->starts[b]) * angles, position = nodes->positions[i];
       const char *feature = (const char *)nodes->features + nodes->parents[i] * row;
       char *pair = pairs + 2 * i * row;
@@ -337,12 +340,21 @@ int head_step(const HeadStep *head, const HeadNodes *nodes) {
     if (head->gives_normed) memcpy(read + i * row, last + i * row, row);
     else copy_row(head, OF_STATES, last + i * row, read + i * row);
   }
+  output.row = output.out + (nodes->own ? nodes->own->out : 0);
   failed = linear(&output, read, nodes->logits, nodes->rows);
+
+  // 4. Those of each text's own tokens stand behind them.
+  for (int64_t b = 0, from = 0, to = 0; nodes->own && !failed && b < nodes->texts; b++, from = to) {
+    while (to < nodes->rows && nodes->drafted[to] < nodes->starts[b + 1]) to++;
+    Linear own = nodes->own[b];
+    own.row = output.row, own.threads = nodes->threads;
+    failed = linear(&own, read + from * row, (char *)nodes->logits + (from * output.row + output.out) * size, to - from);
+  }
   free(room);
   return failed;
 }
 
-enum { ABI = 4 };  // counted up when a structure or a parameter changes, here and in structs.py
+enum { ABI = 5 };  // counted up when a structure or a parameter changes, here and in structs.py
 
 // Writes the sizes [7] of the structures in bytes; returns the ABI.
 int describe_abi(int64_t *sizes) {

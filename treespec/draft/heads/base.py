@@ -217,11 +217,16 @@ class DeepeningProposer(PairProposer):
     def compute_draft_logits(self, states: Tensor) -> Tensor:
         """Returns [..., N] draft logits of this level. states: [..., H]."""
 
+    def to_target_tokens(self, tokens: Tensor) -> Tensor:
+        """Converts the draft tokens [B, F] of the frontiers to the target's."""
+        if self.vocabulary is None:
+            return tokens
+        return self.vocabulary[tokens]
+
     @torch.no_grad()
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
         tokens, above, sizes = pad_frontiers(frontiers, self.target.output_device)
-        if self.vocabulary is not None:
-            tokens = self.vocabulary[tokens]
+        tokens = self.to_target_tokens(tokens)
         states = unpad_rows(self.draft_next_states(tokens, above), sizes)
         return list(self.compute_draft_logits(states).split(sizes))
 

@@ -106,7 +106,7 @@ def to_draft_ids(
 ) -> Tensor | None:
     """Converts a chain of the target's tokens to draft tokens [n]; None if one is not in the vocabulary.
 
-    vocabulary: [N] int64, the target's token for each draft token, ascending unless it is on a CPU; None: all, in order.
+    vocabulary: [N] int64, the target's token for each draft token, ascending unless on a CPU; None: all, in order.
     """
     tokens = to_device(chain, device)
     if vocabulary is None:

@@ -56,8 +56,8 @@ def spread(rows: Tensor, vocabulary: Tensor, size: int, fill: float = 0.0) -> Te
 def to_target_tokens(tree: TokenTree, vocabulary: Tensor, size: int) -> TokenTree:
     """Converts a tree from draft tokens to the target's V = `size` tokens.
 
-    Its root is already the target's token. vocabulary: [N] the target's token for each draft token; [B, N] for a tree of
-    tensors [B, ...] without draws, whose texts have tokens of their own.
+    Its root is already the target's token. vocabulary: [N] the target's token for each draft token; [B, N] for a tree
+    of tensors [B, ...] without draws, whose texts have tokens of their own.
     """
 
     def to_target(tokens: Tensor) -> Tensor:

@@ -156,7 +156,7 @@ static int64_t plan_layer(const Layer *a, const Forward *f, const Cache *c, Plan
   int64_t outs[PRODUCTS] = {all_heads, groups, groups, a->hidden, a->inner, a->inner, a->hidden};
   int64_t ins[PRODUCTS] = {a->in, a->in, a->in, all_heads, a->hidden, a->hidden, a->inner};
   for (int i = 0; i < PRODUCTS; i++) {
-    plan->products[i] = (Linear){a->weights[i], a->biases[i], ins[i], outs[i], a->form, a->half, f->threads};
+    plan->products[i] = (Linear){a->weights[i], a->biases[i], ins[i], outs[i], a->form, a->half, f->threads, 0};
     plan->rows[i] = rows_for(ins[i], a->form, a->half);
   }
 

@@ -96,7 +96,8 @@ def unpack_weight(weight: PackedWeight) -> Tensor:
 def allocate_weight(outputs: int, like: PackedWeight) -> PackedWeight:
     """Return a packed weight of zeros of the form and the inputs of another one, of as many outputs as asked for."""
     _, _, inputs, form = like
-    size = round_up(outputs, BLOCK_OUTPUTS) * len(like.numbers) // round_up(like.outputs, BLOCK_OUTPUTS)
+    numbers_of_output = len(like.numbers) // round_up(like.outputs, BLOCK_OUTPUTS)
+    size = round_up(outputs, BLOCK_OUTPUTS) * numbers_of_output
     numbers = torch.zeros(size, dtype=like.numbers.dtype, device=CPU_DEVICE)
     return PackedWeight(numbers, outputs, inputs, form)
 
@@ -116,7 +117,9 @@ def copy_outputs(
         if numbers.dtype != np.int64 or not numbers.flags.c_contiguous:
             raise KernelInputError(f"outputs are {numbers.dtype}, not contiguous int64")
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < weight.outputs:
-            raise KernelInputError(f"a packed weight has {weight.outputs} outputs, not {numbers.max()}")
+            raise KernelInputError(
+                f"a packed weight has {weight.outputs} outputs, not {numbers.max()}"
+            )
     weights = (source.numbers.data_ptr(), target.numbers.data_ptr())
     moves = (outputs.ctypes.data, places.ctypes.data, len(outputs))
     load_kernels().copy_outputs(

@@ -26,7 +26,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from treespec.draft.drafter import PREFILL_AT, Frontier, Proposer, pad_frontiers
+from treespec.draft.drafter import PREFILL_AT, Frontier, Proposer, RowHolder, pad_frontiers
 from treespec.model.cache import TreeCache
 from treespec.model.cuda_graphs import Graphs
 from treespec.model.masks import Chunk, pad_and_stack, split_causal_chunks, unpad_rows
@@ -117,7 +117,7 @@ class PairProposer(Proposer):
         return type(self)(self.head, self.target)
 
     @property
-    def row_holders(self) -> list[TreeCache]:
+    def row_holders(self) -> list[RowHolder]:
         return [self.cache]
 
     def run_layers(

@@ -1,14 +1,14 @@
 """A text's own tokens, which are drafted beside the draft vocabulary.
 
-A draft vocabulary holds frequent tokens. A rare one, such as a part of a name, is likely to come again in the text where
-it stands. So each text has draft tokens of its own, which are scored by their rows of the target's output layer:
+A draft vocabulary holds frequent tokens. A rare one, such as a part of a name, is likely to come again in the text
+where it stands. So each text has draft tokens of its own, scored by their rows of the target's output layer:
 
     draft tokens    0 .......... N - 1                     N .......... N + W - 1
     of              the draft vocabulary, for all texts    this text: its latest tokens outside of the vocabulary
 
-At first the own tokens are the first ones outside of the vocabulary; byte-pair encodings number frequent tokens first. A
-token that comes then takes the place of the one that was seen least recently. So they depend on the text alone, not on
-the cycles by which it came, and a seed's text stays the same.
+At first the own tokens are the lowest ones outside of the vocabulary; byte-pair encodings number frequent tokens
+first. A token that comes then takes the place of the one that was seen least recently. So they depend on the text
+alone, not on the cycles by which it came, and a seed's text stays the same.
 """
 
 from collections.abc import Sequence
@@ -87,7 +87,7 @@ class TextVocabulary:
         return longer.append_rare(self.length + rare, tokens[rare])
 
     def append_rare(self, places: np.ndarray, tokens: np.ndarray) -> "TextVocabulary":
-        """Returns the vocabulary after tokens [n] outside of the draft vocabulary. places: [n] ascending, in the text."""
+        """Returns the vocabulary after tokens [n] outside of the draft vocabulary. places: [n] of them in the text."""
         if not len(tokens):
             return self
 

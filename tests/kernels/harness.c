@@ -220,7 +220,8 @@ static void check_copied_outputs(int64_t in, int form, int half) {
   enum { OUT = 37, TO_OUT = 21, MANY = 4, N = 3 };
   const int64_t outputs[MANY] = {36, 0, 9, 15}, places[MANY] = {0, 20, 7, 8};
   void *x = numbers(N * in, half, 1), *y = room(N * OUT * size_of(half)), *to_y = room(N * TO_OUT * size_of(half));
-  void *from = packed_of(weights(OUT * in, form, 1), in, OUT, form), *to = packed_of(weights(TO_OUT * in, form, 1), in, TO_OUT, form);
+  void *from = packed_of(weights(OUT * in, form, 1), in, OUT, form);
+  void *to = packed_of(weights(TO_OUT * in, form, 1), in, TO_OUT, form);
   Linear a = {from, NULL, in, OUT, form, half, 1, 0}, b = {to, NULL, in, TO_OUT, form, half, 1, 0};
   void *before = room(N * TO_OUT * size_of(half));
   linear(&b, x, before, N);
@@ -568,12 +569,13 @@ static void check_head_step(int kind, int form, int half, int64_t own) {
   for (int i = 0; i < HEAD_NORMS && kind != EAGLE; i++) step.norms[i] = numbers(hidden, half, 1);
   raw.a = step.layer;
   int64_t tokens[ROWS_], parents[ROWS_], positions[ROWS_], starts[3] = {0, 2, ROWS_}, drafted[3] = {6, 0, 2};
-  int64_t vocabulary[2 * all_drafted];  // of text 0, of text 1; without own tokens both have the first
+  int64_t vocabulary[DRAFTED], own_vocabulary[2 * own + 1];
   if (own) drafted[0] = 0, drafted[1] = 2, drafted[2] = 6;
   for (int i = 0; i < ROWS_; i++) {
     tokens[i] = draw() % all_drafted, parents[i] = draw() % FEATURES, positions[i] = draw() % POSITIONS;
   }
-  for (int i = 0; i < (own ? 2 : 1) * all_drafted; i++) vocabulary[i] = draw() % VOCABULARY;
+  for (int i = 0; i < DRAFTED; i++) vocabulary[i] = draw() % VOCABULARY;
+  for (int i = 0; i < 2 * own; i++) own_vocabulary[i] = draw() % VOCABULARY;
   Linear products[2];
   for (int b = 0; b < 2 && own; b++) {
     void *rows = packed_of(weights(hidden * own, form, 0.3f), hidden, own, form);
@@ -586,7 +588,7 @@ static void check_head_step(int kind, int form, int half, int64_t own) {
     .sin = numbers(POSITIONS * TURNED, half, 1), .keys = cache[0], .values = cache[1],
     .states = room(ROWS_ * row), .last = room(3 * row), .logits = room(3 * all_drafted * size_of(half)),
     .texts = 2, .n = NODES, .rows = 3, .turned = TURNED, .columns = COLUMNS, .capacity = CAPACITY, .free = BEFORE, .threads = 3,
-    .own = own ? products : NULL, .text = own ? all_drafted : 0,
+    .own = own ? products : NULL, .own_tokens = own_vocabulary,
   };
   void *mask = room(2 * NODES * NODES * size_of(half));  // one for each text
   memcpy(mask, raw.f.mask, NODES * NODES * size_of(half));
@@ -598,7 +600,9 @@ static void check_head_step(int kind, int form, int half, int64_t own) {
   void *cos = zeros(2 * NODES * TURNED, half), *sin = zeros(2 * NODES * TURNED, half);
   for (int i = 0; i < ROWS_; i++) {
     int64_t turned = TURNED * size_of(half), place = i < 2 ? i : NODES + i - 2;
-    memcpy((char *)pairs + 2 * i * row, (const char *)step.embedding + vocabulary[(i < 2 ? 0 : nodes.text) + tokens[i]] * row, row);
+    int64_t own_token = (i < 2 ? 0 : own) + tokens[i] - DRAFTED;
+    int64_t token = tokens[i] < DRAFTED ? vocabulary[tokens[i]] : own_vocabulary[own_token];
+    memcpy((char *)pairs + 2 * i * row, (const char *)step.embedding + token * row, row);
     memcpy((char *)pairs + (2 * i + 1) * row, (const char *)nodes.features + parents[i] * row, row);
     if (kind != EAGLE) {
       const void *feature = row_at(nodes.features, parents[i] * hidden, half);

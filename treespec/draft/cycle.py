@@ -13,8 +13,8 @@ from treespec.draft.drafter import Frontier, Frontiers, GrowthKey, Proposer
 from treespec.draft.forced import ForcedChains, to_draft_ids
 from treespec.draft.tree_assembly import Growth, grow_together, process_draft_logits
 from treespec.draft.vocabulary import (
-    join_vocabularies,
     to_target_tokens,
+    to_target_tokens_by_text,
     to_target_tokens_on_host,
 )
 from treespec.kernels import ops as kernels
@@ -188,12 +188,12 @@ class DraftCycle:
         vocabularies = [tokens for tokens in self.vocabularies if tokens is not None]
         if not vocabularies:
             return trees
+        vocab_size = self.proposer.vocab_size
         if together:
-            vocabularies = [join_vocabularies(vocabularies)]
+            return [to_target_tokens_by_text(trees[0], vocabularies, vocab_size)]
         convert = to_target_tokens
         if self.on_host:
             convert = to_target_tokens_on_host
-        vocab_size = self.proposer.vocab_size
         converted = []
         for tree, vocabulary in zip(trees, vocabularies, strict=True):
             converted.append(convert(tree, vocabulary, vocab_size))

@@ -56,17 +56,11 @@ def spread(rows: Tensor, vocabulary: Tensor, size: int, fill: float = 0.0) -> Te
 def to_target_tokens(tree: TokenTree, vocabulary: Tensor, size: int) -> TokenTree:
     """Converts a tree from draft tokens to the target's V = `size` tokens.
 
-    Its root is already the target's token. vocabulary: [N] the target's token for each draft token; [B, N] for a tree
-    of tensors [B, ...] without draws, whose texts have tokens of their own.
+    Its root is already the target's token. vocabulary: [N] the target's token for each draft token.
     """
 
     def to_target(tokens: Tensor) -> Tensor:
-        slots = tokens.clamp_min(0)
-        if vocabulary.dim() == 2:
-            found = vocabulary.gather(-1, slots)
-        else:
-            found = vocabulary[slots]
-        return torch.where(tokens < 0, tokens, found)
+        return torch.where(tokens < 0, tokens, vocabulary[tokens.clamp_min(0)])
 
     tokens = torch.cat([tree.tokens[..., :1], to_target(tree.tokens[..., 1:])], -1)
     drafts = tree.drafts
@@ -87,12 +81,20 @@ def to_target_tokens_on_host(tree: TokenTree, vocabulary: Tensor, size: int) -> 
     return TokenTree(torch.from_numpy(tokens), tree.parents, tree.depth, tree.ancestors)
 
 
-def join_vocabularies(vocabularies: Sequence[Tensor]) -> Tensor:
-    """Joins the draft vocabularies [N] of B texts: [B, N], but [N] if all are the same one."""
+def to_target_tokens_by_text(
+    tree: TokenTree, vocabularies: Sequence[Tensor], size: int
+) -> TokenTree:
+    """Converts a tree of tensors [B, ...], without draft distributions, as `to_target_tokens` does.
+
+    vocabularies: [N] of each text.
+    """
     first = vocabularies[0]
     if all(vocabulary is first for vocabulary in vocabularies):
-        return first
-    return torch.stack(list(vocabularies))
+        return to_target_tokens(tree, first, size)
+    rows = []
+    for tokens, vocabulary in zip(tree.tokens, vocabularies, strict=True):
+        rows.append(torch.cat([tokens[:1], vocabulary[tokens[1:]]]))
+    return replace(tree, tokens=torch.stack(rows))
 
 
 def find_most_frequent(

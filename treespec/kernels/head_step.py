@@ -127,21 +127,23 @@ class OwnProducts:
     """The output layers of B texts' own draft tokens, which stand behind those of the head's output layer.
 
     Attributes:
-        texts: B.
-        outputs: W, of each.
+        tokens: [B, W] int64, the target's.
         fields: for C.
     """
 
     def __init__(
         self,
+        tokens: np.ndarray,
         weights: Sequence[PackedWeight],
         biases: Sequence[Tensor | None],
         head: HeadWeights,
     ) -> None:
-        """weights: H -> W. Raises KernelInputError for weights or biases of other sizes."""
-        self.texts = len(weights)
-        self.outputs = weights[0].outputs
+        """weights: H -> W. Raises KernelInputError for tokens, weights or biases of other sizes."""
+        self.texts, self.outputs = tokens.shape
+        self.tokens = tokens
         self.kept = (weights, biases)  # C reads their memory
+        if tokens.dtype != np.int64 or not tokens.flags.c_contiguous:
+            raise KernelInputError(f"own tokens are {tokens.dtype}, not contiguous int64")
         shape = (self.outputs, head.layer.hidden)
         dtype = head.layer.dtype
         products = []
@@ -201,15 +203,15 @@ def run_head_step(
     Args:
         head: the weights.
         tokens: [R] int64, draft tokens if there is a vocabulary.
-        vocabulary: [Vd] int64, the target's token for each draft token, or [B, Vd] for those of each text; None:
-            `tokens` are the target's.
+        vocabulary: [Vd] int64, the target's token for each draft token, before those of `own`; None: `tokens` are the
+            target's.
         features: [F, H].
         arrays: of the nodes.
         table: [2, positions, turned numbers] cos and sin.
         mask: [B, N, U] additive, of the last U columns, as integers of the dtype's size; all nodes see the columns
             before them, from the first on that is attended to. N: the most nodes of a text.
         columns: of the layer.
-        own: draft tokens of each text, the last of its Vd; None: no text has any.
+        own: draft tokens of each text, behind the others; None: no text has any.
 
     Raises:
         KernelInputError: a tensor or an array does not fit.
@@ -223,22 +225,19 @@ def run_head_step(
     arrays.check(texts)
     check_dense(tokens, "tokens", (torch.int64,), (rows,))
     check_dense(features, "features", dtypes, (len(features), hidden))
+    vocabulary_pointer = None
+    if vocabulary is not None:
+        check_dense(vocabulary, "the vocabulary", (torch.int64,), (head.output.outputs,))
+        vocabulary_pointer = vocabulary.data_ptr()
     draft_tokens = head.output.outputs
     own_pointer = None
+    own_tokens = None
     if own is not None:
         if own.texts != texts:
             raise KernelInputError(f"{own.texts} texts have tokens of their own, not {texts}")
         draft_tokens += own.outputs
         own_pointer = ctypes.addressof(own.fields)
-    vocabulary_pointer = None
-    vocabulary_text = 0
-    if vocabulary is not None:
-        sizes: tuple[int, ...] = (draft_tokens,)
-        if vocabulary.dim() == 2:
-            sizes = (texts, draft_tokens)
-            vocabulary_text = draft_tokens
-        check_dense(vocabulary, "the vocabulary", (torch.int64,), sizes)
-        vocabulary_pointer = vocabulary.data_ptr()
+        own_tokens = find_address(own.tokens)
     cos, sin = table
     for angle in (cos, sin):
         check_dense(angle, "angles", dtypes, (len(cos), cos.shape[1]))
@@ -258,6 +257,7 @@ def run_head_step(
         drafted=find_address(arrays.drafted),
         vocabulary=vocabulary_pointer,
         own=own_pointer,
+        own_tokens=own_tokens,
         features=features.data_ptr(),
         cos=cos.data_ptr(),
         sin=sin.data_ptr(),
@@ -276,7 +276,6 @@ def run_head_step(
         first_column=columns.first,
         free_columns=columns.end - masked_columns,
         threads=count_threads(),
-        vocabulary_text=vocabulary_text,
     )
     load_kernels().head_step(ctypes.byref(head.fields), ctypes.byref(call))
     return StepOutput(states, drafted_states, logits)

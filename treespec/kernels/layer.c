@@ -275,14 +275,14 @@ typedef struct {
   const int64_t *starts;               // [B + 1] as in `Forward`
   const int64_t *drafted;              // [rows]: the rows of the states whose logits are computed; ascending with `own`
   const int64_t *vocabulary;           // the target's token for each of `tokens`; NULL: itself
-  const Linear *own;                   // [B], all of one size: draft tokens of each text behind those of `output`; NULL: none
+  const Linear *own;                   // [B], all of one size: draft tokens of each text, behind those of `output`; NULL: none
+  const int64_t *own_tokens;           // [B, outputs of each]: the target's tokens for these
   const void *features;                // [.., hidden]
   const void *cos, *sin;               // [positions, turned]
   const void *mask;                    // as in `Forward`
   void *keys, *values, *states;        // as in `Cache`; [R, hidden]
   void *last, *logits;                 // [rows, hidden], [rows, drafted tokens]
   int64_t texts, n, rows, turned, columns, capacity, first, free, threads;  // n: the most nodes of a text
-  int64_t text;                        // tokens of a text's vocabulary, one behind the other; 0: one for all texts
 } HeadNodes;
 
 // Copies a row [hidden], normed if the head has that norm.
@@ -307,7 +307,9 @@ int head_step(const HeadStep *head, const HeadNodes *nodes) {
   for (int64_t b = 0; b < nodes->texts; b++)
     for (int64_t i = nodes->starts[b]; i < nodes->starts[b + 1]; i++) {
       int64_t token = nodes->tokens[i];
-      if (nodes->vocabulary) token = nodes->vocabulary[b * nodes->text + token];
+      if (nodes->vocabulary && nodes->own && token >= output.out)
+        token = nodes->own_tokens[b * nodes->own->out + token - output.out];
+      else if (nodes->vocabulary) token = nodes->vocabulary[token];
       int64_t place = (b * n + i - nodes->starts[b]) * angles, position = nodes->positions[i];
       const char *feature = (const char *)nodes->features + nodes->parents[i] * row;
       char *pair = pairs + 2 * i * row;

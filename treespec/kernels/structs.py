@@ -91,10 +91,10 @@ class HeadNodesStruct(ctypes.Structure):
     """The nodes of a draft head's step: `HeadNodes` of layer.c."""
 
     _fields_ = (
-        list_fields(c_void_p, "tokens parents positions starts drafted vocabulary own")
+        list_fields(c_void_p, "tokens parents positions starts drafted vocabulary own own_tokens")
         + list_fields(c_void_p, "features cos sin mask keys values states drafted_states logits")
         + list_fields(c_int64, "texts nodes drafted_nodes angle_width columns capacity")
-        + list_fields(c_int64, "first_column free_columns threads vocabulary_text")
+        + list_fields(c_int64, "first_column free_columns threads")
     )
 
 

@@ -109,12 +109,10 @@ class EagleProposer(DeepeningProposer):
         size = self.cache.end + max(counts) + POSITIONS_AHEAD
         table = self.head.rotary.get_table(size, self.target.dtype, self.target.output_device)
         own = None
-        vocabulary = self.vocabulary
         if self.own_tokens:
             own = self.own_tokens.build_products(self.head_step.weights)
-            vocabulary = self.own_tokens.joined_vocabulary
         self.host_levels = HostLevels(
-            self.head_step, self.cache, table, vocabulary, self.fuse_features, own
+            self.head_step, self.cache, table, self.vocabulary, self.fuse_features, own
         )
         return list[Tensor | None](self.host_levels.read_pairs(pairs))
 

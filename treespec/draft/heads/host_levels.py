@@ -146,7 +146,7 @@ class HostLevels:
         step: the head's step.
         cache: of the head's only layer.
         table: [2, positions, R] rotary angles.
-        vocabulary: [N] the target's token for each draft token, or [B, N] for those of each text; None: all of them.
+        vocabulary: [N] the target's token for each draft token, before those of `own`; None: all of them.
         own: the output layers of each text's own draft tokens; None: no text has any.
         fuse: projects the target's features [n, F] to the features [n, H] of a step.
         states: [R, H] of the present frontiers, one after the other.

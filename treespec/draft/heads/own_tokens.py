@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from treespec.draft.drafter import join_states
-from treespec.draft.vocabulary import join_vocabularies
 from treespec.heads.eagle import EagleHead
 from treespec.heads.eagle3 import Eagle3Head
 from treespec.kernels import ops as kernels
@@ -135,8 +134,9 @@ def find_first_vocabulary(head: Any, target: Target) -> TextVocabulary | None:
     thing that the target does.
     """
     # 1. The output layer.
-    drafts_rows = type(head) in (EagleHead, Eagle3Head) and head.output is not None
-    if not drafts_rows or head.vocabulary is None or target.dtype not in kernels.BFLOAT16_FLAGS:
+    if target.output_device.type != "cpu" or target.dtype not in kernels.BFLOAT16_FLAGS:
+        return None
+    if type(head) not in (EagleHead, Eagle3Head) or head.output is None or head.vocabulary is None:
         return None
     hidden = torch.zeros(1, target.feature_width, dtype=target.dtype, device=target.output_device)
     product = target.output_path.find_product(hidden)
@@ -164,7 +164,7 @@ def find_first_vocabulary(head: Any, target: Target) -> TextVocabulary | None:
         rare_places=nothing,
         rare_tokens=nothing,
         last_places=np.full(len(own), -1),
-        tokens=torch.cat([vocabulary, torch.full((len(own),), -1)]),
+        tokens=torch.cat([vocabulary, vocabulary.new_full((len(own),), -1)]),
         weight=kernels.allocate_weight(len(own), output.weight),
         bias=None,
     )
@@ -207,11 +207,6 @@ class OwnTokens:
         """Keeps the texts in these rows, in this order."""
         self.texts = [self.texts[row] for row in rows]
 
-    @property
-    def joined_vocabulary(self) -> Tensor:
-        """[B, N + W] the draft vocabularies; [N + W] of one text."""
-        return join_vocabularies([text.tokens for text in self.texts])
-
     def to_target_tokens(self, tokens: Tensor) -> Tensor:
         """Converts draft tokens [B, F] to the target's."""
         rows = [text.tokens[row] for text, row in zip(self.texts, tokens, strict=True)]
@@ -219,8 +214,9 @@ class OwnTokens:
 
     def build_products(self, head: HeadWeights) -> OwnProducts:
         """Builds the output layers of the own tokens for `HeadStep`."""
+        tokens = np.stack([text.own for text in self.texts])
         weights = [text.weight for text in self.texts]
-        return OwnProducts(weights, [text.bias for text in self.texts], head)
+        return OwnProducts(tokens, weights, [text.bias for text in self.texts], head)
 
     def append_logits(self, logits: Sequence[Tensor], hidden: Tensor) -> list[Tensor]:
         """Appends logits of the own tokens to those of the draft vocabulary.

@@ -59,8 +59,8 @@ class HeadStep:
 
         Args:
             tokens: [R] int64.
-            vocabulary: [Vd] int64, the target's token for each value of `tokens`, or [B, Vd] for those of each text;
-                None: it is the value itself.
+            vocabulary: int64, the target's token for each value of `tokens`, before those of `own`; None: it is the
+                value itself.
             features: [M, H].
             parents: [R] int64, the row of the features that precedes each node.
             positions: [R] int64.

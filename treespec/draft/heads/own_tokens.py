@@ -27,8 +27,9 @@ from treespec.kernels.head_step import HeadWeights, OwnProducts
 from treespec.model.cpu.packed_layers import PackedLinear, has_own_code
 from treespec.model.target import Target
 
-MOST_OWN_TOKENS = 256  # of a text
-OWN_SHARE = 32  # at most one own token for so many of the draft vocabulary: what scoring them takes stays small
+# Of a text: at most so many, and one for so many of the draft vocabulary, so that scoring them takes little more.
+MOST_OWN_TOKENS = 256
+OWN_SHARE = 128
 
 
 @final

@@ -117,6 +117,20 @@ def test_the_drawing_of_what_is_expanded():
     assert count_expansions(reach, 0.7, price=0.1, step=0.4, row=0.0, levels=2) == 2
 
 
+def test_expansions_are_the_best_of_all_counts_and_levels():
+    """Against the sums of all of them; of equal ones the first."""
+    random = np.random.default_rng(0)
+    for _ in range(300):
+        count, levels = random.integers(1, 11), int(random.integers(1, 8))
+        reach = np.sort(random.random(count))[::-1]
+        rate, price, step, row = random.random(4) * (1, 0.3, 0.5, 0.1)
+        gain = np.maximum(reach[:, None] * rate ** np.arange(1, levels + 1) - price, 0) - row
+        gain[0] += row - step
+        worth = gain.cumsum(1).cumsum(0)
+        best = worth.argmax() // levels + 1 if worth.max() > 0 else 0
+        assert count_expansions(reach, rate, price, step, row, levels) == best
+
+
 @pytest.mark.parametrize("verifier", ["auto", "topk"])
 def test_the_same_seed_gives_the_same_text_whatever_was_said_before(verifier):
     spec = table_spec(verifier, calibration=CALIBRATION)

@@ -1,5 +1,6 @@
 """The cost model: a value, measured once for a machine, and updated while a sequence is decoded."""
 
+import itertools
 import json
 import math
 import os
@@ -16,7 +17,15 @@ from transformers import MistralConfig
 from treespec.draft.auto import cost_model as running
 from treespec.draft.auto import measure
 from treespec.draft.auto.cost import COST_FORMAT, CycleCost, read_cost
-from treespec.draft.auto.cost_model import CacheOrModel, Correction, CostModel, CostModels, Prediction, limit_sum
+from treespec.draft.auto.cost_model import (
+    CacheOrModel,
+    Correction,
+    CostModel,
+    CostModels,
+    Prediction,
+    can_pay_in_cache,
+    limit_sum,
+)
 from treespec.draft.auto.measure import list_dependencies, load_or_measure_cost, measure_context, measure_costs
 from treespec.draft.heads.eagle import EagleProposer
 from treespec.files.atomic import write_json
@@ -192,6 +201,18 @@ def brought(choice, accepted, cycles, seconds=None):
     """What a draft model brings in some cycles: accepted tokens each, in modelled seconds each."""
     for _ in range(cycles):
         choice.update(accepted, seconds)
+
+
+def test_no_offer_wins_where_the_lookup_is_left_out():
+    """A forward whose nodes cost as much as a token each, and a batch in which they cost nearly that."""
+    for slope, batch in itertools.product((0.1, 0.5, 0.9, 1.0), (1, 2, 8, 64)):
+        cost = CycleCost((1, 64), (1.0, 1.0 + 63 * slope), batch=batch)
+        choice = CacheOrModel()
+        offers = [choice.should_use_cache(nodes - 1.0, nodes, cost) for nodes in range(2, 200)]
+        assert can_pay_in_cache(cost) >= any(offers)
+    assert not can_pay_in_cache(CycleCost((1, 64), (1.0, 64.0), batch=8))
+    assert can_pay_in_cache(CycleCost((1, 64), (1.0, 2.0), batch=8))
+    assert can_pay_in_cache(None)
 
 
 def test_a_choice_follows_what_the_draft_model_brings_now():

@@ -132,8 +132,11 @@ class TokenTree:
 
 def build_root_tree(token: Tensor) -> TokenTree:
     """Builds the tree of one-token-at-a-time decoding: a root without children. token: [1] int64."""
-    zero = torch.zeros(1, dtype=torch.int64, device=token.device)
-    return TokenTree(token, zero - 1, zero, torch.ones(1, 1, dtype=torch.bool, device=token.device))
+    device = token.device
+    parents = cache_tensor(torch.full, (1,), -1, dtype=torch.int64, device=device)
+    depth = cache_tensor(torch.zeros, 1, dtype=torch.int64, device=device)
+    ancestors = cache_tensor(torch.ones, 1, 1, dtype=torch.bool, device=device)
+    return TokenTree(token, parents, depth, ancestors)
 
 
 def prepend_chain(root: Tensor, chain: Sequence[int], tree: TokenTree) -> TokenTree:

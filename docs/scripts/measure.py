@@ -5,6 +5,7 @@ The output is a line about the machine and a Markdown table of medians.
 """
 
 import itertools
+import operator
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -57,13 +58,19 @@ def milliseconds(function: Callable[[], object]) -> float:
     return 1e3 * (time.perf_counter() - started)
 
 
-def medians(sides: Mapping[Any, Callable[[], float]], rounds: int) -> dict[Any, float]:
-    """Return the median of each side's values. The sides take turns, after a round of warm-up."""
-    times_by_side = {side: list[float]() for side in sides}
+def measure_rounds(sides: Mapping[Any, Callable[[], float]], rounds: int) -> dict[Any, list[float]]:
+    """Return each side's values by round. The sides take turns, after a round of warm-up."""
+    values = {side: list[float]() for side in sides}
     for _ in range(1 + rounds):
         for side, measure in sides.items():
-            times_by_side[side].append(measure())
-    return {side: statistics.median(times[1:]) for side, times in times_by_side.items()}
+            values[side].append(measure())
+    return {side: rows[1:] for side, rows in values.items()}
+
+
+def medians(sides: Mapping[Any, Callable[[], float]], rounds: int) -> dict[Any, float]:
+    """Return the median of each side's values. The sides take turns, after a round of warm-up."""
+    values = measure_rounds(sides, rounds)
+    return {side: statistics.median(rows) for side, rows in values.items()}
 
 
 def show(columns: Iterable[object], rows: Iterable[Iterable[object]]) -> None:
@@ -199,7 +206,8 @@ def floor(
 ) -> None:  # fmt: skip
     """Measure `auto` beside one token at a time, many texts at a time and where drafts help least.
 
-    The cells: both speeds, their ratio, and the tokens of a forward. The time of prompts does not count.
+    The cells: both speeds, the median of the rounds' ratios, and the tokens of a forward. The time of prompts does
+    not count.
     sizes: the numbers of texts that are decoded together. hard: also a long prompt of `long` tokens, a head that
     knows nothing, and drafts from the text alone.
     """
@@ -234,9 +242,10 @@ def floor(
                 "auto": partial(decode_rate, drafting[drafter], prompts, tokens, temperature, taus),
                 "one": partial(decode_rate, spec.baseline(), prompts, tokens, temperature),
             }
-            rates = medians(sides, rounds)
-            speedup = f"{rates['auto'] / rates['one']:.2f}"
-            cells += [f"{rates['one']:.1f}", f"{rates['auto']:.1f}", speedup, f"{taus[-1]:.2f}"]
+            rates = measure_rounds(sides, rounds)
+            ratios = map(operator.truediv, rates["auto"], rates["one"])
+            cells += [f"{statistics.median(rates[side]):.1f}" for side in ("one", "auto")]
+            cells += [f"{statistics.median(ratios):.2f}", f"{taus[-1]:.2f}"]
         rows.append([drafter, case, *cells])
     columns = ["drafts from", ""]
     for temperature in temperatures.split(","):

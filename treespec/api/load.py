@@ -19,6 +19,7 @@ from treespec.errors import InputError
 from treespec.files.locks import alone_with
 from treespec.heads.folder import find_head_folder
 from treespec.model.adapters import unwrap_adapter
+from treespec.model.cpu.direct_decoder import build_direct_decoder
 from treespec.model.cpu.eight_bits import quantize_layers
 from treespec.model.cpu.fused_layers import fuse
 from treespec.model.cpu.packing import has_bfloat16_instructions, pack
@@ -170,7 +171,8 @@ def load_parsed(
         sources = [load_source(spec, model) for spec in drafters]
     if model.model is not target:  # the weights of the caller's model do not change
         pack(model.model)
-        fuse(model.model)
+        decoder = model.tree_decoder
+        decoder.direct = build_direct_decoder(decoder.decoder, fuse(model.model))
     for source in sources:
         for module in source.models:
             if placement.is_rounded_here:

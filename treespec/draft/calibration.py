@@ -8,7 +8,7 @@ draft logits.
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -62,10 +62,6 @@ class Calibration:
         if not all(map(math.isfinite, numbers)):
             raise ValueError("weights or rates are not numbers")
 
-    @cached_property
-    def _greedy_weights(self) -> np.ndarray:
-        return np.array(self.greedy)
-
     def predict_certain_choice(self, top: np.ndarray, depth: int) -> np.ndarray:
         """Returns [F, K] Pr(the r-th most likely token is the target's choice at temperature 0).
 
@@ -74,11 +70,11 @@ class Calibration:
         """
         if not self.greedy:
             return top
-        from scipy.special import expit  # reading a file does without scipy
-
-        probabilities: np.ndarray = expit(
-            build_calibration_features(top, depth) @ self._greedy_weights
-        )
+        _, of_logit, _, _ = self.greedy
+        logits = compute_logits(top)
+        logits *= of_logit
+        logits += sum_rank_terms(self.greedy, top.shape[1], depth)
+        probabilities: np.ndarray = 0.5 + 0.5 * np.tanh(0.5 * logits)  # 1 / (1 + e^-logit)
         totals = probabilities.sum(-1, keepdims=True)
         if totals.max() <= 1:
             return probabilities
@@ -92,21 +88,30 @@ def find_nearest(by_temperature: Mapping[str, Known], temperature: float) -> Kno
 
 def build_calibration_features(top: np.ndarray, depth: int) -> np.ndarray:
     """Returns [F, K, 4] the model's inputs. top: [F, K] the largest probabilities of nodes at a depth."""
-    top = np.minimum(np.maximum(top, MIN_CALIBRATED_PROBABILITY), 1 - MIN_CALIBRATED_PROBABILITY)
     features = np.empty((*top.shape, NUM_FEATURES))
-    features[:] = build_rank_features(top.shape[1], depth)
-    np.log(top / (1 - top), out=features[..., 1])
+    features[..., 0] = 1.0
+    features[..., 1] = compute_logits(top)
+    features[..., 2] = np.log(np.arange(1, top.shape[1] + 1))
+    features[..., 3] = depth
     return features
+
+
+def compute_logits(top: np.ndarray) -> np.ndarray:
+    """Returns log(p / (1 - p)) of probabilities, those near 0 and 1 limited. top: of any shape."""
+    top = np.minimum(np.maximum(top, MIN_CALIBRATED_PROBABILITY), 1 - MIN_CALIBRATED_PROBABILITY)
+    logits: np.ndarray = np.log(top / (1 - top))
+    return logits
 
 
 @lru_cache
-def build_rank_features(children: int, depth: int) -> np.ndarray:
-    """Returns [children, 4] the features of ranks at a depth, 0 in the column of their probabilities."""
-    features = np.zeros((children, NUM_FEATURES))
-    features[:, 0] = 1.0
-    features[:, 2] = np.log(np.arange(1, children + 1))
-    features[:, 3] = depth
-    return features
+def sum_rank_terms(weights: tuple[float, ...], children: int, depth: int) -> np.ndarray:
+    """Returns [children] the terms of the model that a probability has no part in.
+
+    weights: of `build_calibration_features`. children: of a node. depth: of the node.
+    """
+    constant, _, of_rank, of_depth = weights
+    terms: np.ndarray = constant + of_rank * np.log(np.arange(1, children + 1)) + of_depth * depth
+    return terms
 
 
 def scale_by_sharpness(logits: "Tensor", depth: int, sharpness: tuple[float, ...]) -> "Tensor":

@@ -8,13 +8,14 @@ tree of the cache has one-hot distributions. So every verifier stays lossless.
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from treespec.draft.auto.builder import AutoBuilder
 from treespec.draft.auto.cost import CostBy
+from treespec.draft.auto.cost_model import can_pay_in_cache
 from treespec.draft.builders import TreeBuilder
 from treespec.draft.calibration import Calibration
 from treespec.draft.cycle import Batching, DraftCycle
@@ -30,6 +31,15 @@ from treespec.trees.shape import Policy
 from treespec.trees.tree import TokenTree
 from treespec.verify.scheme import Scheme
 
+MOST_UNOBSERVED = 64  # cycles
+
+
+class Observation(NamedTuple):
+    """The arguments of `observe`: by sequence the features [n, H] of committed positions, and their tokens [n + 1]."""
+
+    features: Sequence[Tensor]
+    tokens: Sequence[Tensor]
+
 
 @final
 class TreeDrafter(Drafter):
@@ -42,6 +52,8 @@ class TreeDrafter(Drafter):
         states: the builder of each sequence, which keeps what it learns between cycles.
         cache: a suffix cache that drafts for the same sequences, with probabilities; None: none.
         cycle: the present cycle, which `draft_trees` begins.
+        rests: whether the proposer drafted nothing for any sequence in the last cycle.
+        unobserved: what `observe` was given while it rests: passing it on in every cycle would be time for nothing.
 
     Raises:
         InputError: policy and scheme do not go together, or the tree is deeper than the proposer drafts.
@@ -72,6 +84,8 @@ class TreeDrafter(Drafter):
         self.times = times
         self.cache = cache
         self.states = [self._build_tree_builder()]
+        self.rests = False
+        self.unobserved: list[Observation] = []
 
     @torch.no_grad()
     def draft_trees(
@@ -99,7 +113,8 @@ class TreeDrafter(Drafter):
 
         # 2. Draft logits for the children of the roots, and the trees below them.
         root_logits = self._begin_drafts(cycle, roots, cache)
-        if all(logits is None for logits in root_logits):
+        self.rests = all(logits is None for logits in root_logits)
+        if self.rests:
             trees = cycle.build_undrafted_trees()
         else:
             trees = self._grow_trees(cycle, roots, root_logits)
@@ -113,8 +128,9 @@ class TreeDrafter(Drafter):
 
     def _choose_cached_trees(self, cycle: DraftCycle) -> None:
         """Takes the suffix cache's tree for each sequence where it predicts more than the draft model."""
-        if not self.cache:
+        if not self.cache or not can_pay_in_cache(self.cache.cost):
             return
+        self._pass_observations_on()
         for row, forced in enumerate(cycle.chains.forced):
             if forced.ends:
                 continue
@@ -140,14 +156,16 @@ class TreeDrafter(Drafter):
         for row, sampler in enumerate(cycle.samplers):
             if cycle.offers[row] is None:
                 gains[row] = self.states[row].predict_gain(sampler.params, batch, on_cpu, length)
+        mean_gain = sum(gains.values()) / max(len(gains), 1)
         pauses = [True] * batch
         for row in gains:
-            is_skipped = self.states[row].should_skip_cycle(sum(gains.values()) / len(gains))
+            is_skipped = self.states[row].should_skip_cycle(mean_gain)
             pauses[row] = is_skipped or cycle.chains.forced[row].ends
         if all(pauses):
             return [None] * batch
 
         # 2. The draft logits of the others.
+        self._pass_observations_on()
         started = cycle.now()
         root_logits = list(self.proposer.begin(roots, cache))
         cycle.forward_seconds += cycle.now() - started
@@ -227,9 +245,27 @@ class TreeDrafter(Drafter):
         return self.policy.timed
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
-        self.proposer.observe(features, tokens)
-        if self.cache:
-            self.cache.observe(features, tokens)
+        self.unobserved.append(Observation(features, tokens))
+        if not self.rests or len(self.unobserved) == MOST_UNOBSERVED:
+            self._pass_observations_on()
+
+    def _pass_observations_on(self) -> None:
+        """Lets the proposer and the suffix cache observe what they have not yet."""
+        for features, tokens in self.unobserved:
+            self.proposer.observe(features, tokens)
+            if self.cache:
+                self.cache.observe(features, tokens)
+        self.unobserved = []
+
+    def join(self, others: Sequence["TreeDrafter"], row: int | None = None) -> None:
+        for drafter in (self, *others):
+            drafter._pass_observations_on()
+        self.rests = False
+        super().join(others, row)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._pass_observations_on()
+        super().select(rows)
 
     def update(self, paths: Sequence[Sequence[int]]) -> None:
         for row, path in enumerate(paths):
@@ -241,6 +277,8 @@ class TreeDrafter(Drafter):
                 builder.update([node - chain_length for node in path[chain_length:]])
 
     def rewind(self, lengths: Sequence[int]) -> None:
+        self._pass_observations_on()
+        self.rests = False
         self.proposer.rewind(lengths)
         self.states = [self._build_tree_builder() for _ in lengths]
         if self.cache:

@@ -5,6 +5,7 @@ docs/architecture.md draws a cycle of two sequences with every tensor. `Decoder`
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import final
 
 import torch
@@ -179,9 +180,9 @@ def observe(
     features = []
     for output, verdict in zip(outputs, verdicts, strict=True):
         features.append(select_features(output.features, verdict.path))
-    batch.drafter.observe(
-        features, [torch.tensor(tokens, dtype=torch.int64, device="cpu") for tokens in step_tokens]
-    )
+    counts = list(map(len, step_tokens))
+    tokens = torch.tensor(list(chain.from_iterable(step_tokens)), dtype=torch.int64, device="cpu")
+    batch.drafter.observe(features, tokens.split(counts))
 
 
 def compute_argmax(drafted: DraftedTrees, outputs: Sequence[TreeOutput]) -> list[Tensor | None]:

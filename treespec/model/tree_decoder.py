@@ -14,7 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from treespec.model.attention import ATTENTION_NAME, take_trees
 from treespec.model.cache import WINDOW_SLACK_TOKENS, TreeCache
-from treespec.model.cpu.fused_layers import LayerInputError
+from treespec.model.cpu.direct_decoder import DirectDecoder
+from treespec.model.cpu.fused_layers import FusedForward, LayerInputError
 from treespec.model.cuda_graphs import Graphs
 from treespec.model.graph_keys import GraphVariant
 from treespec.model.masks import as_taken, build_additive_masks
@@ -46,12 +47,14 @@ class TreeDecoder:
         windows: {layer type: its window or chunk}; a trial changes it (`treespec.model.tree_check`).
         slack: tokens that caches can take back in layers with a window.
         context_length: number of positions that the decoder computes exactly.
+        direct: runs the decoder without its loop over the layers; None: the loop runs.
         factors: of its rotary modules, if they differ by the length of a text and are understood.
         graphs: of its forwards, on CUDA; None: it runs without.
     """
 
     slack = WINDOW_SLACK_TOKENS
     graphs: Graphs | None = None
+    direct: DirectDecoder | None = None
     factors: LengthFactors | None = None
 
     def __init__(
@@ -97,6 +100,8 @@ class TreeDecoder:
 
     def build_cache(self, capacity: int) -> TreeCache:
         """Make an empty cache of one text. capacity: columns to allocate at first; it grows by doubling."""
+        if self.direct is not None:
+            self.direct.hooks_before = None  # a text begins: somebody may have changed the parts
         windows = [self.windows.get(kind) for kind in self.layer_types]
         return TreeCache(self.layers, capacity, self.recurrent, windows, self.slack)
 
@@ -167,7 +172,14 @@ class TreeDecoder:
             aux_layers: as for `forward`.
             inputs: [B, N] by name, and masks [B, 1, N, T] by layer type.
         """
+        # 1. Without the decoder's loop over its layers, if nothing of it is missed.
         masks: Any = as_taken({kind: inputs[kind] for kind in layer_types})
+        if self.direct is not None and self.factors is None and "tokens" in inputs:
+            found = self.direct.run(cache, inputs["tokens"], inputs["places"], masks, aux_layers)
+            if found is not None:
+                return found
+
+        # 2. With it.
         if self.recurrent:
             masks = self.recurrent.build_all_masks(masks)
         offered: dict[str, Any] = {"past_key_values": cache, "cache_params": cache}
@@ -193,8 +205,20 @@ class TreeDecoder:
 
         arguments: of the decoder's forward, by name. aux_layers: as for `forward`.
         """
+        cache: Any = arguments.get("past_key_values")
         try:
-            return forward_with_features(self.decoder, self.stack, arguments, aux_layers)
-        except LayerInputError:  # now no layer runs ahead any more
-            arguments["past_key_values"].layers_ahead = None
-            return forward_with_features(self.decoder, self.stack, arguments, aux_layers)
+            outputs = forward_with_features(self.decoder, self.stack, arguments, aux_layers)
+            if getattr(cache, "layers_ahead", None) is None:
+                return outputs
+            self.stop_running_ahead()  # the last layers are computed, and the decoder does not call them
+        except LayerInputError:
+            self.stop_running_ahead()
+        cache.layers_ahead = None
+        return forward_with_features(self.decoder, self.stack, arguments, aux_layers)
+
+    def stop_running_ahead(self) -> None:
+        """From now on a fused layer's call computes no other layer."""
+        for layer in self.stack:
+            forward = vars(layer).get("forward")
+            if isinstance(forward, FusedForward):
+                forward.fusion.runs_ahead = False

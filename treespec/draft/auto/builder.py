@@ -229,14 +229,25 @@ def count_expansions(
                                                         two levels of it              .26 + .39 - .1 - .2   = .35
                                                         two levels, the second too    .35 + .14 - .1        = .39
     """
-    depth = np.arange(1, levels + 1)
-    gain = np.maximum(reach[:, None] * rate**depth - price, 0) - row  # [M, L]
-    gain[0] += row - step
-    worth = gain.cumsum(1).cumsum(0)
-    best = int(worth.argmax())
-    if worth.flat[best] <= 0:
-        return 0
-    return best // levels + 1
+    # Plain numbers: of so few, numpy is slower.
+    best_worth = 0.0
+    best_count = 0
+    worths = [0.0] * levels  # of the nodes so far, by the number of levels
+    for count, node_reach in enumerate(reach.tolist(), start=1):
+        if node_reach * rate <= price and count > 1:
+            break  # neither this node nor a later one is worth a row
+        gain = 0.0
+        chain_reach = node_reach
+        for level in range(levels):
+            chain_reach *= rate
+            gain += max(chain_reach - price, 0.0) - row
+            if count == 1:
+                gain += row - step
+            worths[level] += gain
+            if worths[level] > best_worth:
+                best_worth = worths[level]
+                best_count = count
+    return best_count
 
 
 @final

@@ -28,6 +28,7 @@ CONTEXT_TOKENS = 192  # before the tree whose forward is measured
 CONTEXT_STEP = 512  # further tokens after which the cost of a longer text is derived again
 LAST_SLOPE_NODES = 1_000_000  # nodes up to which T is extrapolated with its last slope
 FLAT_RATIO = 1.1  # T(n) / T(1) of the check below which T counts as flat
+LARGEST_GIVEN_TREE = 256  # nodes
 ROW_PRICE_NODES = 7  # nodes over which the cost of one more row of a draft level is averaged
 
 
@@ -120,6 +121,13 @@ class CycleCost:
         extra_seconds = self.forward_prices[1:] - self.forward_prices[0]
         seconds_per_token = extra_seconds / np.arange(1, len(self.forward_prices))
         return float(seconds_per_token.min() * self.baseline_speed)
+
+    @cached_property
+    def fastest_accepted_speed(self) -> float:
+        """Tokens per second of a sequence whose given tree is a chain that is all accepted, of the best length."""
+        sizes = np.arange(1, LARGEST_GIVEN_TREE + 1)
+        seconds = self.compute_forward_price(sizes) + self.overhead
+        return float((sizes / seconds).max())
 
     @cached_property
     def seconds_per_extra_row(self) -> float:

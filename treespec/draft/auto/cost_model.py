@@ -323,6 +323,23 @@ EXPECTED_ACCEPTED_TOKENS = 1.5  # accepted tokens per cycle of an unknown draft 
 CHOICE_DECAY = 0.9  # factor of the weight of earlier cycles in `CacheOrModel`, for each cycle
 
 
+def can_pay_in_cache(cost: CycleCost | None) -> bool:
+    """Whether any drafts of a suffix cache can be faster than one-token decoding: those that are all accepted.
+
+    cost: of a cycle; None: it is not compared.
+    """
+    if cost is None:
+        return True
+    return cost.fastest_accepted_speed > get_least_speed(cost)
+
+
+def get_least_speed(cost: CycleCost) -> float:
+    """Returns the tokens per second that the drafts of a suffix cache must seem to exceed."""
+    if cost.batch > 1:
+        return cost.baseline_speed * (1 + BATCH_MARGIN)
+    return cost.baseline_speed
+
+
 @final
 class CacheOrModel:
     """Chooses between the drafts of a suffix cache and of the draft model for one sequence.
@@ -350,10 +367,7 @@ class CacheOrModel:
             seconds = PRIOR_CYCLES * cost.predict_cycle(3, 2)
         model_speed = self.tokens / seconds
         cache_seconds = float(cost.compute_forward_price(nodes)) + cost.overhead
-        least_speed = cost.baseline_speed
-        if cost.batch > 1:
-            least_speed *= 1 + BATCH_MARGIN
-        return (1 + score) / cache_seconds > max(least_speed, model_speed)
+        return (1 + score) / cache_seconds > max(get_least_speed(cost), model_speed)
 
     def update(self, accepted: int, seconds: float | None) -> None:
         """Learns from a cycle of the draft model. accepted: tokens. seconds: modelled; None: unknown."""

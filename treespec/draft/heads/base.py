@@ -73,9 +73,9 @@ class WaitingPairs:
 
     def append(self, features: Tensor, tokens: Tensor) -> "WaitingPairs":
         """Returns these pairs, followed by later ones. features: [n, F]. tokens: [n] int64."""
+        count = self.count + tokens.shape[0]
         if not self.count:
-            return WaitingPairs((features,), (tokens,), len(tokens))
-        count = self.count + len(tokens)
+            return WaitingPairs((features,), (tokens,), count)
         return WaitingPairs((*self.feature_parts, features), (*self.token_parts, tokens), count)
 
 
@@ -189,7 +189,7 @@ class PairProposer(Proposer):
         for row, (new_features, new_tokens) in enumerate(zip(features, tokens, strict=True)):
             following = to_device(new_tokens[1:], new_features.device)
             self.states[row] = self.states[row].append(new_features, following)
-        is_prompt = max(map(len, features)) > PREFILL_AT
+        is_prompt = max(new_features.shape[0] for new_features in features) > PREFILL_AT
         if is_prompt or max(map(len, self.states)) > self.most_waiting:
             last_pairs = [pairs[-1:] for pairs in self.states]
             self.states = [pairs[:-1] for pairs in self.states]

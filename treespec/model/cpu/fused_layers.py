@@ -147,7 +147,6 @@ class FusedForward:
         ahead = cache.layers_ahead
         if ahead is not None and self.number < ahead.next_layer:
             if hidden_states is not ahead.output:
-                self.fusion.runs_ahead = False
                 raise LayerInputError
             if self.number + 1 == ahead.next_layer:
                 cache.layers_ahead = None

@@ -64,13 +64,17 @@ class LayerParts:
         for table, forward in self.own_forwards:
             if table.get("forward") is not forward:
                 return False
-        if not holds_same(self.child_tables, self.children):
+        if not self.has_same_modules():
             return False
         if not holds_same(self.parameter_tables, self.parameters):
             return False
         if not with_numbers:
             return True
         return read_addresses(self.parameters) == self.addresses
+
+    def has_same_modules(self) -> bool:
+        """Whether the layers have the same submodules: a tenth of `is_unchanged`."""
+        return holds_same(self.child_tables, self.children)
 
 
 def holds_same(tables: Iterable[dict[str, Any]], values: list[Any]) -> bool:

@@ -224,8 +224,10 @@ class DraftCycle:
 
         # 1. The draft model is run over the forced tokens. If it cannot be, nothing is drafted.
         if chain:
+            if self._is_too_long(chain):
+                return build_root_tree(root)
             chain_tokens = to_draft_ids(chain, self.vocabularies[row], logits.device)
-            if chain_tokens is None or self._is_too_long(chain):
+            if chain_tokens is None:
                 return build_root_tree(root)
             for token in chain_tokens.split(1):
                 logits = yield Frontier(token, torch.zeros_like(token))

@@ -200,3 +200,21 @@ def test_a_trial_that_cannot_start_is_a_503_in_words(wide, monkeypatch):
         assert answer.status_code == 503
         assert "cannot start (Resource temporarily unavailable)" in answer.json()["error"]["message"]
         assert http.post(CHAT, json=SHORT).status_code == 200
+
+
+def test_log_probabilities_are_counted_before_they_are_computed(keyed, monkeypatch):
+    """Of prompts that are scored, too."""
+    monkeypatch.setitem(keyed.admission.limits, "log-probabilities", 50)
+    chat = SHORT | {"n": 2, "logprobs": True}
+    echo = {"prompt": [3] * 9, "echo": True, "max_tokens": 0}
+    with client(keyed, headers=to_headers("a")) as http:
+        for path, body, status in (
+            (CHAT, chat | {"top_logprobs": 12}, 400),
+            (CHAT, chat | {"top_logprobs": 11}, 200),
+            (COMPLETIONS, echo | {"logprobs": 5}, 400),
+            (COMPLETIONS, echo | {"logprobs": 4}, 200),
+        ):
+            wait_until(lambda: is_idle(keyed))
+            answer = http.post(path, json=body)
+            assert answer.status_code == status
+            assert status == 200 or "log-probabilities" in answer.json()["error"]["message"]

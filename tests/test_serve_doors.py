@@ -32,6 +32,8 @@ def allow(mode, *names):
 OLD_CALL = {"role": "assistant", "content": None, "function_call": {"name": "time", "arguments": "{}"}}
 OLD_RESULT = {"role": "function", "name": "time", "content": "noon"}
 REFUSAL = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
+CALLED = {"tools": [{"type": "function", "function": FLAT_TOOLS[0]}], "tool_choice": "required"}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"enum": ["x"]}}}
 DOORS = [  # path, what is asked beside the prompt, status, words of the error
     (CHAT, {"seed": -1}, 200, ""),
     (CHAT, {"seed": -2}, 400, "Invalid 'seed'"),
@@ -56,6 +58,10 @@ DOORS = [  # path, what is asked beside the prompt, status, words of the error
     (CHAT, allow("auto", "time"), 200, ""),
     (CHAT, allow("required", "time"), 200, ""),
     (CHAT, allow("auto", "rain"), 400, "'rain', which no tool is"),
+    (CHAT, CALLED | {"response_format": FORMAT}, 200, ""),
+    (CHAT, CALLED | {"regex": "a"}, 400, "leave out another"),
+    (CHAT, {"guided_regex": "ab", "guided_decoding_backend": "x", "structured_outputs": {"regex": "ab"}}, 200, ""),
+    (CHAT, {"guided_regex": "ab", "structured_outputs": {"regex": "b"}}, 400, "Unknown parameter: 'guided_regex'"),
     (COMPLETIONS, {"prompt": ""}, 200, ""),
     (COMPLETIONS, {"prompt": []}, 400, "empty list"),
     (COMPLETIONS, {"max_tokens": 10**9}, 200, ""),

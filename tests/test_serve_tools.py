@@ -15,7 +15,7 @@ from treespec.serve.tool_syntax import ParsedToolCall
 from treespec.serve.tools import AnswerForm, AnswerParser
 
 HERMES = "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}"
-LLAMA = '{% if tools %}{"name": f, "parameters": {}}{{ tools | tojson }}{% endif %}'
+LLAMA = '{% if tools %}{"name": f, "parameters": dictionary}{{ tools | tojson }}{% endif %}'
 MISTRAL = "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[TOOL_CALLS]{% endif %}"
 WEATHER = ParsedToolCall("weather", '{"city": "Zürich"}')
 TIME = ParsedToolCall("time", "{}")

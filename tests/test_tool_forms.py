@@ -5,11 +5,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
-from training import tokenizer
 
 from treespec.engine.request import Piece
-from treespec.sampling.compiled_grammar import compile_grammar
-from treespec.serve.thought_grammar import write_grammar
 from treespec.serve.thoughts import detect_thought_form
 from treespec.serve.tool_forms import detect_tool_form
 from treespec.serve.tools import AnswerForm, AnswerParser
@@ -70,7 +67,7 @@ FAMILIES = {
         '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>',
     ),
     "llama": Family(
-        '{"name": f, "parameters": p}',
+        '{"name": f, "parameters": dictionary}',
         f'{{"name": "weather", "parameters": {JSON_ARGUMENTS}}}',
         '{"name": "time", "parameters": {}}',
         between="; ",
@@ -118,6 +115,53 @@ FAMILIES = {
         write_harmony("time", "{}"),
         between="<|start|>assistant",
         tokens=HARMONY_TOKENS,
+    ),
+    "gpt-oss in history": Family(
+        "<|channel|>",
+        f" to=functions.weather<|channel|>commentary json<|message|>{JSON_ARGUMENTS}<|call|>",
+        " to=functions.time<|channel|>commentary json<|message|>{}<|call|>",
+        between="<|start|>assistant",
+        tokens=HARMONY_TOKENS,
+    ),
+    "cohere": Family(
+        "<|START_ACTION|>",
+        f'{{"tool_call_id": "0", "tool_name": "weather", "parameters": {JSON_ARGUMENTS}}}',
+        '{"tool_call_id": "1", "tool_name": "time", "parameters": {}}',
+        before="<|START_ACTION|>[\n    ",
+        between=",\n    ",
+        after="\n]<|END_ACTION|>",
+        tokens=("<|START_ACTION|>", "<|END_ACTION|>"),
+    ),
+    "lfm 2.5": Family(
+        "<|tool_call_start|>",
+        f"weather(city={CITY!r}, days=3)",
+        "time()",
+        before="<|tool_call_start|>[",
+        between=", ",
+        after="]<|tool_call_end|>",
+        tokens=("<|tool_call_start|>", "<|tool_call_end|>"),
+    ),
+    "apriel": Family(
+        "<tool_calls>",
+        f'{{"name": "weather", "arguments": {JSON_ARGUMENTS}}}',
+        '{"name": "time", "arguments": {}}',
+        before="<tool_calls>[",
+        between=", ",
+        after="]</tool_calls>",
+    ),
+    "nemotron 2": Family(
+        "<TOOLCALL>",
+        f'{{"name": "weather", "arguments": {JSON_ARGUMENTS}}}',
+        '{"name": "time", "arguments": {}}',
+        before="<TOOLCALL>[",
+        between=", ",
+        after="]</TOOLCALL>",
+    ),
+    "functionary 3.1": Family(
+        "<function=name>{a}",
+        f"<function=weather>{JSON_ARGUMENTS}</function>",
+        "<function=time>{}</function>",
+        between="",
     ),
     "deepseek 3": Family(
         "<｜tool▁call▁begin｜>",
@@ -243,6 +287,11 @@ def test_a_call_that_is_cut_short_is_no_other_call(family):
         assert read_pieces(form, Letters(), [[*map(ord, text[:cut])]])[2] in ([], CALLS[:1])
 
 
+@pytest.mark.parametrize("source", ['{"name": n, "parameters": p}', "]<]minimax[>[<tool_call>"])
+def test_a_form_that_is_not_read_is_taken_for_no_other(source):
+    assert detect_tool_form("{% if tools %}" + source) is None
+
+
 JSON_FAMILIES = ("hermes", "llama", "mistral 7", "mistral 11", "gpt-oss", "deepseek 3", "deepseek 3.1", "kimi k2")
 
 
@@ -291,6 +340,11 @@ THOUGHTS = {  # template, what the answer writes, special tokens
     "think": ("</think>", "<think>\nHm <b>, 🚋?\n</think>\n\nYes.", ("<think>", "</think>")),
     "mistral": ("[THINK]", "[THINK]Hm <b>, 🚋?[/THINK]Yes.", ("[THINK]", "[/THINK]")),
     "gemma 4": ("<|channel>", "<|channel>thought\nHm <b>, 🚋?\n<channel|>Yes.", ("<|channel>", "<channel|>")),
+    "cohere": (
+        "<|START_THINKING|>",
+        "<|START_THINKING|>Hm <b>, 🚋?<|END_THINKING|>Yes.",
+        ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ),
     "seed": ("</seed:think>", "<seed:think>Hm <b>, 🚋?</seed:think>Yes.", ()),
     "gpt-oss": (
         "<|channel|>",
@@ -317,7 +371,8 @@ def test_thoughts_of_each_family_part_from_the_text(mark, text, tokens, special)
 
 
 def test_a_call_follows_a_thought():
-    for name, thought in (("qwen 3.5", "think"), ("gemma 4", "gemma 4"), ("gpt-oss", "gpt-oss")):
+    pairs = (("qwen 3.5", "think"), ("gemma 4", "gemma 4"), ("cohere", "cohere"))
+    for name, thought in (*pairs, ("gpt-oss", "gpt-oss"), ("gpt-oss in history", "gpt-oss")):
         family = FAMILIES[name]
         mark, text, tokens = THOUGHTS[thought]
         begun = text[: text.index("Yes.")].removesuffix("<|channel|>final<|message|>")
@@ -331,34 +386,3 @@ def test_without_parallel_calls_only_the_first_is_told():
     family = FAMILIES["hermes"]
     form = AnswerForm(family.form, most=1)
     assert read_every_cut(form, family.write(family.weather, family.time)) == ("", "", CALLS[:1])
-
-
-GRAMMARS = {"regex": r"a/b\d", "json_schema": {"enum": ["x"]}, "grammar": 'start: "a" b\nb: "b"'}
-ANSWERS = {"regex": "a/b3", "json_schema": '"x"', "grammar": "ab"}
-
-
-@pytest.mark.parametrize("added", [False, True])
-@pytest.mark.parametrize("kind", GRAMMARS)
-def test_a_grammar_begins_after_the_thought(kind, added):
-    words = tokenizer()
-    if added:
-        words.add_tokens(["<think>", "</think>"])
-    form = detect_thought_form("</think>")
-    answer = ANSWERS[kind]
-
-    def is_complete(text, state):
-        grammar = write_grammar(kind, GRAMMARS[kind], form, state, words.get_added_vocab())
-        compiled = compile_grammar("grammar", grammar, words, len(words), frozenset([2]))
-        matcher = compiled.start.deep_copy()
-        tokens = words.encode(text, add_special_tokens=False)
-        if matcher.validate_tokens(tokens) < len(tokens):
-            return False
-        matcher.consume_tokens(tokens)
-        return matcher.is_accepting()
-
-    assert is_complete(f"the user {{\n</think>\n\n{answer}", "open")
-    assert not is_complete(answer, "open")
-    assert not is_complete("the user\n</think>\n\nno", "open")
-    assert is_complete(answer, "none")
-    assert is_complete(f"<think>the user</think>{answer}", "none")
-    assert not is_complete(f"the user {answer}", "none")

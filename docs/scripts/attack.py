@@ -35,13 +35,14 @@ SHORT = {"messages": QUESTION, "max_tokens": 2, "temperature": 0}
 def build_bombs() -> dict[str, dict[str, Any]]:
     """Build the bodies of the bombs, by name."""
     picture = io.BytesIO()
-    Image.new("1", (4000, 4000)).save(picture, "PNG")
+    Image.new("1", (3500, 3500)).save(picture, "PNG")
     link = "data:image/png;base64," + base64.b64encode(picture.getvalue()).decode()
     part = {"type": "image_url", "image_url": {"url": link}}
     text = [{"role": "user", "content": "words of the text, number 12345; " * 18_000}]
     return {
         "text": {"messages": text, "max_tokens": 2},
         "grammar": SHORT | {"regex": "((a|b)*a(a|b){9}c?){40}"},
+        "values": {"messages": [{"role": "user", "content": [[]] * 65_000}]},
         "pictures": {"messages": [{"role": "user", "content": [part, part]}], "max_tokens": 2},
     }
 

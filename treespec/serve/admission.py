@@ -23,6 +23,7 @@ from treespec.serve.errors import ApiError
 T = TypeVar("T")
 MAX_CALLER_BYTES = 128 << 20  # of bodies that a caller's requests hold
 MAX_CALLER_PIXELS = 1 << 26
+MAX_CALLER_LOGPROBS = 1 << 20  # of prompts and answers, at half a kilobyte each
 DEMOTION_SECONDS = 60.0  # for which a caller with a refused grammar goes behind the others
 
 
@@ -110,7 +111,7 @@ class Admission:
     """The places of all callers.
 
     Attributes:
-        limits: of what the requests of one caller may hold together: answers, bytes, pixels.
+        limits: of what the requests of one caller may hold together: answers, bytes, pixels, log-probabilities.
         places: of the requests that are under way.
         texts, grammars, scores: the lanes.
     """
@@ -118,6 +119,7 @@ class Admission:
     def __init__(self, answers: int, seconds: float) -> None:
         """answers: the most that run and wait for one caller. seconds: the longest that a place is held."""
         self.limits = {"answers": answers, "bytes": MAX_CALLER_BYTES, "pixels": MAX_CALLER_PIXELS}
+        self.limits["log-probabilities"] = MAX_CALLER_LOGPROBS
         self.seconds = seconds
         self.places: set[RequestPlace] = set()
         self.held: dict[str, Counter[str]] = {}  # by caller
@@ -165,9 +167,16 @@ class RequestPlace:
         self._is_over = False
 
     def hold(self, kind: str, amount: int) -> None:
-        """Count answers, bytes or pixels. Raises ApiError, a 429, beyond the caller's limit."""
-        held = self.admission.held.setdefault(self.caller, Counter())
+        """Count what the request holds, of a kind of `Admission.limits`.
+
+        Raises: ApiError, a 429, beyond the caller's limit; a 400 if the request alone is beyond it.
+        """
         limit = self.admission.limits[kind]
+        if amount > limit:
+            raise ApiError(
+                400, f"the request asks for {amount} {kind}, at most {limit} are allowed"
+            )
+        held = self.admission.held.setdefault(self.caller, Counter())
         if held[kind] + amount > limit:
             if not held.total():
                 del self.admission.held[self.caller]
@@ -217,6 +226,9 @@ class RequestPlace:
             try:
                 with pausing(self._take_pause):
                     result = call()
+            except ApiError as error:
+                fault = error.with_traceback(None)
+                fault.__context__ = None  # it and the traceback hold all that the body held
             except BaseException as error:  # it is raised where the result is awaited
                 fault = error
             with suppress(RuntimeError):  # the event loop has ended

@@ -90,6 +90,10 @@ class Answers:
             pixels = await self.run(partial(count_pixels, messages), "messages")
             self.place.hold("pixels", pixels)
 
+    def hold_logprobs(self, tokens: int, top: int) -> None:
+        """Count log-probabilities. tokens: how many have some; top: further ones with each. Raises ApiError."""
+        self.place.hold("log-probabilities", tokens * (1 + top))
+
     async def submit(
         self,
         prompts: Sequence[Sequence[int]],
@@ -126,6 +130,8 @@ class Answers:
                 param = "n"
             raise ApiError(400, message, param)
         self.place.hold("answers", answer_count - 1)
+        if options.get("logprobs"):
+            self.hold_logprobs(answer_count * options["max_new_tokens"], options["top_logprobs"])
 
         # 2. Try out the grammar, and enter the engine's queue.
         def submit() -> None:

@@ -1,7 +1,6 @@
 """The application: its routes, and what it tells of itself."""
 
 from fastapi import APIRouter, FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from fastapi.staticfiles import StaticFiles
@@ -26,7 +25,7 @@ def build_app(state: State) -> FastAPI:
     for part in (router, completions.router, responses.router, page.router):
         app.include_router(part)
     app.mount("/static", StaticFiles(directory=page.STATIC_FOLDER))
-    for kind in (HTTPException, RequestValidationError, Exception):
+    for kind in (HTTPException, Exception):
         app.add_exception_handler(kind, handle_error)
     app.add_middleware(Guard, state=state)
     origins = state.config.cors

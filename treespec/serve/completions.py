@@ -1,6 +1,7 @@
 """The endpoints /v1/chat/completions, /v1/completions and /tokenize."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ from fastapi.responses import JSONResponse
 
 from treespec.api.spec import Spec
 from treespec.errors import InputError
+from treespec.files.pauses import take_pause
 from treespec.serve.answers import Answers, keep
+from treespec.serve.bodies import read_body
 from treespec.serve.echoes import build_echo_reply, score_prompts
 from treespec.serve.errors import ApiError
 from treespec.serve.messages import encode_request, list_schemas, parse_tool_choice
-from treespec.serve.protocol import Fields, build_chat_choice, build_text_choice
+from treespec.serve.protocol import Fields, build_chat_choice, build_text_choice, write_reply
 from treespec.serve.schema import ChatRequest, CompletionRequest, Sampled, TokenizeRequest
 from treespec.serve.state import State, get_state
 from treespec.serve.streaming import Reply, ReplyFormat, stream_events
@@ -37,90 +40,98 @@ PROMPT_END_TOKENS = 32  # decoded to see whether the prompt opens a thought
 DEFAULT_COMPLETION_TOKENS = 16  # tokens of a text completion without max_tokens, as in OpenAI's API
 
 
+@dataclass(frozen=True)
+class ChatPlan:
+    """How a conversation is answered.
+
+    Attributes:
+        prompt: its token ids.
+        form: how thoughts and calls are read.
+        options: keywords of `Spec.generate` that the request sets.
+    """
+
+    prompt: list[int]
+    form: AnswerForm
+    options: Fields
+
+
 @router.post("/v1/chat/completions")
-async def chat(request: Request, body: ChatRequest) -> Response:
+async def chat(request: Request) -> Response:
     """Answer a conversation."""
+    body = await read_body(request, ChatRequest)
     reply = await begin_chat(request, body)
     return await send_reply(reply, body)
 
 
 async def begin_chat(request: Request, body: ChatRequest) -> Reply:
     """Begin to answer a conversation. Raises ApiError."""
-    # 1. Read the tools, and choose how thoughts and calls are read.
     answers = Answers(request)
-    spec = answers.state.spec
-    tokenizer = spec.target.tokenizer
-    choice = parse_tool_choice(body)
-    source = get_template_source(tokenizer, spec.template, choice.tools)
-    tool_form = choice.form
-    if choice.tools and tool_form is None:
-        tool_form = detect_tool_form(source)
-    max_calls = None
-    if body.parallel_tool_calls is False:
-        max_calls = 1
-    thoughts = detect_thought_form(source)
-    form = AnswerForm(tool_form, thoughts, list_schemas(choice.tools), max_calls)
-    options = body.to_options()
-    if choice.schema is not None:
-        options["json_schema"] = choice.schema
-
-    # 2. Encode the prompt, and begin.
-    def encode() -> list[list[int]]:
-        return [encode_request(spec, body.messages, choice.tools, body.template_variables)]
-
+    state = answers.state
+    state.check_model(body.model)
+    await answers.admit_pictures(body.messages)
+    plan = await answers.run(partial(plan_chat, state, body), "messages")
     reply_format = ReplyFormat(
         build_choice=build_chat_choice,
         object_name="chat.completion",
         chunk_name="chat.completion.chunk",
         id_prefix="chatcmpl",
         openings=[""],
-        build_parser=partial(build_parser, form, tokenizer),
-        thoughts=thoughts,
+        build_parser=partial(build_parser, plan.form, state.spec.target.tokenizer),
+        thoughts=plan.form.thoughts,
     )
-    await answers.admit_pictures(body.messages)
-    prompts = await encode_prompts(answers, body, encode, "messages")
     if body.store:
         log_answers(answers, body)
-    return await begin_reply(answers, body, prompts, reply_format, options)
+    return await begin_reply(answers, body, [plan.prompt], reply_format, plan.options)
+
+
+def plan_chat(state: State, body: ChatRequest) -> ChatPlan:
+    """Read the tools of a conversation, and encode it. Raises InputError, ApiError."""
+    # 1. The tools, and how thoughts and calls are read.
+    spec = state.spec
+    choice = parse_tool_choice(body)
+    source = get_template_source(spec.target.tokenizer, spec.template, choice.tools)
+    tool_form = choice.form
+    if choice.tools and tool_form is None:
+        tool_form = detect_tool_form(source)
+    max_calls = None
+    if body.parallel_tool_calls is False:
+        max_calls = 1
+    form = AnswerForm(tool_form, detect_thought_form(source), list_schemas(choice.tools), max_calls)
+    options = body.to_options()
+    if choice.schema is not None:
+        options["json_schema"] = choice.schema
+
+    # 2. The prompt.
+    prompt = encode_request(spec, body.messages, choice.tools, body.template_variables)
+    state.check_prompt(prompt, "messages")
+    return ChatPlan(prompt, form, options)
 
 
 @router.post("/v1/completions")
-async def complete(request: Request, body: CompletionRequest) -> Response:
+async def complete(request: Request) -> Response:
     """Continue texts or token ids."""
     # 1. List the prompts, and encode them.
+    body = await read_body(request, CompletionRequest)
     answers = Answers(request)
-    spec = answers.state.spec
-    if body.max_tokens == 0 and not body.echo:
-        raise ApiError(400, "max_tokens may be 0 only with echo", "max_tokens")
-    if body.prompt == []:
-        raise ApiError(400, "the prompt is an empty list: give text or token ids", "prompt")
-    prompts: list[Any]
-    if isinstance(body.prompt, str) or isinstance(
-        body.prompt[0], int
-    ):  # one text, or its token ids
-        prompts = [body.prompt]
-    else:
-        prompts = list(body.prompt)
-
-    def encode() -> list[list[int]]:
-        return [encode_completion(spec, prompt) for prompt in prompts]
-
-    ids = await encode_prompts(answers, body, encode, "prompt")
+    state = answers.state
+    state.check_model(body.model)
+    prompts = unpack_prompts(body)
+    ids = await answers.run(partial(encode_completions, state, prompts), "prompt")
 
     # 2. With `echo` an answer begins with its prompt.
     openings: list[str | None] = [None] * len(prompts)
     prompt_tokens = None
     if body.echo:
-        openings = [decode_prompt(spec.target.tokenizer, prompt) for prompt in prompts]
+        openings = await answers.run(partial(decode_prompts, state.spec.target.tokenizer, prompts))
         if body.logprobs is not None:
             prompt_tokens = await score_prompts(answers, ids, body.logprobs)
     if body.max_tokens == 0:
-        fields = build_echo_reply(
-            answers.state.name, ids, openings, prompt_tokens, samples=body.sample_count
+        build = partial(
+            build_echo_reply, state.name, ids, openings, prompt_tokens, samples=body.sample_count
         )
         if body.stream:
-            return stream_events(stream_one(fields))
-        return JSONResponse(fields)
+            return stream_events(stream_one(build()))
+        return await write_response(answers, build)
 
     # 3. Answer.
     reply_format = ReplyFormat(
@@ -134,6 +145,28 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
     )
     reply = await begin_reply(answers, body, ids, reply_format, body.to_options())
     return await send_reply(reply, body)
+
+
+def unpack_prompts(body: CompletionRequest) -> list[Any]:
+    """List the prompts of a request: texts, or lists of token ids. Raises ApiError if there are none."""
+    if body.max_tokens == 0 and not body.echo:
+        raise ApiError(400, "max_tokens may be 0 only with echo", "max_tokens")
+    if body.prompt == []:
+        raise ApiError(400, "the prompt is an empty list: give text or token ids", "prompt")
+    if isinstance(body.prompt, str) or isinstance(body.prompt[0], int):  # one text, or its ids
+        return [body.prompt]
+    return list(body.prompt)
+
+
+def encode_completions(state: State, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+    """Encode the prompts of /v1/completions, and check their lengths. Raises InputError, ApiError."""
+    encoded = []
+    for prompt in prompts:
+        take_pause()
+        ids = encode_completion(state.spec, prompt)
+        state.check_prompt(ids, "prompt")
+        encoded.append(ids)
+    return encoded
 
 
 def encode_completion(spec: Spec, prompt: str | list[int]) -> list[int]:
@@ -166,28 +199,17 @@ def read_thought_state(
     return find_thought_state(form, str(tokenizer.decode(prompt[-PROMPT_END_TOKENS:])))
 
 
-def decode_prompt(tokenizer: Any, prompt: str | list[int]) -> str:
-    """The text of a prompt; "" for token ids without a tokenizer."""
-    if isinstance(prompt, str):
-        return prompt
-    if tokenizer is None:
-        return ""
-    return str(tokenizer.decode(prompt))
-
-
-async def encode_prompts(
-    answers: Answers, body: Sampled, encode: Callable[[], list[list[int]]], param: str
-) -> list[list[int]]:
-    """Encode the prompts of a request, and check their lengths. Raises ApiError.
-
-    encode: returns the token ids of the prompts; runs on a thread. param: the field that holds them.
-    """
-    state = answers.state
-    state.check_model(body.model)
-    prompts = await answers.run(encode, param)
-    for ids in prompts:
-        state.check_prompt(ids, param)
-    return prompts
+def decode_prompts(tokenizer: Any, prompts: Sequence[str | list[int]]) -> list[str | None]:
+    """The texts of prompts; "" for token ids without a tokenizer."""
+    texts = list[str | None]()
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            texts.append(prompt)
+        elif tokenizer is None:
+            texts.append("")
+        else:
+            texts.append(str(tokenizer.decode(prompt)))
+    return texts
 
 
 async def begin_reply(
@@ -235,11 +257,20 @@ async def begin_reply(
     return Reply(answers, reply_format, include_usage, return_token_ids, hidden_tokens)
 
 
-async def send_reply(reply: Reply, body: Sampled) -> Response:
+async def send_reply(reply: Reply, body: ChatRequest | CompletionRequest) -> Response:
     """Send the response to a request, as one object or as a stream. Raises ApiError."""
     if body.stream:
         return stream_events(reply.stream_chunks())
-    return JSONResponse(await reply.collect_reply())
+    if not body.logprobs:
+        return JSONResponse(await reply.collect_reply())
+    deltas = await reply.collect_deltas()
+    return await write_response(reply.answers, partial(reply.build_reply, deltas))
+
+
+async def write_response(answers: Answers, build: Callable[[], Fields]) -> Response:
+    """Build a response that may hold many log-probabilities, and write it, on a thread. Raises ApiError."""
+    content = await answers.run(lambda: write_reply(build()))
+    return Response(content, media_type="application/json")
 
 
 def choose_max_tokens(state: State, body: Sampled, prompts: Sequence[Sequence[int]]) -> int:
@@ -276,8 +307,9 @@ def log_answers(answers: Answers, body: ChatRequest) -> None:
 
 
 @router.post("/tokenize")
-async def tokenize(request: Request, body: TokenizeRequest) -> Fields:
+async def tokenize(request: Request) -> Fields:
     """Answer with the token ids of a prompt, or of messages with the generation prompt."""
+    body = await read_body(request, TokenizeRequest)
     state = get_state(request)
     answers = Answers(request)
     state.check_model(body.model)

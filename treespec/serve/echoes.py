@@ -25,11 +25,13 @@ async def score_prompts(
     The first token has none, since nothing is before it. top: number of most likely tokens to tell with each.
     """
     spec = answers.state.engine.spec
+    answers.hold_logprobs(sum(map(len, prompts)), top)
     described = []
     for prompt in prompts:
         score = partial(score_prompt, spec.target, prompt, top, spec.decoder.models)
         logprobs = await answers.run(score, lane=answers.state.admission.scores)
-        described.append(describe_prompt(spec.target.tokenizer, prompt, logprobs))
+        describe = partial(describe_prompt, spec.target.tokenizer, prompt, logprobs)
+        described.append(await answers.run(describe))
     return described
 
 

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from fastapi import Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
@@ -14,6 +13,8 @@ from treespec.errors import InputError, TooLong
 from treespec.files.printable import to_one_line
 
 log = logging.getLogger(__name__)
+
+NO_OBJECT = "the body must be a JSON object (Content-Type: application/json)"
 
 # An InputError's message may begin with an option's name: the request's field for each option.
 FIELD_OF_OPTION = {name: name for name in REQUEST_OPTION_NAMES}
@@ -81,8 +82,6 @@ def to_api_error(error: Exception) -> ApiError:
     """
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, RequestValidationError):
-        return build_invalid_error(error.errors())
     if isinstance(error, HTTPException):
         message = str(error.detail)
         if error.status_code in (404, 405):
@@ -110,14 +109,12 @@ def build_invalid_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """Build the 400 for a body that pydantic refuses, from the first of its errors."""
     first = errors[0]
     param = name_of(first["loc"])
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is no JSON: {first['ctx']['error']}")
     if first["type"] == "unknown_field":
         name = first["ctx"]["name"]
         hint = first["ctx"]["hint"]
         return ApiError(400, f"Unknown parameter: '{name}'{hint}", name, "unknown_parameter")
     if param is None:
-        return ApiError(400, "the body must be a JSON object (Content-Type: application/json)")
+        return ApiError(400, NO_OBJECT)
     if first["type"] == "missing":
         return ApiError(400, f"Missing required parameter: '{param}'", param, "missing_parameter")
     problem = str(first["msg"]).removeprefix("Value error, ")
@@ -127,7 +124,7 @@ def build_invalid_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 def name_of(location: Sequence[str | int]) -> str | None:
     """Format pydantic's location of an error as `messages[1].content`; None for the body as a whole."""
     name = ""
-    for part in location[1:]:
+    for part in location:
         if isinstance(part, int):
             name += f"[{part}]"
         elif part.isidentifier() and part not in ("str", "int", "float", "bool", "constrained"):

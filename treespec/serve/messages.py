@@ -11,7 +11,7 @@ from treespec.errors import InputError, TooLong
 from treespec.sampling.compiled_grammar import GRAMMAR_KINDS
 from treespec.serve.errors import ApiError
 from treespec.serve.protocol import Fields
-from treespec.serve.schema import ChatRequest, Message, Tool, ToolCall
+from treespec.serve.schema import ChatRequest, Message, Sampled, Tool, ToolCall
 from treespec.serve.tool_forms import (
     JSON_CALLS,
     ToolFormat,
@@ -203,7 +203,8 @@ def parse_tool_choice(body: ChatRequest) -> ParsedToolChoice:
         return ParsedToolChoice([])
     if tool_choice is None or tool_choice == "auto":
         return ParsedToolChoice(tools)
-    if not set(GRAMMAR_KINDS).isdisjoint(body.to_options()):
+    # `response_format` is of a text, which there is none of: instructor sends both.
+    if not set(GRAMMAR_KINDS).isdisjoint(Sampled.to_options(body)):
         message = "a tool that must be called fixes the format of the answer: leave out another"
         raise ApiError(400, message, "tool_choice")
     return require_call(tools, tool_choice)

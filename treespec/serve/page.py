@@ -17,10 +17,11 @@ from treespec.api.spec import Spec
 from treespec.engine.events import Cycle, explain_end, show_token
 from treespec.options import TREE_FORMS, join_or
 from treespec.serve.answers import Answers
+from treespec.serve.bodies import read_body
 from treespec.serve.errors import ApiError
 from treespec.serve.messages import encode_request
 from treespec.serve.protocol import Fields
-from treespec.serve.schema import Message, StrictBody
+from treespec.serve.schema import Items, Message, StrictBody
 from treespec.serve.state import State, get_state
 from treespec.serve.streaming import stream_events
 from treespec.verify.facts import LOSSY_SCHEMES, VERIFIER_NAMES
@@ -40,7 +41,7 @@ class PageRequest(StrictBody):
         tree: tree by name; None takes the server's.
     """
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Items[Message] = Field(min_length=1)
     drafts: bool = True
     verifier: str | None = None
     tree: str | None = None
@@ -82,8 +83,9 @@ def list_verifiers(state: State) -> list[str]:
 
 
 @router.post("/cycles")
-async def send_answer(request: Request, body: PageRequest) -> Response:
+async def send_answer(request: Request) -> Response:
     """Stream an answer to the page, one event per cycle."""
+    body = await read_body(request, PageRequest)
     # 1. Check the request. Only the listed trees: other forms may read files or take any amount of memory.
     answers = Answers(request)
     state = answers.state

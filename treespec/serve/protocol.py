@@ -3,12 +3,14 @@
 Both endpoints build `AnswerDelta`s, streamed or not; a response that is not streamed merges the deltas of each choice.
 """
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, final
 
 from treespec.engine.request import Piece, TokenLogprob
+from treespec.files.pauses import take_pause
 from treespec.text.strings import INCOMPLETE_CHARACTER, decode_after
 
 Fields = dict[str, Any]
@@ -126,6 +128,24 @@ def build_text_logprobs(tokens: Sequence[Fields], offset: int) -> Fields:
         logprobs["text_offset"].append(offset)
         offset += len(token["token"])
     return logprobs
+
+
+def write_reply(fields: Fields) -> bytes:
+    """Write a response as JSON, choice by choice: one call would hold the interpreter, and everybody, for seconds."""
+    parts = []
+    for name, value in fields.items():
+        if name == "choices":
+            text = "[" + ",".join(map(encode_json, value)) + "]"
+        else:
+            text = encode_json(value)
+        parts.append(f"{encode_json(name)}:{text}")
+    return ("{" + ",".join(parts) + "}").encode()
+
+
+def encode_json(value: object) -> str:
+    """Write a value as JSON, between two pauses."""
+    take_pause()
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def merge_deltas(deltas: Sequence[AnswerDelta]) -> AnswerDelta:

@@ -3,18 +3,19 @@
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import Field, ValidationError
+from pydantic import Field
 
+from treespec.serve.bodies import read_body, run_by_size, validate_fields
 from treespec.serve.completions import begin_chat
 from treespec.serve.errors import ApiError
 from treespec.serve.protocol import Fields
 from treespec.serve.response_events import ResponseEvents
-from treespec.serve.schema import ChatRequest, StrictBody
+from treespec.serve.schema import ChatRequest, Items, StrictBody
 from treespec.serve.streaming import stream_events
 
 router = APIRouter()
@@ -31,13 +32,13 @@ CHAT_FIELDS = {  # field of /v1/responses -> that of /v1/chat/completions
 class ResponsesRequest(StrictBody):
     """The body of /v1/responses. `include`, `truncation` and the like change no token here."""
 
-    input: str | list[dict[str, Any]]
+    input: str | Items[dict[str, Any]]
     instructions: str | None = None
     model: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float | int | None = None
     top_p: float | int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
@@ -47,19 +48,21 @@ class ResponsesRequest(StrictBody):
     conversation: Any = None
     background: Literal[False] | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    include: list[str] | None = None
+    include: Items[str] | None = None
     metadata: dict[str, Any] | None = None
     stream_options: dict[str, Any] | None = None
     top_logprobs: Literal[0] | None = None
 
 
 @router.post("/v1/responses")
-async def respond_to_input(request: Request, body: ResponsesRequest) -> Response:
+async def respond_to_input(request: Request) -> Response:
     """Answer a conversation in the form of the Responses API."""
+    body = await read_body(request, ResponsesRequest)
     for name in ("previous_response_id", "conversation"):
         if getattr(body, name) is not None:
             raise ApiError(400, f"{name}: {STATELESS_MESSAGE}", name)
-    reply = await begin_chat(request, to_chat_request(body))
+    chat_body = await run_by_size(request, partial(to_chat_request, body))
+    reply = await begin_chat(request, chat_body)
     heading = build_heading(body, reply.answers.state.name)
     events = ResponseEvents(heading)
     if body.stream:
@@ -152,11 +155,7 @@ def to_chat_request(body: ResponsesRequest) -> ChatRequest:
         fields["reasoning_effort"] = body.reasoning.get("effort")
 
     # 3. Its own checks.
-    try:
-        return ChatRequest.model_validate(fields)
-    except ValidationError as error:
-        problems = [dict(fault) | {"loc": ("body", *fault["loc"])} for fault in error.errors()]
-        raise RequestValidationError(problems) from None
+    return validate_fields(fields, ChatRequest)
 
 
 def convert_text_format(text_format: Mapping[str, Any] | None) -> Fields | None:

@@ -12,6 +12,7 @@ from fastapi.responses import StreamingResponse
 from treespec.engine.request import Piece
 from treespec.engine.stats import Stats
 from treespec.files.distribution import find_version
+from treespec.files.pauses import take_pause
 from treespec.serve.answers import Answers
 from treespec.serve.errors import to_api_error
 from treespec.serve.protocol import AnswerDelta, Fields, format_logprobs, merge_deltas
@@ -146,12 +147,21 @@ class Reply:
 
     async def collect_reply(self) -> Fields:
         """Wait for all answers, and build the response as one object."""
+        return self.build_reply(await self.collect_deltas())
+
+    async def collect_deltas(self) -> list[list[AnswerDelta]]:
+        """Wait for all answers. Returns the deltas of each choice."""
         deltas_by_choice: list[list[AnswerDelta]] = [[] for _ in self.answers.answers]
         async for delta in self._stream_deltas():
             if delta is not None:
                 deltas_by_choice[delta.index].append(delta)
+        return deltas_by_choice
+
+    def build_reply(self, deltas_by_choice: Sequence[Sequence[AnswerDelta]]) -> Fields:
+        """Build the response as one object, from the deltas of each choice."""
         choices = []
         for deltas in deltas_by_choice:
+            take_pause()
             choices.append(self.format.build_choice(merge_deltas(deltas), True))
         heading = self._build_heading(self.format.object_name)
         return heading | {"choices": choices, "usage": self._count_usage()}

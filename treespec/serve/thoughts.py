@@ -58,6 +58,12 @@ THOUGHT_FORMS = (  # the first row whose mark is in the template's source holds
     ThoughtFormat(  # Gemma 4
         "<|channel>", "<|channel>thought", "<channel|>", tokens=("<|channel>", "<channel|>")
     ),
+    ThoughtFormat(  # Cohere
+        "<|START_THINKING|>",
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        tokens=("<|START_THINKING|>", "<|END_THINKING|>"),
+    ),
     ThoughtFormat("[THINK]", "[THINK]", "[/THINK]", tokens=("[THINK]", "[/THINK]")),  # Mistral
     ThoughtFormat(
         "</seed:think>",

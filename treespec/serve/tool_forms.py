@@ -41,7 +41,14 @@ HERMES_FORM = ToolFormat(
     syntax.parse_json_calls,
     closings=("</tool_call>",),
 )
-JSON_CALLS = ToolFormat("Llama 3", '"parameters"', ("{",), syntax.parse_json_calls, at_start=True)
+JSON_CALLS = ToolFormat(
+    "Llama 3",
+    '"parameters": dictionary',  # as its template tells the model
+    ("{",),
+    syntax.parse_json_calls,
+    at_start=True,
+)
+UNREAD_MARKS = ("]<]minimax[>[",)  # of templates that hold another row's mark, too
 # The first row whose mark is in the template's source holds: those with common marks come last.
 TOOL_FORMS = (
     ToolFormat(
@@ -52,6 +59,7 @@ TOOL_FORMS = (
             "<|channel|>analysis to=",
             "<|start|>assistant to=",
             " to=functions.",
+            "to=functions.",
         ),
         syntax.parse_harmony,
         closings=("<|call|>",),
@@ -142,6 +150,36 @@ TOOL_FORMS = (
             "</arg_value>",
         ),
     ),
+    ToolFormat(
+        "Cohere Command R7B, A",
+        "<|START_ACTION|>",
+        ("<|START_ACTION|>",),
+        syntax.parse_json_calls,
+        closings=("<|END_ACTION|>",),
+        tokens=("<|START_ACTION|>", "<|END_ACTION|>"),
+    ),
+    ToolFormat(
+        "LFM 2.5",
+        "<|tool_call_start|>",
+        ("<|tool_call_start|>",),
+        syntax.parse_python_calls,
+        closings=("<|tool_call_end|>",),
+        tokens=("<|tool_call_start|>", "<|tool_call_end|>"),
+    ),
+    ToolFormat(
+        "Apriel, MiniMax M1",
+        "<tool_calls>",
+        ("<tool_calls>",),
+        syntax.parse_json_calls,
+        closings=("</tool_calls>",),
+    ),
+    ToolFormat(
+        "Nemotron Nano 2",
+        "<TOOLCALL>",
+        ("<TOOLCALL>",),
+        syntax.parse_json_calls,
+        closings=("</TOOLCALL>",),
+    ),
     HERMES_FORM,
     ToolFormat(
         "Mistral",
@@ -162,6 +200,8 @@ def detect_tool_form(source: str) -> ToolFormat | None:
     """
     if not has_place(source):
         return HERMES_FORM
+    if any(mark in source for mark in UNREAD_MARKS):
+        return None
     for form in TOOL_FORMS:
         if form.mark in source:
             return form

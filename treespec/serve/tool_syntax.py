@@ -3,6 +3,7 @@
 Formats as JSON say the type of each argument. Those in tags say it in the schemas of the tools.
 """
 
+import ast
 import json
 import re
 import uuid
@@ -55,15 +56,21 @@ def parse_json_values(text: str) -> list[Any]:
 
 
 def read_tool_call(value: Any, call_id: str = "") -> ParsedToolCall:
-    """Convert a value such as {"name": …, "arguments": …} to a call. Raises ValueError for any other value."""
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+    """Convert a value such as {"name": …, "arguments": …} to a call. Raises ValueError for any other value.
+
+    Cohere names them `tool_name` and `parameters`, Llama 3 the latter.
+    """
+    if not isinstance(value, dict):
+        raise ValueError("no call")
+    name = value.get("name", value.get("tool_name"))
+    if not isinstance(name, str):
         raise ValueError("no call")
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, dict):
         arguments = json.dumps(arguments, ensure_ascii=False)
     if not isinstance(arguments, str):
         raise ValueError("no call")
-    return ParsedToolCall(value["name"], arguments, call_id)
+    return ParsedToolCall(name, arguments, call_id)
 
 
 def build_call(name: str, arguments: str, call_id: str = "") -> ParsedToolCall:
@@ -76,8 +83,29 @@ def build_call(name: str, arguments: str, call_id: str = "") -> ParsedToolCall:
 
 def parse_json_calls(text: str, schemas: Schemas) -> list[ParsedToolCall]:
     """Parse calls between any tags, such as <tool_call>{"name": …, …}</tool_call>, or without tags."""
-    body = re.sub(r"\A<[^<>{}]*>|</[^<>{}]*>\Z", "", text.strip())
-    return [read_tool_call(value) for value in parse_json_values(body)]
+    return [read_tool_call(value) for value in parse_json_values(strip_tags(text))]
+
+
+def strip_tags(text: str) -> str:
+    """Leave out a tag at the start of a text, and one at its end."""
+    return re.sub(r"\A<[^<>{}]*>|<[^<>{}]*>\Z", "", text.strip())
+
+
+def parse_python_calls(text: str, schemas: Schemas) -> list[ParsedToolCall]:
+    """Parse calls such as <|tool_call_start|>[name(city='Zug', days=3)]<|tool_call_end|>, with Python's literals."""
+    try:
+        calls = ast.parse(strip_tags(text).strip(), mode="eval").body
+    except SyntaxError:
+        raise ValueError("no call") from None
+    if not isinstance(calls, ast.List):
+        raise ValueError("no call")
+    parsed = []
+    for call in calls.elts:
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+            raise ValueError("no call")
+        arguments = {str(part.arg): ast.literal_eval(part.value) for part in call.keywords}
+        parsed.append(read_tool_call({"name": call.func.id, "arguments": arguments}))
+    return parsed
 
 
 def parse_mistral(text: str, schemas: Schemas) -> list[ParsedToolCall]:
@@ -156,9 +184,15 @@ def _quote_gemma_json(text: str) -> str:
 
 
 def parse_qwen(text: str, schemas: Schemas) -> list[ParsedToolCall]:
-    """Parse calls such as <function=name><parameter=city>Zug</parameter></function>."""
+    """Parse calls such as <function=name><parameter=city>Zug</parameter></function>.
+
+    Functionary writes the arguments as one JSON object.
+    """
     calls = []
     for name, body in re.findall(r"<function=([^>\n]+)>(.*?)</function>", text, re.DOTALL):
+        if body.lstrip().startswith("{"):
+            calls.append(build_call(name, body))
+            continue
         pairs = re.findall(
             r"<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", body, re.DOTALL
         )

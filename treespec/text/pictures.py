@@ -53,7 +53,7 @@ def has_pictures(messages: Sequence[Any]) -> bool:
 
 MAX_PICTURES = 16  # of a request
 MAX_PICTURE_PIXELS = 1 << 24
-MAX_REQUEST_PIXELS = 1 << 25
+MAX_REQUEST_PIXELS = 3 << 23  # two photographs of a telephone
 PICTURE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 
 

@@ -9,6 +9,7 @@ from head_files import build_eagle31
 from models import CONFIGS, randn, random_head, random_model, seeded
 
 from treespec.draft.drafter import Frontier
+from treespec.draft.heads import own_tokens
 from treespec.draft.heads.host_levels import apply_window, extend_mask, mask_committed_columns
 from treespec.draft.heads.host_step import log_refusal
 from treespec.draft.heads.loading import build_proposer
@@ -139,6 +140,22 @@ def test_one_call_drafts_the_logits_of_several_sequences(build_head, dtype):
     expected = draft_batch_levels(run_as_modules(proposer))
     assert len(found) == 2 * (3 + 9)
     for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@packed
+@pytest.mark.parametrize("name", ["eagle", "biases, the target's output"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_one_call_drafts_the_texts_own_tokens_as_the_modules(name, dtype, monkeypatch):
+    """Each of three texts has four, behind the 16 of the vocabulary; the frontiers are of all 20."""
+    monkeypatch.setattr(own_tokens, "OWN_SHARE", 4)
+    proposer = build_packed_proposer(HEADS[name], dtype=dtype, drafted=DRAFTED)
+    modules = run_as_modules(proposer)
+    frontiers = list(random_frontiers(20))
+    found = draft_levels(proposer, frontiers, (40, 3, 9)) + draft_batch_levels(proposer)
+    expected = draft_levels(modules, frontiers, (40, 3, 9)) + draft_batch_levels(modules)
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape[1] == 20
         assert torch.equal(one, other)
 
 

@@ -1,4 +1,4 @@
-"""Count what a draft vocabulary would bring that follows the context: its own tokens, and those of the text so far.
+"""Count what a draft vocabulary brings that follows the context: `treespec.draft.heads.own_tokens`.
 
 At each position of the target's greedy answers the head drafts a chain from each vocabulary. It measures no times.
 """
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from treespec import load
 from treespec.draft.heads.loading import iterate_states, load_full_vocabulary_head
+from treespec.draft.heads.own_tokens import TextVocabulary, find_first_vocabulary
 from treespec.draft.registry import find_head_place
 from treespec.eval.questions import load_questions
 
@@ -23,9 +24,9 @@ def main(
     prepare()
     spec = load(target, head=head)
     model = spec.target
-    if spec.head is None or spec.head.vocabulary is None:
-        raise typer.BadParameter(f"{head} drafts all tokens")
-    kept = spec.head.vocabulary
+    first = find_first_vocabulary(spec.head, model)
+    if first is None:
+        raise typer.BadParameter(f"texts get no draft tokens of their own with {head}")
     drafts = load_full_vocabulary_head(find_head_place(head), model)
     turns = [question.turns[0] for question in load_questions(suite)[0]]
     prompts = [[{"role": "user", "content": turn}] for turn in turns[:: len(turns) // questions]]
@@ -39,13 +40,13 @@ def main(
         prompt_tokens = spec.encode(prompt)
         text = torch.tensor([*prompt_tokens, *output.token_ids])
         features = model.compute_features(text[None], drafts.aux_layers)[0]
-        first = len(prompt_tokens) - 2  # the row whose root is the prompt's last token
-        allowed = list_vocabularies(text, len(prompt_tokens), kept, model.vocab_size, tokens)
+        start = len(prompt_tokens) - 2  # the row whose root is the prompt's last token
+        allowed = list_vocabularies(text, len(prompt_tokens), first, model.vocab_size, tokens)
         found: dict[str, list[Tensor]] = {name: [] for name in allowed}
         states = iterate_states(drafts, model, text, features, steps)
         for step, rows in enumerate(states):
-            logits = drafts.project(rows[first : first + tokens], step, model)
-            wanted = text[first + 2 + step :][: len(logits)]
+            logits = drafts.project(rows[start : start + tokens], step, model)
+            wanted = text[start + 2 + step :][: len(logits)]
             for name, vocabulary in allowed.items():
                 drafted = logits.masked_fill(~vocabulary, -torch.inf).argmax(-1)
                 found[name].append(drafted == wanted)
@@ -62,26 +63,36 @@ def main(
 
 
 def list_vocabularies(
-    text: Tensor, prompt: int, kept: Tensor, size: int, rows: int
+    text: Tensor, prompt: int, first: TextVocabulary, size: int, rows: int
 ) -> dict[str, Tensor]:
     """List, by name, the tokens [R, V] that may be drafted at the R positions from the prompt's last token on.
 
     Args:
         text: [T] prompt and answer.
         prompt: tokens of the prompt.
-        kept: [N] the draft vocabulary.
+        first: the draft vocabulary of an empty text.
         size: V.
         rows: R.
     """
-    own = torch.zeros(1, size, dtype=torch.bool)
-    own[0, kept] = True
+    # 1. The vocabulary, and the tokens of the text so far.
+    kept = first.output.vocabulary
+    shared = torch.zeros(1, size, dtype=torch.bool)
+    shared[0, kept] = True
     first_places = torch.full((size,), len(text))
     first_places.scatter_reduce_(0, text, torch.arange(len(text)), "amin")
     roots = torch.arange(prompt - 1, prompt - 1 + rows)
+
+    # 2. As drafted, with tokens of the text's own.
+    drafted = shared.repeat(rows, 1)
+    vocabulary = first.append(text[1:prompt].numpy())
+    for row in range(rows):
+        drafted[row, vocabulary.tokens] = True
+        vocabulary = vocabulary.append(text[prompt + row, None].numpy())
     return {
-        f"{len(kept):,}": own,
-        "and those of the prompt": own | (first_places < prompt),
-        "and those of the answer so far": own | (first_places <= roots[:, None]),
+        f"{len(kept):,}": shared,
+        "and those of the prompt": shared | (first_places < prompt),
+        "and those of the answer so far": shared | (first_places <= roots[:, None]),
+        f"as drafted, with {len(first.own)} of the text": drafted,
         f"all {size:,}": torch.ones(1, size, dtype=torch.bool),
     }
 

@@ -162,7 +162,7 @@ static void check_company(Linear a, const void *x, const void *y, int64_t n) {
 static void check_linear(int64_t in, int64_t out, int64_t n, int form, int half) {
   void *weight = weights(in * out, form, 1), *bias = n % 2 ? numbers(out, half, 1) : NULL, *x = numbers(n * in, half, 1);
   void *y = room(n * out * size_of(half));
-  Linear a = {packed_of(weight, in, out, form), bias, in, out, form, half, 1};
+  Linear a = {packed_of(weight, in, out, form), bias, in, out, form, half, 1, 0};
   DEMAND(linear(&a, x, y, n) == DONE, "in %d out %d", (int)in, (int)out);
   check_company(a, x, y, n);
   for (int64_t r = 0; r < n; r++)
@@ -202,7 +202,7 @@ static void check_eights(int64_t in, int64_t out, int64_t n, int half) {
   void *y = room(n * out * size_of(half)), *wanted = room(size_of(half));
   for (int64_t i = 0; i < n * in; i++)  // blocks of zeros, and of numbers that are all the largest
     if (i / 32 % 5 < 2) put(x, i, i / 32 % 5 ? (draw() % 2 ? 0.7f : -0.7f) : 0, half);
-  Linear a = {packed_of(weight, in, out, EIGHTS), bias, in, out, EIGHTS, half, 1};
+  Linear a = {packed_of(weight, in, out, EIGHTS), bias, in, out, EIGHTS, half, 1, 0};
   DEMAND(linear(&a, x, y, n) == DONE, "in %d out %d", (int)in, (int)out);
   check_company(a, x, y, n);
   for (int64_t r = 0; r < n; r++)
@@ -215,11 +215,32 @@ static void check_eights(int64_t in, int64_t out, int64_t n, int half) {
   release_rooms();
 }
 
+// Outputs that were copied to places of another weight have the bits that they had.
+static void check_copied_outputs(int64_t in, int form, int half) {
+  enum { OUT = 37, TO_OUT = 21, MANY = 4, N = 3 };
+  const int64_t outputs[MANY] = {36, 0, 9, 15}, places[MANY] = {0, 20, 7, 8};
+  void *x = numbers(N * in, half, 1), *y = room(N * OUT * size_of(half)), *to_y = room(N * TO_OUT * size_of(half));
+  void *from = packed_of(weights(OUT * in, form, 1), in, OUT, form);
+  void *to = packed_of(weights(TO_OUT * in, form, 1), in, TO_OUT, form);
+  Linear a = {from, NULL, in, OUT, form, half, 1, 0}, b = {to, NULL, in, TO_OUT, form, half, 1, 0};
+  void *before = room(N * TO_OUT * size_of(half));
+  linear(&b, x, before, N);
+  DEMAND(copy_outputs(from, to, outputs, places, MANY, in, OUT, TO_OUT, form) == DONE, "in %d form %d", (int)in, form);
+  linear(&a, x, y, N), linear(&b, x, to_y, N);
+  for (int64_t r = 0; r < N; r++)
+    for (int64_t o = 0; o < TO_OUT; o++) {
+      const void *wanted = row_at(before, r * TO_OUT + o, half);
+      for (int i = 0; i < MANY; i++) if (places[i] == o) wanted = row_at(y, r * OUT + outputs[i], half);
+      DEMAND(equal(row_at(to_y, r * TO_OUT + o, half), wanted, 1, half), "in %d form %d place %d", (int)in, form, (int)o);
+    }
+  release_rooms();
+}
+
 // A row with a number that is none gives NaN, and does not change other rows; its smallest numbers give 0.
 static void check_eights_of_nan(void) {
   enum { IN = 64, OUT = 5 };
   const uint32_t patterns[] = {0x7fc00000, 0xff800001, 0x7f800000, 0xff800000};
-  Linear a = {packed_of(eights(IN * OUT, 1), IN, OUT, EIGHTS), NULL, IN, OUT, EIGHTS, 0, 1};
+  Linear a = {packed_of(eights(IN * OUT, 1), IN, OUT, EIGHTS), NULL, IN, OUT, EIGHTS, 0, 1, 0};
   float *x = numbers(2 * IN, 0, 1), y[2 * OUT], alone[OUT];
   linear(&a, x + IN, alone, 1);
   for (int i = 0; i < 4; i++) {
@@ -525,18 +546,20 @@ static void check_layers(int64_t d, int form, int half) {
   release_rooms();
 }
 
-// A head's step has the bits of its parts: pairs of rows, a product or norms, a layer, a product.
+// A head's step has the bits of its parts: pairs of rows, a product or norms, a layer, a product. own: the last draft
+// tokens of each text are its own, with a product for each.
 enum { EAGLE, EAGLE3, ADDS_NORMED, GIVES_NORMED, HEAD_KINDS };  // the last two: EAGLE-3, and a field of `HeadStep`
 
-static void check_head_step(int kind, int form, int half) {
+static void check_head_step(int kind, int form, int half, int64_t own) {
   enum { VOCABULARY = 30, DRAFTED = 17, ROWS_ = 2 + NODES, POSITIONS = 50, FEATURES = 4 };
+  int64_t all_drafted = DRAFTED + own;
   int64_t row = hidden * size_of(half), cached = 2 * KV * CAPACITY * MOST_D;
   RawLayer raw = random_layer(MOST_D, form, half);
   raw.a.norms[BEFORE_ATTENTION] = NULL, raw.c.first = 0;
   void *input = kind == EAGLE ? packed_of(weights(2 * hidden * hidden, form, 0.3f), 2 * hidden, hidden, form) : NULL;
   void *output = packed_of(weights(hidden * DRAFTED, form, 0.3f), hidden, DRAFTED, form);
-  HeadStep step = {raw.a, {input, NULL, 2 * hidden, hidden, form, half, 0},
-                   {output, numbers(DRAFTED, half, 1), hidden, DRAFTED, form, half, 0}, numbers(VOCABULARY * hidden, half, 1),
+  HeadStep step = {raw.a, {input, NULL, 2 * hidden, hidden, form, half, 0, 0},
+                   {output, numbers(DRAFTED, half, 1), hidden, DRAFTED, form, half, 0, 0}, numbers(VOCABULARY * hidden, half, 1),
                    .adds_normed = kind == ADDS_NORMED, .gives_normed = kind == GIVES_NORMED};
   for (int i = QUERY; i <= VALUE && kind != EAGLE; i++) {  // they read pairs
     step.layer.in = 2 * hidden;
@@ -546,18 +569,26 @@ static void check_head_step(int kind, int form, int half) {
   for (int i = 0; i < HEAD_NORMS && kind != EAGLE; i++) step.norms[i] = numbers(hidden, half, 1);
   raw.a = step.layer;
   int64_t tokens[ROWS_], parents[ROWS_], positions[ROWS_], starts[3] = {0, 2, ROWS_}, drafted[3] = {6, 0, 2};
-  int64_t vocabulary[DRAFTED];
+  int64_t vocabulary[DRAFTED], own_vocabulary[2 * own + 1];
+  if (own) drafted[0] = 0, drafted[1] = 2, drafted[2] = 6;
   for (int i = 0; i < ROWS_; i++) {
-    tokens[i] = draw() % DRAFTED, parents[i] = draw() % FEATURES, positions[i] = draw() % POSITIONS;
+    tokens[i] = draw() % all_drafted, parents[i] = draw() % FEATURES, positions[i] = draw() % POSITIONS;
   }
   for (int i = 0; i < DRAFTED; i++) vocabulary[i] = draw() % VOCABULARY;
+  for (int i = 0; i < 2 * own; i++) own_vocabulary[i] = draw() % VOCABULARY;
+  Linear products[2];
+  for (int b = 0; b < 2 && own; b++) {
+    void *rows = packed_of(weights(hidden * own, form, 0.3f), hidden, own, form);
+    products[b] = (Linear){rows, b ? numbers(own, half, 1) : NULL, hidden, own, form, half, 0, 0};
+  }
   void *cache[2] = {copy_of(raw.c.keys, cached, half), copy_of(raw.c.values, cached, half)};
   HeadNodes nodes = {
     .tokens = tokens, .parents = parents, .positions = positions, .starts = starts, .drafted = drafted,
     .vocabulary = vocabulary, .features = numbers(FEATURES * hidden, half, 1), .cos = numbers(POSITIONS * TURNED, half, 1),
     .sin = numbers(POSITIONS * TURNED, half, 1), .keys = cache[0], .values = cache[1],
-    .states = room(ROWS_ * row), .last = room(3 * row), .logits = room(3 * DRAFTED * size_of(half)),
+    .states = room(ROWS_ * row), .last = room(3 * row), .logits = room(3 * all_drafted * size_of(half)),
     .texts = 2, .n = NODES, .rows = 3, .turned = TURNED, .columns = COLUMNS, .capacity = CAPACITY, .free = BEFORE, .threads = 3,
+    .own = own ? products : NULL, .own_tokens = own_vocabulary,
   };
   void *mask = room(2 * NODES * NODES * size_of(half));  // one for each text
   memcpy(mask, raw.f.mask, NODES * NODES * size_of(half));
@@ -569,7 +600,9 @@ static void check_head_step(int kind, int form, int half) {
   void *cos = zeros(2 * NODES * TURNED, half), *sin = zeros(2 * NODES * TURNED, half);
   for (int i = 0; i < ROWS_; i++) {
     int64_t turned = TURNED * size_of(half), place = i < 2 ? i : NODES + i - 2;
-    memcpy((char *)pairs + 2 * i * row, (const char *)step.embedding + vocabulary[tokens[i]] * row, row);
+    int64_t own_token = (i < 2 ? 0 : own) + tokens[i] - DRAFTED;
+    int64_t token = tokens[i] < DRAFTED ? vocabulary[tokens[i]] : own_vocabulary[own_token];
+    memcpy((char *)pairs + 2 * i * row, (const char *)step.embedding + token * row, row);
     memcpy((char *)pairs + (2 * i + 1) * row, (const char *)nodes.features + parents[i] * row, row);
     if (kind != EAGLE) {
       const void *feature = row_at(nodes.features, parents[i] * hidden, half);
@@ -596,18 +629,26 @@ static void check_head_step(int kind, int form, int half) {
   memcpy(read, last, 3 * row);
   if (kind == EAGLE3 || kind == ADDS_NORMED) rms_norm(last, step.norms[OF_STATES], read, 3, hidden, raw.a.eps, half, 1);
   linear(&step.output, read, logits, 3);
-  DEMAND(equal(logits, nodes.logits, 3 * DRAFTED, half), "kind %d form %d", kind, form);
+  for (int i = 0; i < 3; i++) {
+    const void *found = row_at(nodes.logits, i * all_drafted, half);
+    DEMAND(equal(row_at(logits, i * DRAFTED, half), found, DRAFTED, half), "kind %d form %d", kind, form);
+    if (!own) continue;
+    void *own_logits = room(own * size_of(half));
+    products[drafted[i] >= 2].threads = 1;
+    linear(&products[drafted[i] >= 2], (char *)read + i * row, own_logits, 1);
+    DEMAND(equal(own_logits, row_at(found, DRAFTED, half), own, half), "kind %d form %d", kind, form);
+  }
   add_to_digest(logits, 3 * DRAFTED * size_of(half));
 
   int fails = 0;  // each of its allocations
   for (countdown = 0; head_step(&step, &nodes) == NO_MEMORY; countdown = ++fails) { }
-  DEMAND(fails >= 2 && fails < 9, "%d", fails);
+  DEMAND(fails >= 2 && fails < (own ? 11 : 9), "%d", fails);
   countdown = -1;
   release_rooms();
 }
 
 static void check_failed_allocations(void) {
-  Linear a = {packed_of(weights(40 * 20, PAIRED, 1), 40, 20, PAIRED), NULL, 40, 20, PAIRED, 1, 3};
+  Linear a = {packed_of(weights(40 * 20, PAIRED, 1), 40, 20, PAIRED), NULL, 40, 20, PAIRED, 1, 3, 0};
   RawLayer raw = random_layer(MOST_D, SINGLE, 0);
   Attention none = {.texts = 1, .heads = 1, .kv = 1, .n = 1, .columns = 1, .free = 1, .d = 1, .dv = 1, .threads = 3};
   void *x = numbers(3 * 40, 1, 1), *y = room(3 * 20 * 2);
@@ -804,7 +845,7 @@ static void check_all_eights(void) {
   for (int half = 0; half < 2; half++) {
     hidden = 64, inner = 96;
     check_layers(MOST_D, EIGHTS, half);
-    for (int kind = EAGLE; kind < HEAD_KINDS; kind++) check_head_step(kind, EIGHTS, half);
+    for (int kind = EAGLE; kind < HEAD_KINDS; kind++) check_head_step(kind, EIGHTS, half, 0);
     hidden = 40, inner = 52;
   }
 }
@@ -819,7 +860,7 @@ int main(void) {
       check_linear(96, 70, 40, form, half);
       check_layers(12, form, half);
       check_layers(MOST_D, form, half);
-      check_head_step(EAGLE, form, half);
+      check_head_step(EAGLE, form, half, 0);
     }
   const Shape shapes[] = {
     {1, 1, 1, 1, 1, 0, 1, 1, 0, 0},      {1, 3, 1, 1, 40, 0, 64, 64, 0, 0},  {2, 4, 2, 5, 33, 11, 16, 32, 0, 1},
@@ -857,8 +898,15 @@ int main(void) {
     for (int i = 0; i < 3; i++) check_attention(long_texts[i], 0, half);
   if (HAS_SHARED_BITS) DEMAND(digest == SHARED_BITS, "%016llx", (unsigned long long)digest);
   printf("vectors of %d, bits %016llx\n", L, (unsigned long long)digest);
-  for (int kind = EAGLE3; kind < HEAD_KINDS; kind++)  // they have the bits of their parts, which the digest holds
+  // What follows has the bits of its parts, which the digest holds.
+  for (int kind = EAGLE3; kind < HEAD_KINDS; kind++)
     for (int form = PAIRED; form <= SINGLE; form++)
-      for (int half = 0; half < 2; half++) check_head_step(kind, form, half);
+      for (int half = 0; half < 2; half++) check_head_step(kind, form, half, 0);
+  hidden = 64, inner = 96;
+  for (int form = PAIRED; form <= EIGHTS; form++)
+    for (int half = 0; half < 2; half++) {
+      check_copied_outputs(form == EIGHTS ? 96 : 75, form, half);
+      for (int kind = EAGLE; kind < HEAD_KINDS; kind++) check_head_step(kind, form, half, 10);
+    }
   return failures != 0;
 }

@@ -12,7 +12,11 @@ from treespec.draft.calibration import get_sharpness, scale_by_sharpness
 from treespec.draft.drafter import Frontier, Frontiers, GrowthKey, Proposer
 from treespec.draft.forced import ForcedChains, to_draft_ids
 from treespec.draft.tree_assembly import Growth, grow_together, process_draft_logits
-from treespec.draft.vocabulary import to_target_tokens, to_target_tokens_on_host
+from treespec.draft.vocabulary import (
+    to_target_tokens,
+    to_target_tokens_by_text,
+    to_target_tokens_on_host,
+)
 from treespec.kernels import ops as kernels
 from treespec.sampling.params import SamplingParams
 from treespec.sampling.sampler import Path, Sampler
@@ -85,7 +89,7 @@ class DraftCycle:
         together: whether all trees grow as one (`Batching`).
         on_host: whether each tree grows for itself on a CPU where no graph records it: numpy may rank its nodes.
         noise: [B, D, N] of all levels; None: without noise, or drawn level by level.
-        vocabulary: [N] the target's token for each draft token; None: all V, in order.
+        vocabularies: [N] of each sequence, the target's token for each draft token; None: all V, in order.
     """
 
     proposer: Proposer
@@ -104,7 +108,7 @@ class DraftCycle:
     together: bool = False
     on_host: bool = False
     noise: Tensor | None = None
-    vocabulary: Tensor | None = None
+    vocabularies: list[Tensor | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         batch = len(self.samplers)
@@ -170,7 +174,7 @@ class DraftCycle:
             self.device.type == "cpu" and not together and not self.proposer.records_graphs
         )
         self.noise = noise
-        self.vocabulary = self.proposer.vocabulary
+        self.vocabularies = list(map(self.proposer.get_vocabulary, range(len(logits))))
         if together:
             growths = [self._start_joint_growth(ends, logits)]
         else:
@@ -181,13 +185,19 @@ class DraftCycle:
 
         # 2. Level by level, in draft tokens.
         trees = grow_together(self._extend_level, growths)
-        if self.vocabulary is None:
+        vocabularies = [tokens for tokens in self.vocabularies if tokens is not None]
+        if not vocabularies:
             return trees
         vocab_size = self.proposer.vocab_size
+        if together:
+            return [to_target_tokens_by_text(trees[0], vocabularies, vocab_size)]
         convert = to_target_tokens
         if self.on_host:
             convert = to_target_tokens_on_host
-        return [convert(tree, self.vocabulary, vocab_size) for tree in trees]
+        converted = []
+        for tree, vocabulary in zip(trees, vocabularies, strict=True):
+            converted.append(convert(tree, vocabulary, vocab_size))
+        return converted
 
     def _start_joint_growth(self, ends: Tensor, logits: Sequence[Tensor | None]) -> Growth:
         """Grows the trees of all sequences together; they depend only on draft logits and noise."""
@@ -214,8 +224,10 @@ class DraftCycle:
 
         # 1. The draft model is run over the forced tokens. If it cannot be, nothing is drafted.
         if chain:
-            chain_tokens = to_draft_ids(chain, self.vocabulary, logits.device)
-            if chain_tokens is None or self._is_too_long(chain):
+            if self._is_too_long(chain):
+                return build_root_tree(root)
+            chain_tokens = to_draft_ids(chain, self.vocabularies[row], logits.device)
+            if chain_tokens is None:
                 return build_root_tree(root)
             for token in chain_tokens.split(1):
                 logits = yield Frontier(token, torch.zeros_like(token))
@@ -260,8 +272,9 @@ class DraftCycle:
     def _extend_paths(self, row: int, frontier: Frontier) -> None:
         """Replaces a sequence's paths by those of its next frontier."""
         tokens = frontier.tokens
-        if self.vocabulary is not None:
-            tokens = self.vocabulary[tokens]
+        vocabulary = self.vocabularies[row]
+        if vocabulary is not None:
+            tokens = vocabulary[tokens]
         parent_paths = self.paths[row]
         paths = []
         for parent, token in zip(frontier.parent_rows.tolist(), tokens.tolist(), strict=True):
@@ -281,12 +294,13 @@ class DraftCycle:
             noise = sampler.noise.get_level(depth)
             factor = get_sharpness(depth, self.sharpness)
             temperature = sampler.params.temperature
-            return kernels.score_tokens(logits, noise, self.vocabulary, factor, temperature)
+            vocabulary = self.vocabularies[row]
+            return kernels.score_tokens(logits, noise, vocabulary, factor, temperature)
         logits = self._scale_logits(sampler, logits, depth)
         if not sampler.noise:
             return logits
         if self.noise is None:
-            return sampler.score_tokens(logits, depth, self.vocabulary)
+            return sampler.score_tokens(logits, depth, self.vocabularies[row])
         rows = slice(row, row + 1)
         if self.together:
             rows = slice(None)
@@ -309,7 +323,7 @@ class DraftCycle:
         for depth, logits in enumerate(rows, chain_length):
             scores = self._scale_logits(sampler, logits, depth)
             if sampler.noise:
-                scores = sampler.score_tokens(scores, depth, self.vocabulary)
+                scores = sampler.score_tokens(scores, depth, self.vocabularies[row])
             levels.append(scores)
         return torch.cat(levels)
 
@@ -318,7 +332,7 @@ class DraftCycle:
         sampler = self.samplers[row]
         paths = self.paths[row]
         vocab_size = self.proposer.vocab_size
-        shaped = process_draft_logits(sampler, paths, logits, self.vocabulary, vocab_size)
+        shaped = process_draft_logits(sampler, paths, logits, self.vocabularies[row], vocab_size)
         if sampler.wants_draft_logits:
             self.kept_logits[row].update(zip(paths, shaped.in_target, strict=True))
         return shaped.in_draft

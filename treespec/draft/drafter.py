@@ -28,10 +28,8 @@ from treespec.trees.shape import Policy
 from treespec.trees.tree import TokenTree
 from treespec.verify.scheme import Scheme
 
-PREFILL_AT = (
-    32  # more new tokens than an accepted path has: they are a prompt, which is run at once
-)
-
+# More new tokens than an accepted path has: they are a prompt, which is run at once.
+PREFILL_AT = 32
 
 State = TypeVar("State")
 
@@ -244,6 +242,10 @@ class Proposer(Observer):
         """[N] int64 ascending: the target's token for each draft token; None: all V, in order."""
         return self.head.vocabulary if self.head else None
 
+    def get_vocabulary(self, row: int) -> Tensor | None:
+        """Returns [N] int64, `vocabulary` for a sequence: tokens of its text may stand behind it, in any order."""
+        return self.vocabulary
+
     @property
     def models(self) -> list[nn.Module]:
         return [self.head] if self.head else []
@@ -256,7 +258,8 @@ class Proposer(Observer):
     @property
     def identity(self) -> object:
         """All that the cost of its forwards depends on, in JSON's types."""
-        draft_tokens = self.vocab_size if self.vocabulary is None else len(self.vocabulary)
+        vocabulary = self.get_vocabulary(0)
+        draft_tokens = self.vocab_size if vocabulary is None else len(vocabulary)
         return [self.head.config if self.head else None, draft_tokens]
 
     @abstractmethod

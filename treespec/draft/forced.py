@@ -106,12 +106,15 @@ def to_draft_ids(
 ) -> Tensor | None:
     """Converts a chain of the target's tokens to draft tokens [n]; None if one is not in the vocabulary.
 
-    vocabulary: [N] int64 ascending, the target's token for each draft token; None: all, in order.
+    vocabulary: [N] int64, the target's token for each draft token, ascending unless on a CPU; None: all, in order.
     """
     tokens = to_device(chain, device)
     if vocabulary is None:
         return tokens
-    draft_tokens = torch.searchsorted(vocabulary, tokens).clamp_max(len(vocabulary) - 1)
+    if vocabulary.is_cpu:  # a text's own tokens stand behind the others
+        draft_tokens = (vocabulary == tokens[:, None]).byte().argmax(1)
+    else:
+        draft_tokens = torch.searchsorted(vocabulary, tokens).clamp_max(len(vocabulary) - 1)
     if torch.equal(vocabulary[draft_tokens], tokens):
         return draft_tokens
     return None

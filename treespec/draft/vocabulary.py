@@ -81,6 +81,22 @@ def to_target_tokens_on_host(tree: TokenTree, vocabulary: Tensor, size: int) -> 
     return TokenTree(torch.from_numpy(tokens), tree.parents, tree.depth, tree.ancestors)
 
 
+def to_target_tokens_by_text(
+    tree: TokenTree, vocabularies: Sequence[Tensor], size: int
+) -> TokenTree:
+    """Converts a tree of tensors [B, ...], without draft distributions, as `to_target_tokens` does.
+
+    vocabularies: [N] of each text.
+    """
+    first = vocabularies[0]
+    if all(vocabulary is first for vocabulary in vocabularies):
+        return to_target_tokens(tree, first, size)
+    rows = []
+    for tokens, vocabulary in zip(tree.tokens, vocabularies, strict=True):
+        rows.append(torch.cat([tokens[:1], vocabulary[tokens[1:]]]))
+    return replace(tree, tokens=torch.stack(rows))
+
+
 def find_most_frequent(
     texts: Sequence[Tensor], number: int, target: Target
 ) -> tuple[Tensor, float]:

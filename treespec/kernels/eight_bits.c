@@ -79,6 +79,18 @@ int unpack_eights(const void *packed, char *blocks, int64_t in, int64_t out) {
   return DONE;
 }
 
+// Copies an output of a packed weight to a place in another one.
+static void copy_eights(const void *packed, void *to, int64_t output, int64_t place, int64_t in, int64_t out,
+                        int64_t to_out) {
+  int64_t count = in / EIGHTS_BLOCK;
+  const uint16_t *scales = eights_scales(packed, in, out);
+  uint16_t *to_scales = (uint16_t *)eights_scales(to, in, to_out);
+  for (int64_t i = 0; i < in; i++)
+    ((char *)to)[eights_place(place, i, in)] = ((const char *)packed)[eights_place(output, i, in)];
+  for (int64_t b = 0; b < count; b++)
+    to_scales[(place / L * count + b) * L + place % L] = scales[(output / L * count + b) * L + output % L];
+}
+
 // --- Rows -------------------------------------------------------------------------------------------
 // A row lies as numbers [in], then scales [in / 32], then what the sum of each block begins with [in / 32].
 
@@ -216,8 +228,8 @@ static void eights_tiles(const char *x, int64_t row_bytes, const char *w, const 
 }
 
 // Outputs [from, to) of n rows x, rounded to eight bits.
-static void multiply_eights(const char *x, const void *packed, void *y, const void *bias, int64_t n, int64_t in,
-                            int64_t out, int64_t from, int64_t to, int half) {
+static void multiply_eights(const char *x, const void *packed, void *y, int64_t row, const void *bias, int64_t n,
+                            int64_t in, int64_t out, int64_t from, int64_t to, int half) {
   F sums[EIGHTS_ROWS * EIGHTS_PANELS];
   const uint16_t *scales = eights_scales(packed, in, out);
   int64_t row_bytes = eights_row_bytes(in);
@@ -227,6 +239,6 @@ static void multiply_eights(const char *x, const void *packed, void *y, const vo
       int rows = MIN(each, n - r), panels = MIN(EIGHTS_PANELS, (to - o + L - 1) / L);
       const char *w = (const char *)packed + o * in;
       eights_tiles(x + r * row_bytes, row_bytes, w, scales + o * (in / EIGHTS_BLOCK), sums, in, rows, panels, r > 0);
-      finish((float *)sums, EIGHTS_PANELS * L, y, bias, out, half, r, rows, o, panels * L);
+      finish((float *)sums, EIGHTS_PANELS * L, y, row, bias, out, half, r, rows, o, panels * L);
     }
 }

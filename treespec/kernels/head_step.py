@@ -84,29 +84,30 @@ class HeadWeights:
         self.check()
         fc = LinearStruct()
         if self.fc is not None:
-            fc = self.build_product(self.fc, self.fc_bias)
+            fc = build_product(self.fc, self.fc_bias, self.layer.dtype)
         return HeadStepStruct(
             layer=self.layer.fields,
             fc=fc,
-            output=self.build_product(self.output, self.output_bias),
+            output=build_product(self.output, self.output_bias, self.layer.dtype),
             embedding=self.embedding.data_ptr(),
             norms=list_addresses(HEAD_NORMS, self.norms),
             adds_normed_feature=self.adds_normed_feature,
             returns_normed_states=self.returns_normed_states,
         )
 
-    def build_product(self, weight: PackedWeight, bias: Tensor | None) -> LinearStruct:
-        """Returns the fields of a product for C."""
-        product = LinearStruct(
-            weight=weight.numbers.data_ptr(),
-            inputs=weight.inputs,
-            outputs=weight.outputs,
-            form=weight.form,
-            half=BFLOAT16_FLAGS[self.layer.dtype],
-        )
-        if bias is not None:
-            product.bias = bias.data_ptr()
-        return product
+
+def build_product(weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> LinearStruct:
+    """Returns the fields of a product for C. dtype: of rows and bias."""
+    product = LinearStruct(
+        weight=weight.numbers.data_ptr(),
+        inputs=weight.inputs,
+        outputs=weight.outputs,
+        form=weight.form,
+        half=BFLOAT16_FLAGS[dtype],
+    )
+    if bias is not None:
+        product.bias = bias.data_ptr()
+    return product
 
 
 def check_product(
@@ -122,6 +123,36 @@ def check_product(
         check_dense(bias, "a bias", (dtype,), (weight.outputs,))
 
 
+class OwnProducts:
+    """The output layers of B texts' own draft tokens, which stand behind those of the head's output layer.
+
+    Attributes:
+        tokens: [B, W] int64, the target's.
+        fields: for C.
+    """
+
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        weights: Sequence[PackedWeight],
+        biases: Sequence[Tensor | None],
+        head: HeadWeights,
+    ) -> None:
+        """weights: H -> W. Raises KernelInputError for tokens, weights or biases of other sizes."""
+        self.texts, self.outputs = tokens.shape
+        self.tokens = tokens
+        self.kept = (weights, biases)  # C reads their memory
+        if tokens.dtype != np.int64 or not tokens.flags.c_contiguous:
+            raise KernelInputError(f"own tokens are {tokens.dtype}, not contiguous int64")
+        shape = (self.outputs, head.layer.hidden)
+        dtype = head.layer.dtype
+        products = []
+        for weight, bias in zip(weights, biases, strict=True):
+            check_product(weight, bias, shape, dtype)
+            products.append(build_product(weight, bias, dtype))
+        self.fields = (LinearStruct * self.texts)(*products)
+
+
 class NodeArrays(NamedTuple):
     """What a head's step reads, besides tensors, of the R nodes of B texts; int64, contiguous.
 
@@ -129,7 +160,7 @@ class NodeArrays(NamedTuple):
         parents: [R] by node, the row of its feature.
         positions: [R] of the nodes.
         starts: [B + 1] the first row of each text, then R.
-        drafted: [D] the nodes whose logits are computed.
+        drafted: [D] the nodes whose logits are computed, ascending.
     """
 
     parents: np.ndarray
@@ -165,19 +196,22 @@ def run_head_step(
     table: Tensor,
     mask: np.ndarray,
     columns: Columns,
+    own: OwnProducts | None = None,
 ) -> StepOutput:
     """Runs a head's step over R nodes of B texts, one text after the other; writes keys and values.
 
     Args:
         head: the weights.
         tokens: [R] int64, draft tokens if there is a vocabulary.
-        vocabulary: [Vd] int64, the target's token for each draft token; None: `tokens` are the target's.
+        vocabulary: [Vd] int64, the target's token for each draft token, before those of `own`; None: `tokens` are the
+            target's.
         features: [F, H].
         arrays: of the nodes.
         table: [2, positions, turned numbers] cos and sin.
         mask: [B, N, U] additive, of the last U columns, as integers of the dtype's size; all nodes see the columns
             before them, from the first on that is attended to. N: the most nodes of a text.
         columns: of the layer.
+        own: draft tokens of each text, behind the others; None: no text has any.
 
     Raises:
         KernelInputError: a tensor or an array does not fit.
@@ -195,6 +229,15 @@ def run_head_step(
     if vocabulary is not None:
         check_dense(vocabulary, "the vocabulary", (torch.int64,), (head.output.outputs,))
         vocabulary_pointer = vocabulary.data_ptr()
+    draft_tokens = head.output.outputs
+    own_pointer = None
+    own_tokens = None
+    if own is not None:
+        if own.texts != texts:
+            raise KernelInputError(f"{own.texts} texts have tokens of their own, not {texts}")
+        draft_tokens += own.outputs
+        own_pointer = ctypes.addressof(own.fields)
+        own_tokens = find_address(own.tokens)
     cos, sin = table
     for angle in (cos, sin):
         check_dense(angle, "angles", dtypes, (len(cos), cos.shape[1]))
@@ -205,7 +248,7 @@ def run_head_step(
     # 2. What is written, and the call.
     states = features.new_empty(rows, hidden)
     drafted_states = features.new_empty(len(arrays.drafted), hidden)
-    logits = features.new_empty(len(arrays.drafted), head.output.outputs)
+    logits = features.new_empty(len(arrays.drafted), draft_tokens)
     call = HeadNodesStruct(
         tokens=tokens.data_ptr(),
         parents=find_address(arrays.parents),
@@ -213,6 +256,8 @@ def run_head_step(
         starts=find_address(arrays.starts),
         drafted=find_address(arrays.drafted),
         vocabulary=vocabulary_pointer,
+        own=own_pointer,
+        own_tokens=own_tokens,
         features=features.data_ptr(),
         cos=cos.data_ptr(),
         sin=sin.data_ptr(),

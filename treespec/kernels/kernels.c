@@ -369,12 +369,13 @@ static void tiles(const char *x, const char *w, F *sums, int64_t width, int rows
   }
 }
 
-static void finish(const float *sums, int64_t stride, void *y, const void *bias, int64_t out, int half,
+// To rows r0 on of y, which lie `row` numbers apart.
+static void finish(const float *sums, int64_t stride, void *y, int64_t row, const void *bias, int64_t out, int half,
                    int64_t r0, int rows, int64_t o0, int64_t columns) {
   int64_t end = MIN(o0 + columns, out);
   for (int r = 0; r < rows; r++) {
     const float *sum = sums + r * stride - o0;
-    int64_t o = o0, at = (r0 + r) * out;
+    int64_t o = o0, at = (r0 + r) * row;
     for (; o + L <= end; o += L)
       store(y, at + o, *(const F *)(sum + o) + (bias ? load(bias, o, half) : (F){}), half);
     for (; o < end; o++) put(y, at + o, bias ? sum[o] + get(bias, o, half) : sum[o], half);
@@ -382,6 +383,22 @@ static void finish(const float *sums, int64_t stride, void *y, const void *bias,
 }
 
 #include "eight_bits.c"
+
+// Copies outputs [many] of a packed weight to places [many] in another one, of as many inputs and the same form.
+// out, to_out: outputs of each.
+int copy_outputs(const void *packed, void *to, const int64_t *outputs, const int64_t *places, int64_t many, int64_t in,
+                 int64_t out, int64_t to_out, int form) {
+  int64_t width = form == EIGHTS ? 0 : (in + 31) / 32 * 32;
+  for (int64_t r = 0; r < many; r++) {
+    if (form == EIGHTS) copy_eights(packed, to, outputs[r], places[r], in, out, to_out);
+    for (int64_t i = 0; i < width; i++) {
+      int64_t from = place_of(outputs[r], i, width, form), at = place_of(places[r], i, width, form);
+      if (form == SINGLE) ((uint32_t *)to)[at] = ((const uint32_t *)packed)[from];
+      else ((uint16_t *)to)[at] = ((const uint16_t *)packed)[from];
+    }
+  }
+  return DONE;
+}
 
 #ifdef __AMX_BF16__
 static int tiles_allowed(void) {
@@ -391,8 +408,8 @@ static int tiles_allowed(void) {
 }
 
 // Blocks [from, to) of outputs. x: [rows padded to 16 beyond the first 16, width] bfloat16.
-static void amx(const uint16_t *x, const uint16_t *w, void *y, const void *bias, int64_t n, int64_t width,
-                int64_t out, int64_t from, int64_t to) {
+static void amx(const uint16_t *x, const uint16_t *w, void *y, int64_t row, const void *bias, int64_t n,
+                int64_t width, int64_t out, int64_t from, int64_t to) {
   struct { uint8_t palette, row, zeros[14]; uint16_t bytes[16]; uint8_t rows[16]; } shape = {.palette = 1};
   for (int t = 0; t < 8; t++) { shape.bytes[t] = 64; shape.rows[t] = t < 6 ? MIN(n, 16) : 16; }
   _tile_loadconfig(&shape);
@@ -424,7 +441,7 @@ static void amx(const uint16_t *x, const uint16_t *w, void *y, const void *bias,
       for (int t = 0; t < 4; t++) {
         int64_t first = r + t / 2 * 16;
         if (first < n && b + t % 2 < to)
-          finish(sums[t], 16, y, bias, out, 1, first, MIN(16, n - first), (b + t % 2) * L, L);
+          finish(sums[t], 16, y, row, bias, out, 1, first, MIN(16, n - first), (b + t % 2) * L, L);
       }
     }
   }
@@ -432,11 +449,13 @@ static void amx(const uint16_t *x, const uint16_t *w, void *y, const void *bias,
 }
 #endif
 
-// y [n, out] = x [n, in] weight^T + bias; x, bias and y are bfloat16 (`half`) or float32.
+// y [n, out] = x [n, in] weight^T + bias; x, bias and y are bfloat16 (`half`) or float32. Rows of y lie `row` numbers
+// apart; 0: `out`.
 typedef struct {
   const void *weight, *bias;
   int64_t in, out;
   int form, half, threads;
+  int64_t row;
 } Linear;
 
 // How products read rows [n, width]: `in` is padded; in floats (`size` 4) unless they take bfloat16; a row has `bytes`.
@@ -478,15 +497,16 @@ static int64_t first_of(int64_t out, int threads, int t) {  // the first of the 
 // The outputs of thread t. x: rows as `f` tells.
 static void share(const Linear *a, const Rows *f, const char *x, void *y, int64_t n, int t) {
   int64_t from = first_of(a->out, a->threads, t), to = first_of(a->out, a->threads, t + 1), width = f->width;
+  int64_t row = a->row ? a->row : a->out;
 #ifdef __AMX_BF16__
   if (f->amx) {
     int64_t end = (to + L - 1) / L;
-    if (from < to) amx((const void *)x, a->weight, y, a->bias, n, width, a->out, from / L, end);
+    if (from < to) amx((const void *)x, a->weight, y, row, a->bias, n, width, a->out, from / L, end);
     return;
   }
 #endif
   if (f->mode == ROUNDED) {
-    multiply_eights(x, a->weight, y, a->bias, n, a->in, a->out, from, to, a->half);
+    multiply_eights(x, a->weight, y, row, a->bias, n, a->in, a->out, from, to, a->half);
     return;
   }
   F sums[ROWS * BLOCKS];
@@ -497,7 +517,7 @@ static void share(const Linear *a, const Rows *f, const char *x, void *y, int64_
       int rows = MIN(each, n - r), many = MIN(most, (to - o + L - 1) / L);
       const char *w = (const char *)a->weight + o * width * (f->mode == FLOATS ? 4 : 2);
       tiles(x + r * width * f->size, w, sums, width, rows, many, f->mode, r > 0);
-      finish((float *)sums, BLOCKS * L, y, a->bias, a->out, a->half, r, rows, o, many * L);
+      finish((float *)sums, BLOCKS * L, y, row, a->bias, a->out, a->half, r, rows, o, many * L);
     }
 }
 

@@ -156,7 +156,7 @@ static int64_t plan_layer(const Layer *a, const Forward *f, const Cache *c, Plan
   int64_t outs[PRODUCTS] = {all_heads, groups, groups, a->hidden, a->inner, a->inner, a->hidden};
   int64_t ins[PRODUCTS] = {a->in, a->in, a->in, all_heads, a->hidden, a->hidden, a->inner};
   for (int i = 0; i < PRODUCTS; i++) {
-    plan->products[i] = (Linear){a->weights[i], a->biases[i], ins[i], outs[i], a->form, a->half, f->threads};
+    plan->products[i] = (Linear){a->weights[i], a->biases[i], ins[i], outs[i], a->form, a->half, f->threads, 0};
     plan->rows[i] = rows_for(ins[i], a->form, a->half);
   }
 
@@ -273,8 +273,10 @@ typedef struct {
   const int64_t *tokens, *parents;     // [R] of all texts, one after the other; node i reads row parents[i] of the features
   const int64_t *positions;            // [R]: the rows of `cos` and `sin`
   const int64_t *starts;               // [B + 1] as in `Forward`
-  const int64_t *drafted;              // [rows]: the rows of the states whose logits are computed
+  const int64_t *drafted;              // [rows]: the rows of the states whose logits are computed; ascending with `own`
   const int64_t *vocabulary;           // the target's token for each of `tokens`; NULL: itself
+  const Linear *own;                   // [B], all of one size: draft tokens of each text, behind those of `output`; NULL: none
+  const int64_t *own_tokens;           // [B, outputs of each]: the target's tokens for these
   const void *features;                // [.., hidden]
   const void *cos, *sin;               // [positions, turned]
   const void *mask;                    // as in `Forward`
@@ -304,7 +306,10 @@ int head_step(const HeadStep *head, const HeadNodes *nodes) {
   char *cos = read + nodes->rows * row, *sin = cos + nodes->texts * n * angles;
   for (int64_t b = 0; b < nodes->texts; b++)
     for (int64_t i = nodes->starts[b]; i < nodes->starts[b + 1]; i++) {
-      int64_t token = nodes->vocabulary ? nodes->vocabulary[nodes->tokens[i]] : nodes->tokens[i];
+      int64_t token = nodes->tokens[i];
+      if (nodes->vocabulary && nodes->own && token >= output.out)
+        token = nodes->own_tokens[b * nodes->own->out + token - output.out];
+      else if (nodes->vocabulary) token = nodes->vocabulary[token];
       int64_t place = (b * n + i - nodes->starts[b]) * angles, position = nodes->positions[i];
       const char *feature = (const char *)nodes->features + nodes->parents[i] * row;
       char *pair = pairs + 2 * i * row;
@@ -337,12 +342,21 @@ int head_step(const HeadStep *head, const HeadNodes *nodes) {
     if (head->gives_normed) memcpy(read + i * row, last + i * row, row);
     else copy_row(head, OF_STATES, last + i * row, read + i * row);
   }
+  output.row = output.out + (nodes->own ? nodes->own->out : 0);
   failed = linear(&output, read, nodes->logits, nodes->rows);
+
+  // 4. Those of each text's own tokens stand behind them.
+  for (int64_t b = 0, from = 0, to = 0; nodes->own && !failed && b < nodes->texts; b++, from = to) {
+    while (to < nodes->rows && nodes->drafted[to] < nodes->starts[b + 1]) to++;
+    Linear own = nodes->own[b];
+    own.row = output.row, own.threads = nodes->threads;
+    failed = linear(&own, read + from * row, (char *)nodes->logits + (from * output.row + output.out) * size, to - from);
+  }
   free(room);
   return failed;
 }
 
-enum { ABI = 4 };  // counted up when a structure or a parameter changes, here and in structs.py
+enum { ABI = 5 };  // counted up when a structure or a parameter changes, here and in structs.py
 
 // Writes the sizes [7] of the structures in bytes; returns the ABI.
 int describe_abi(int64_t *sizes) {

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from struct import Struct
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -90,6 +91,40 @@ def unpack_weight(weight: PackedWeight) -> Tensor:
     sizes = (weight.inputs, weight.outputs, weight.form)
     load_kernels().unpack(numbers.data_ptr(), plain.data_ptr(), *sizes)
     return plain
+
+
+def allocate_weight(outputs: int, like: PackedWeight) -> PackedWeight:
+    """Return a packed weight of zeros of the form and the inputs of another one, of as many outputs as asked for."""
+    _, _, inputs, form = like
+    numbers_of_output = len(like.numbers) // round_up(like.outputs, BLOCK_OUTPUTS)
+    size = round_up(outputs, BLOCK_OUTPUTS) * numbers_of_output
+    numbers = torch.zeros(size, dtype=like.numbers.dtype, device=CPU_DEVICE)
+    return PackedWeight(numbers, outputs, inputs, form)
+
+
+def copy_outputs(
+    source: PackedWeight, target: PackedWeight, outputs: np.ndarray, places: np.ndarray
+) -> None:
+    """Copy the outputs [M] of a packed weight to the places [M] of another one of the same form and inputs.
+
+    outputs, places: int64. Raises KernelInputError for weights that differ, and for outputs that they do not have.
+    """
+    source.check()
+    target.check()
+    if (source.inputs, source.form) != (target.inputs, target.form) or len(outputs) != len(places):
+        raise KernelInputError("outputs are copied between weights of one form, each to one place")
+    for weight, numbers in ((source, outputs), (target, places)):
+        if numbers.dtype != np.int64 or not numbers.flags.c_contiguous:
+            raise KernelInputError(f"outputs are {numbers.dtype}, not contiguous int64")
+        if len(numbers) and not 0 <= numbers.min() <= numbers.max() < weight.outputs:
+            raise KernelInputError(
+                f"a packed weight has {weight.outputs} outputs, not {numbers.max()}"
+            )
+    weights = (source.numbers.data_ptr(), target.numbers.data_ptr())
+    moves = (outputs.ctypes.data, places.ctypes.data, len(outputs))
+    load_kernels().copy_outputs(
+        *weights, *moves, source.inputs, source.outputs, target.outputs, source.form
+    )
 
 
 def round_up(number: int, block: int) -> int:

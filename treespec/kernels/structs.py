@@ -8,7 +8,7 @@ from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
 from typing import Any
 
 # Of kernels.c and layer.c; both sides count it up when a structure or a parameter changes.
-ABI_VERSION = 4
+ABI_VERSION = 5
 LAYER_PRODUCTS = 7  # queries, keys, values, output, gate, up, down
 LAYER_NORMS = 4  # before attention, before the MLP, of queries, of keys
 HEAD_NORMS = 3  # of embeddings, of features, of states
@@ -20,12 +20,13 @@ def list_fields(kind: Any, names: str) -> list[tuple[str, Any]]:
 
 
 class LinearStruct(ctypes.Structure):
-    """A product by a packed weight: `Linear` of kernels.c. `bias` None: no bias."""
+    """A product by a packed weight: `Linear` of kernels.c. `bias` None: no bias. `row` 0: rows lie dense."""
 
     _fields_ = (
         list_fields(c_void_p, "weight bias")
         + list_fields(c_int64, "inputs outputs")
         + list_fields(c_int, "form half threads")
+        + list_fields(c_int64, "row")
     )
 
 
@@ -90,7 +91,7 @@ class HeadNodesStruct(ctypes.Structure):
     """The nodes of a draft head's step: `HeadNodes` of layer.c."""
 
     _fields_ = (
-        list_fields(c_void_p, "tokens parents positions starts drafted vocabulary")
+        list_fields(c_void_p, "tokens parents positions starts drafted vocabulary own own_tokens")
         + list_fields(c_void_p, "features cos sin mask keys values states drafted_states logits")
         + list_fields(c_int64, "texts nodes drafted_nodes angle_width columns capacity")
         + list_fields(c_int64, "first_column free_columns threads")
@@ -117,6 +118,8 @@ KERNEL_PARAMETERS: dict[str, list[Any]] = {
     "pack_eights": [c_void_p, c_void_p, c_int64, c_int64],
     # packed weight, blocks; inputs, outputs
     "unpack_eights": [c_void_p, c_void_p, c_int64, c_int64],
+    # packed weight, another one; outputs, places; their number; inputs, outputs of each weight; form
+    "copy_outputs": [c_void_p] * 4 + [c_int64] * 4 + [c_int],
     # the product; x, y; rows
     "linear": [ctypes.POINTER(LinearStruct), c_void_p, c_void_p, c_int64],
     "attention": [ctypes.POINTER(AttentionStruct)],

@@ -26,7 +26,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from treespec.draft.drafter import PREFILL_AT, Frontier, Proposer, pad_frontiers
+from treespec.draft.drafter import PREFILL_AT, Frontier, Proposer, RowHolder, pad_frontiers
 from treespec.model.cache import TreeCache
 from treespec.model.cuda_graphs import Graphs
 from treespec.model.masks import Chunk, pad_and_stack, split_causal_chunks, unpad_rows
@@ -117,7 +117,7 @@ class PairProposer(Proposer):
         return type(self)(self.head, self.target)
 
     @property
-    def row_holders(self) -> list[TreeCache]:
+    def row_holders(self) -> list[RowHolder]:
         return [self.cache]
 
     def run_layers(
@@ -217,11 +217,16 @@ class DeepeningProposer(PairProposer):
     def compute_draft_logits(self, states: Tensor) -> Tensor:
         """Returns [..., N] draft logits of this level. states: [..., H]."""
 
+    def to_target_tokens(self, tokens: Tensor) -> Tensor:
+        """Converts the draft tokens [B, F] of the frontiers to the target's."""
+        if self.vocabulary is None:
+            return tokens
+        return self.vocabulary[tokens]
+
     @torch.no_grad()
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
         tokens, above, sizes = pad_frontiers(frontiers, self.target.output_device)
-        if self.vocabulary is not None:
-            tokens = self.vocabulary[tokens]
+        tokens = self.to_target_tokens(tokens)
         states = unpad_rows(self.draft_next_states(tokens, above), sizes)
         return list(self.compute_draft_logits(states).split(sizes))
 

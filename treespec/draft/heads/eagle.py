@@ -10,10 +10,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from treespec.draft.drafter import PREFILL_AT, Frontier, Grow, GrowthKey
+from treespec.draft.drafter import PREFILL_AT, Frontier, Grow, GrowthKey, RowHolder
 from treespec.draft.heads.base import DeepeningProposer
 from treespec.draft.heads.host_levels import HostLevels
 from treespec.draft.heads.host_step import find_head_step
+from treespec.draft.heads.own_tokens import OwnTokens, find_first_vocabulary
 from treespec.draft.models.branch import Levels
 from treespec.heads.eagle import FeatureHead
 from treespec.model.cache import TreeCache
@@ -65,6 +66,38 @@ class EagleProposer(DeepeningProposer):
             return None
         return find_head_step(self.head, self.target)
 
+    @cached_property
+    def own_tokens(self) -> OwnTokens | None:
+        """The draft vocabularies of the texts; None: that of the head is the same for all."""
+        if self.graphs:
+            return None
+        first = find_first_vocabulary(self.head, self.target)
+        if first is None:
+            return None
+        return OwnTokens(first)
+
+    @property
+    def row_holders(self) -> list[RowHolder]:
+        holders: list[RowHolder] = [self.cache]
+        if self.own_tokens:
+            holders.append(self.own_tokens)
+        return holders
+
+    def get_vocabulary(self, row: int) -> Tensor | None:
+        if self.own_tokens:
+            return self.own_tokens.texts[row].tokens
+        return self.vocabulary
+
+    def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
+        super().observe(features, tokens)
+        if self.own_tokens:
+            self.own_tokens.observe(tokens)
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        super().rewind(lengths)
+        if self.own_tokens:
+            self.own_tokens.rewind(lengths)
+
     @torch.no_grad()
     def begin(self, roots: Tensor, cache: TreeCache | None = None) -> list[Tensor | None]:
         self.host_levels = None
@@ -75,15 +108,27 @@ class EagleProposer(DeepeningProposer):
         self.states = [self.nothing] * len(pairs)
         size = self.cache.end + max(counts) + POSITIONS_AHEAD
         table = self.head.rotary.get_table(size, self.target.dtype, self.target.output_device)
+        own = None
+        if self.own_tokens:
+            own = self.own_tokens.build_products(self.head_step.weights)
         self.host_levels = HostLevels(
-            self.head_step, self.cache, table, self.vocabulary, self.fuse_features
+            self.head_step, self.cache, table, self.vocabulary, self.fuse_features, own
         )
         return list[Tensor | None](self.host_levels.read_pairs(pairs))
 
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
-        if self.host_levels is None:
-            return super().extend(frontiers)
-        return self.host_levels.extend(frontiers)
+        if self.host_levels is not None:
+            return self.host_levels.extend(frontiers)
+        logits = super().extend(frontiers)
+        if self.own_tokens is None:
+            return logits
+        hidden = self.head.normalize_hidden(self.frontiers[-1])
+        return self.own_tokens.append_logits(logits, hidden)
+
+    def to_target_tokens(self, tokens: Tensor) -> Tensor:
+        if self.own_tokens is None:
+            return super().to_target_tokens(tokens)
+        return self.own_tokens.to_target_tokens(tokens)
 
     def forward(self, tokens: Tensor, features: Tensor, places: Tensor, seen: Tensor) -> Tensor:
         """Runs one step of the head; its keys and values stay in the cache.
@@ -141,7 +186,11 @@ class EagleProposer(DeepeningProposer):
         self.frontiers = [last[:, None]]
         self.places = self.build_rotary(POSITIONS_AHEAD)
         self.drafted = Levels(build_committed_mask(self.cache.lengths, last.device))
-        return self.compute_draft_logits(self.frontiers[0])
+        logits = self.compute_draft_logits(self.frontiers[0])
+        if self.own_tokens is None:
+            return logits
+        hidden = self.head.normalize_hidden(self.frontiers[0])
+        return torch.stack(self.own_tokens.append_logits(list(logits), hidden))
 
     def grow_by_graph(
         self,

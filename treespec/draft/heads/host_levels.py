@@ -13,6 +13,7 @@ from torch import Tensor
 
 from treespec.draft.drafter import Frontiers
 from treespec.draft.heads.base import WaitingPairs
+from treespec.kernels.head_step import OwnProducts
 from treespec.model.cache import TreeCache
 from treespec.model.cache_layer import read_bits_on_host
 from treespec.model.cpu.head_step import HeadStep
@@ -145,7 +146,8 @@ class HostLevels:
         step: the head's step.
         cache: of the head's only layer.
         table: [2, positions, R] rotary angles.
-        vocabulary: [N] the target's token for each draft token; None: all of them.
+        vocabulary: [N] the target's token for each draft token, before those of `own`; None: all of them.
+        own: the output layers of each text's own draft tokens; None: no text has any.
         fuse: projects the target's features [n, F] to the features [n, H] of a step.
         states: [R, H] of the present frontiers, one after the other.
         starts: [B + 1] int64, the first row of each frontier, then R.
@@ -165,12 +167,14 @@ class HostLevels:
         table: Tensor,
         vocabulary: Tensor | None,
         fuse: Callable[[Tensor], Tensor],
+        own: OwnProducts | None = None,
     ) -> None:
         self.step = step
         self.cache = cache
         self.table = table
         self.vocabulary = vocabulary
         self.fuse = fuse
+        self.own = own
 
     def read_pairs(self, pairs: Sequence[WaitingPairs]) -> list[Tensor]:
         """Reads new pairs of each sequence. Returns [1, N] draft logits of each root's children."""
@@ -205,6 +209,7 @@ class HostLevels:
             store=cache.tree_layers[0],
             drafted=starts[1:] - 1,
             first=first,
+            own=self.own,
         )
 
         # 3. They stay in the cache; the roots are the frontiers.
@@ -239,6 +244,7 @@ class HostLevels:
             store=store,
             drafted=count_from_zero(len(tokens)),
             first=first,
+            own=self.own,
         )
         store.advance(max(counts))
         self.states = output.states

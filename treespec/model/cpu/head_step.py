@@ -10,7 +10,13 @@ from typing import final
 import numpy as np
 from torch import Tensor
 
-from treespec.kernels.head_step import HeadWeights, NodeArrays, StepOutput, run_head_step
+from treespec.kernels.head_step import (
+    HeadWeights,
+    NodeArrays,
+    OwnProducts,
+    StepOutput,
+    run_head_step,
+)
 from treespec.model.cache_layer import TreeLayer
 from treespec.model.cpu.decoder_block import reserve_columns
 
@@ -45,6 +51,7 @@ class HeadStep:
         store: TreeLayer,
         drafted: np.ndarray,
         first: int = 0,
+        own: OwnProducts | None = None,
     ) -> StepOutput:
         """Run the step over R nodes of B texts, those of each text together; each text has at most N.
 
@@ -52,7 +59,8 @@ class HeadStep:
 
         Args:
             tokens: [R] int64.
-            vocabulary: int64, the target's token for each value of `tokens`; None: it is the value itself.
+            vocabulary: int64, the target's token for each value of `tokens`, before those of `own`; None: it is the
+                value itself.
             features: [M, H].
             parents: [R] int64, the row of the features that precedes each node.
             positions: [R] int64.
@@ -61,8 +69,9 @@ class HeadStep:
             mask: [B, N, U] additive, of the last U columns, as integers of the dtype's size; all nodes see the
                 columns before them, from `first` on.
             store: the cache of the layer.
-            drafted: [D] int64, the nodes whose logits are computed.
+            drafted: [D] int64, the nodes whose logits are computed, ascending.
             first: the first column that is attended to.
+            own: the output layers of each text's own tokens; None: no text has any.
         """
         batch, most_nodes, _ = mask.shape
         columns = reserve_columns(store, self.weights.layer, batch, most_nodes)
@@ -75,4 +84,5 @@ class HeadStep:
             table,
             mask,
             columns._replace(first=first),
+            own,
         )

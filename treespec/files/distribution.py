@@ -17,6 +17,7 @@ UNKNOWN_VERSION = "0+unknown"  # of sources that run without being installed
 EXTRA_PACKAGES = {
     "serve": {
         "fastapi": "fastapi",
+        "pydantic": "pydantic",
         "uvicorn": "uvicorn",
         "prometheus_client": "prometheus-client",
     },

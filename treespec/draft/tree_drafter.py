@@ -53,7 +53,8 @@ class TreeDrafter(Drafter):
         cache: a suffix cache that drafts for the same sequences, with probabilities; None: none.
         cycle: the present cycle, which `draft_trees` begins.
         rests: whether the proposer drafted nothing for any sequence in the last cycle.
-        unobserved: what `observe` was given while it rests: passing it on in every cycle would be time for nothing.
+        unobserved: what `observe` was given while the proposer rests. Passed on in every cycle, it would cost time for
+            nothing.
 
     Raises:
         InputError: policy and scheme do not go together, or the tree is deeper than the proposer drafts.
@@ -130,7 +131,6 @@ class TreeDrafter(Drafter):
         """Takes the suffix cache's tree for each sequence where it predicts more than the draft model."""
         if not self.cache or not can_pay_in_cache(self.cache.cost):
             return
-        self._pass_observations_on()
         for row, forced in enumerate(cycle.chains.forced):
             if forced.ends:
                 continue
@@ -245,16 +245,16 @@ class TreeDrafter(Drafter):
         return self.policy.timed
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
+        if self.cache:
+            self.cache.observe(features, tokens)
         self.unobserved.append(Observation(features, tokens))
         if not self.rests or len(self.unobserved) == MOST_UNOBSERVED:
             self._pass_observations_on()
 
     def _pass_observations_on(self) -> None:
-        """Lets the proposer and the suffix cache observe what they have not yet."""
+        """Lets the proposer observe what it has not yet."""
         for features, tokens in self.unobserved:
             self.proposer.observe(features, tokens)
-            if self.cache:
-                self.cache.observe(features, tokens)
         self.unobserved = []
 
     def join(self, others: Sequence["TreeDrafter"], row: int | None = None) -> None:

@@ -140,7 +140,7 @@ def test_sampled_drafts_have_the_probabilities_that_they_were_drawn_from(pair):
     observe_text(observed, pair[0], RARE_TEXT)
     (logits,) = observed.begin(torch.tensor(RARE_TEXT[-1:]))
     vocabulary = observed.get_vocabulary(0)
-    q = torch.zeros(1, 64)
+    q = torch.zeros(1, 64, dtype=torch.float32)
     q[:, vocabulary] = compute_probs(logits, params)
     assert torch.equal(drafted.drafts.q[:1], q)
     draws = drafted.drafts.draws.tokens[0]

@@ -88,6 +88,12 @@ def double_output(module, args, output):
     return 2 * output
 
 
+def double_layers(module, args, output):
+    if type(module).__name__ == "LlamaDecoderLayer":
+        return 2 * output
+    return None
+
+
 def double_last_state(module, args, output):
     output.last_hidden_state = 2 * output.last_hidden_state
     return output
@@ -127,6 +133,22 @@ def test_a_direct_decoder_sees_every_change(name):
                 cache = begin(target)
             outputs.append(score(target, cache))
         assert not torch.equal(outputs[-1], before)
+    assert torch.equal(*outputs)
+
+
+def test_a_direct_decoder_sees_a_hook_of_all_modules():
+    outputs = []
+    for direct in (True, False):
+        target = build_target(direct=direct)
+        cache = begin(target)
+        before = score(target, cache)
+        handle = nn.modules.module.register_module_forward_hook(double_layers)
+        try:
+            outputs.append(score(target, cache))
+        finally:
+            handle.remove()
+        assert not torch.equal(outputs[-1], before)
+        assert torch.equal(score(target, cache), before)
     assert torch.equal(*outputs)
 
 

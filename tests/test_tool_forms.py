@@ -287,6 +287,16 @@ def test_a_call_that_is_cut_short_is_no_other_call(family):
         assert read_pieces(form, Letters(), [[*map(ord, text[:cut])]])[2] in ([], CALLS[:1])
 
 
+@pytest.mark.parametrize(
+    "inside",
+    ["[weather(**{'city': 1})]", "[weather(days={[]: 1})]", "[" + 50_000 * "-" + "1]", "weather()", "[weather(3)]"],
+)
+def test_python_that_is_no_call_stays_text(inside):
+    form = AnswerForm(FAMILIES["lfm 2.5"].form, schemas=SCHEMAS)
+    text = f"<|tool_call_start|>{inside}<|tool_call_end|>"
+    assert read_pieces(form, Letters(), [[*map(ord, text)]]) == ("", text, [])
+
+
 @pytest.mark.parametrize("source", ['{"name": n, "parameters": p}', "]<]minimax[>[<tool_call>"])
 def test_a_form_that_is_not_read_is_taken_for_no_other(source):
     assert detect_tool_form("{% if tools %}" + source) is None

@@ -252,7 +252,7 @@ class TreeDrafter(Drafter):
             self._pass_observations_on()
 
     def _pass_observations_on(self) -> None:
-        """Lets the proposer observe what it has not yet."""
+        """Shows the proposer the observations that waited."""
         for features, tokens in self.unobserved:
             self.proposer.observe(features, tokens)
         self.unobserved = []

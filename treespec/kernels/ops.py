@@ -94,7 +94,7 @@ def unpack_weight(weight: PackedWeight) -> Tensor:
 
 
 def allocate_weight(outputs: int, like: PackedWeight) -> PackedWeight:
-    """Return a packed weight of zeros of the form and the inputs of another one, of as many outputs as asked for."""
+    """Return a packed weight of zeros with this number of outputs. like: has the same form and inputs."""
     _, _, inputs, form = like
     numbers_of_output = len(like.numbers) // round_up(like.outputs, BLOCK_OUTPUTS)
     size = round_up(outputs, BLOCK_OUTPUTS) * numbers_of_output

@@ -95,17 +95,23 @@ def parse_python_calls(text: str, schemas: Schemas) -> list[ParsedToolCall]:
     """Parse calls such as <|tool_call_start|>[name(city='Zug', days=3)]<|tool_call_end|>, with Python's literals."""
     try:
         calls = ast.parse(strip_tags(text).strip(), mode="eval").body
-    except SyntaxError:
-        raise ValueError("no call") from None
-    if not isinstance(calls, ast.List):
-        raise ValueError("no call")
-    parsed = []
-    for call in calls.elts:
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+        if not isinstance(calls, ast.List):
             raise ValueError("no call")
-        arguments = {str(part.arg): ast.literal_eval(part.value) for part in call.keywords}
-        parsed.append(read_tool_call({"name": call.func.id, "arguments": arguments}))
-    return parsed
+        return [read_python_call(call) for call in calls.elts]
+    except (SyntaxError, TypeError, RecursionError, MemoryError):  # what Python says of other texts
+        raise ValueError("no call") from None
+
+
+def read_python_call(call: ast.expr) -> ParsedToolCall:
+    """Convert a call such as name(city='Zug') to a tool call. Raises ValueError for anything else, TypeError."""
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+        raise ValueError("no call")
+    arguments = {}
+    for part in call.keywords:
+        if part.arg is None:  # **arguments
+            raise ValueError("no call")
+        arguments[part.arg] = ast.literal_eval(part.value)
+    return read_tool_call({"name": call.func.id, "arguments": arguments})
 
 
 def parse_mistral(text: str, schemas: Schemas) -> list[ParsedToolCall]:

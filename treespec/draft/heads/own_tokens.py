@@ -27,7 +27,7 @@ from treespec.kernels.head_step import HeadWeights, OwnProducts
 from treespec.model.cpu.packed_layers import PackedLinear, has_own_code
 from treespec.model.target import Target
 
-# Of a text: at most so many, and one for so many of the draft vocabulary, so that scoring them takes little more.
+# A text has one own token for each OWN_SHARE tokens of the draft vocabulary: so scoring takes little longer.
 MOST_OWN_TOKENS = 256
 OWN_SHARE = 128
 
@@ -95,8 +95,10 @@ class TextVocabulary:
         own = self.own.copy()
         last_places = self.last_places.copy()
         for place, token in zip(places.tolist(), tokens.tolist(), strict=True):
-            slots = np.flatnonzero(own == token)
-            slot = slots[0] if len(slots) else last_places.argmin()
+            slot = last_places.argmin()
+            own_slots = np.flatnonzero(own == token)
+            if len(own_slots):
+                slot = own_slots[0]
             own[slot] = token
             last_places[slot] = place
 

@@ -1,7 +1,8 @@
 """Runs a decoder whose layers are all fused without the model's loop over them, if a trial gives the same bits.
 
-A forward of a small model over one token takes ten milliseconds, and one of them is the model's Python: checks of
-arguments, masks that are there already, and calls of layers, of which the first has computed all (`fused_layers`).
+A forward of a small model over one token takes ten milliseconds, and one of them is the model's own Python. It checks
+arguments, builds masks that exist already, and calls each layer, although the first call has computed all of them
+(`fused_layers`).
 
     the model's loop    embedding -> layer 0, layer 1, …, each by its module -> norm
     here                embedding -> layers 0, 1, …, by one call in C        -> norm
@@ -15,6 +16,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as every_module
 from torch.utils.hooks import RemovableHandle
 
 from treespec.model.cache import TreeCache
@@ -109,6 +111,9 @@ class DirectDecoder:
         """Whether the decoder runs its class's forward, without hooks, over all of its layers."""
         decoder = self.decoder
         if decoder._forward_hooks or decoder._forward_pre_hooks or "forward" in vars(decoder):
+            return False
+        # torch tells in no other way whether there are hooks of all modules: the layers' modules would not run them.
+        if every_module._global_forward_hooks or every_module._global_forward_pre_hooks:
             return False
         return bool(decoder.config.num_hidden_layers == len(self.layers))
 

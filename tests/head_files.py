@@ -350,10 +350,10 @@ def add_tensors(folder, tensors, drop=None):
 PERMUTED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
 
 
-def write_gguf(model, file, kind="Q4_1", of_embedding="Q8_0", factors=None, more=None):
+def write_gguf(model, file, kind="Q4_1", of_embedding="Q8_0", factors=None, more=None, others=()):
     """The weights of a Llama: matrices in blocks of `kind`, all others in float32.
 
-    factors: on the rotary frequencies, [head_dim / 2], as Llama 3.1 has them. more: adds fields to the writer.
+    others: pairs of a part of a matrix's name and its kind. factors: on the rotary frequencies, [head_dim / 2], as Llama 3.1 has them. more: adds fields to the writer.
     """
     config = model.config
     writer = gguf.GGUFWriter(file, "llama")
@@ -374,6 +374,9 @@ def write_gguf(model, file, kind="Q4_1", of_embedding="Q8_0", factors=None, more
         own = names.get_name(name.removesuffix(".weight")) + ".weight"
         values = value.float().numpy()
         wanted = of_embedding if "embed" in name else kind
+        for part, its_kind in others:
+            if part in name:
+                wanted = its_kind
         for part, heads in PERMUTED.items():
             if part in own:
                 values = permute_rows(values, getattr(config, heads))

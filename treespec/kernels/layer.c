@@ -15,7 +15,8 @@ typedef struct {                                     // a decoder layer
   const void *norms[NORMS];                          // weights; NULL for none
   int64_t in, hidden, heads, kv, d, inner;
   float scale, eps, sign;  // sign: of the first half's sines, -1 unless they are negated already
-  int form, half;
+  int forms[PRODUCTS];     // products of the same rows read them the same way
+  int half;
 } Layer;
 
 typedef struct {         // a layer's cache in a forward
@@ -156,8 +157,8 @@ static int64_t plan_layer(const Layer *a, const Forward *f, const Cache *c, Plan
   int64_t outs[PRODUCTS] = {all_heads, groups, groups, a->hidden, a->inner, a->inner, a->hidden};
   int64_t ins[PRODUCTS] = {a->in, a->in, a->in, all_heads, a->hidden, a->hidden, a->inner};
   for (int i = 0; i < PRODUCTS; i++) {
-    plan->products[i] = (Linear){a->weights[i], a->biases[i], ins[i], outs[i], a->form, a->half, f->threads, 0};
-    plan->rows[i] = rows_for(ins[i], a->form, a->half);
+    plan->products[i] = (Linear){a->weights[i], a->biases[i], ins[i], outs[i], a->forms[i], a->half, f->threads, 0};
+    plan->rows[i] = rows_for(ins[i], a->forms[i], a->half);
   }
 
   // 2. Attention.
@@ -356,7 +357,7 @@ int head_step(const HeadStep *head, const HeadNodes *nodes) {
   return failed;
 }
 
-enum { ABI = 5 };  // counted up when a structure or a parameter changes, here and in structs.py
+enum { ABI = 6 };  // counted up when a structure or a parameter changes, here and in structs.py
 
 // Writes the sizes [7] of the structures in bytes; returns the ABI.
 int describe_abi(int64_t *sizes) {

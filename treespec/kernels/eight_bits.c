@@ -54,11 +54,11 @@ typedef RowNumber Factors __attribute__((vector_size(EIGHTS_STEP * L * sizeof(Ro
 typedef RowNumber RowPart __attribute__((vector_size(L * sizeof(RowNumber)), aligned(1), may_alias));
 typedef int8_t RowBytes __attribute__((vector_size(L), aligned(1), may_alias));
 
-// The most rows and panels of L outputs of a tile.
+// The most rows of a tile, of weights in eight and in four bits, and panels of L outputs: the sums stay in registers.
 #if L == 16
-enum { EIGHTS_ROWS = 8, EIGHTS_PANELS = 2 };
+enum { EIGHTS_ROWS = 8, FOURS_ROWS = 8, EIGHTS_PANELS = 2 };
 #else
-enum { EIGHTS_ROWS = 6, EIGHTS_PANELS = 2 };
+enum { EIGHTS_ROWS = 6, FOURS_ROWS = FOURS_IN_PAIRS ? 5 : 6, EIGHTS_PANELS = 2 };
 #endif
 
 // --- Weights ----------------------------------------------------------------------------------------
@@ -182,11 +182,11 @@ static void round_block(const void *x, char *row, int64_t in, int64_t b, int hal
 
 // --- Products ---------------------------------------------------------------------------------------
 
-// The numbers of step s of a block, of L outputs, as they are multiplied.
-INLINE I factors_at(const char *w, int s, int form) {
+// The numbers of a step of a block, of L outputs, as they are multiplied: the first or second of two from `first` on.
+INLINE I factors_at(const char *w, int first, int second, int form) {
   if (form != Q8_0) {
-    PackedFours numbers = *(const PackedFours *)(w + s / 2 * FOURS_STEP * L);
-    if (s % 2) numbers >>= 4;
+    PackedFours numbers = *(const PackedFours *)(w + first / 2 * FOURS_STEP * L);
+    if (second) numbers >>= 4;
     numbers &= 15;
 #if FOURS_STEP == 4
     return (I)numbers;
@@ -194,7 +194,7 @@ INLINE I factors_at(const char *w, int s, int form) {
     return (I)__builtin_convertvector(numbers, Factors);
 #endif
   }
-  w += s * EIGHTS_STEP * L;
+  w += (first + second) * EIGHTS_STEP * L;
 #if EIGHTS_STEP == 2 && L == 16 && defined(__AVX512BW__)
   return (I)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)w));
 #elif EIGHTS_STEP == 2 && L == 8 && defined(__AVX2__)
@@ -248,34 +248,49 @@ INLINE I add_products(I sums, I w, int32_t numbers, int form) {
 #endif
 }
 
+// The sum of the numbers of block b of a row. scales: of the row.
+INLINE int32_t sum_of_block(const char *scales, int64_t b, int64_t blocks) {
+  return ((const int32_t *)(scales + blocks * sizeof(float)))[b];
+}
+
 // rows x panels of outputs. x: rows of `row_bytes`; w, scales: of the first panel.
 INLINE void eights_tile(const char *x, int64_t row_bytes, const char *w, const uint16_t *scales, F *sums, int64_t in,
                         int rows, int panels, int again, int form) {
   const int pairs = FOURS_IN_PAIRS && form != Q8_0, steps = EIGHTS_BLOCK / (form == Q8_0 ? EIGHTS_STEP : FOURS_STEP);
+  const int each = 8 / bits_of(form);  // steps of the same bytes
   const int halves = halves_of(form), bytes = EIGHTS_BLOCK * L * bits_of(form) / 8;
   const int offset = form == Q8_0 ? EIGHTS_SHIFT : form == Q4_0 ? 8 : 0;  // of the numbers
   F sum[EIGHTS_ROWS][EIGHTS_PANELS] = {};
   int64_t blocks = in / EIGHTS_BLOCK, panel = blocks * bytes, ahead = again ? panels * panel : AHEAD;
   const char *row_scales = x + in * sizeof(RowNumber), *numbers_of_rows = pairs ? x + small_numbers_place(in) : x;
   for (int64_t b = 0; b < blocks; b++) {
-    I part[EIGHTS_ROWS][EIGHTS_PANELS] = {};
+    I part[EIGHTS_ROWS][EIGHTS_PANELS];
+    UNROLL
+    for (int r = 0; r < rows; r++) {
+      int32_t start = -offset * sum_of_block(row_scales + r * row_bytes, b, blocks);
+      if (pairs) start &= 0xffff;  // to the first of two sums, of which the end, too, is at most 32512 from 0
+      UNROLL
+      for (int p = 0; p < panels; p++) part[r][p] = start - (I){};
+    }
     if (!again && (blocks - b) * bytes <= AHEAD) ahead = AHEAD + (panels - 1) * panel;
     UNROLL
     for (int p = 0; p < panels; p++)
       for (int line = 0; line < bytes; line += 64) __builtin_prefetch(w + p * panel + ahead + line, 0, 2);
 #pragma GCC unroll 2
-    for (int s = 0; s < steps; s++) {
-      I factors[EIGHTS_PANELS];
+    for (int first = 0; first < steps; first += each)
       UNROLL
-      for (int p = 0; p < panels; p++) factors[p] = factors_at(w + p * panel, s, form);
-      UNROLL
-      for (int r = 0; r < rows; r++) {
-        int32_t numbers;
-        memcpy(&numbers, numbers_of_rows + r * row_bytes + (b * steps + s) * 4, 4);
+      for (int s = first; s < first + each; s++) {
+        I factors[EIGHTS_PANELS];
         UNROLL
-        for (int p = 0; p < panels; p++) part[r][p] = add_products(part[r][p], factors[p], numbers, form);
+        for (int p = 0; p < panels; p++) factors[p] = factors_at(w + p * panel, first, s - first, form);
+        UNROLL
+        for (int r = 0; r < rows; r++) {
+          int32_t numbers;
+          memcpy(&numbers, numbers_of_rows + r * row_bytes + (b * steps + s) * 4, 4);
+          UNROLL
+          for (int p = 0; p < panels; p++) part[r][p] = add_products(part[r][p], factors[p], numbers, form);
+        }
       }
-    }
     F weight_scales[EIGHTS_PANELS], least[EIGHTS_PANELS] = {};
     UNROLL
     for (int p = 0; p < panels; p++) {
@@ -285,14 +300,13 @@ INLINE void eights_tile(const char *x, int64_t row_bytes, const char *w, const u
     }
     UNROLL
     for (int r = 0; r < rows; r++) {
-      const char *scale_at = row_scales + r * row_bytes + b * sizeof(float);
-      float row_scale = *(const float *)scale_at;
-      int32_t row_sum = *(const int32_t *)(scale_at + blocks * sizeof(float));
+      float row_scale = ((const float *)(row_scales + r * row_bytes))[b];
+      float row_sum = (float)sum_of_block(row_scales + r * row_bytes, b, blocks);
       UNROLL
       for (int p = 0; p < panels; p++) {
-        I whole = (pairs ? join_pairs(part[r][p]) : part[r][p]) - offset * row_sum;
+        I whole = pairs ? join_pairs(part[r][p]) : part[r][p];
         sum[r][p] += __builtin_convertvector(whole, F) * (weight_scales[p] * row_scale);
-        if (form == Q4_1) sum[r][p] += (float)row_sum * (least[p] * row_scale);
+        if (form == Q4_1) sum[r][p] += row_sum * (least[p] * row_scale);
       }
     }
     w += bytes;
@@ -324,7 +338,7 @@ static void multiply_eights(const char *x, const Linear *a, void *y, int64_t row
   F sums[EIGHTS_ROWS * EIGHTS_PANELS];
   int64_t in = a->in, row_bytes = eights_row_bytes(in), blocks = in / EIGHTS_BLOCK, form = a->form;
   const uint16_t *scales = eights_scales(a->weight, in, a->out, form);
-  int64_t passes = (n + EIGHTS_ROWS - 1) / EIGHTS_ROWS, each = (n + passes - 1) / passes;  // rows of a pass
+  int64_t most = form == Q8_0 ? EIGHTS_ROWS : FOURS_ROWS, passes = (n + most - 1) / most, each = (n + passes - 1) / passes;  // rows of a pass
   for (int64_t o = from; o < to; o += EIGHTS_PANELS * L)
     for (int64_t r = 0; r < n; r += each) {
       int rows = MIN(each, n - r), panels = MIN(EIGHTS_PANELS, (to - o + L - 1) / L);

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec.draft.auto.cost import CycleCost, find_best_size, predict_seconds
+from treespec.draft.auto.cost import CycleCost, find_best_size, predict_tree_seconds
 from treespec.draft.auto.cost_model import (
     MAX_CHILD_PROBABILITY,
     CostModel,
@@ -218,7 +218,7 @@ class CostAwareRanking(HostRanking):
         kept = [probabilities[column] for column in ranked.columns]
         cost = self.model.cost
         nodes = cost.spread_nodes(len(kept), self.model.mean_nodes)
-        seconds = predict_seconds(cost, nodes, len(self.predicted), inner)
+        seconds = predict_tree_seconds(cost, nodes, len(self.predicted), inner)
         return Prediction(seconds, ranked.parents, kept)
 
 

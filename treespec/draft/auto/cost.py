@@ -231,7 +231,7 @@ def extend_context(cost: CycleCost, tokens: int) -> CycleCost:
 
 
 @lru_cache(4096)
-def predict_seconds(cost: CycleCost, nodes: float, levels: int, inner: int) -> float:
+def predict_tree_seconds(cost: CycleCost, nodes: float, levels: int, inner: int) -> float:
     """Returns `CycleCost.predict_cycle` of one tree. The same few trees come again and again."""
     return float(cost.predict_cycle(nodes, levels, inner))
 

@@ -51,8 +51,6 @@ typedef int16_t RowNumber;
 typedef int8_t Packed __attribute__((vector_size(EIGHTS_STEP * L), aligned(1), may_alias));
 typedef uint8_t PackedFours __attribute__((vector_size(FOURS_STEP * L), aligned(1), may_alias));
 typedef RowNumber Factors __attribute__((vector_size(EIGHTS_STEP * L * sizeof(RowNumber)), aligned(4), may_alias));
-typedef RowNumber RowPart __attribute__((vector_size(L * sizeof(RowNumber)), aligned(1), may_alias));
-typedef int8_t RowBytes __attribute__((vector_size(L), aligned(1), may_alias));
 
 // The most rows of a tile, of weights in eight and in four bits, and panels of L outputs: the sums stay in registers.
 #if L == 16
@@ -149,35 +147,32 @@ static int64_t small_numbers_place(int64_t in) {
 
 static int64_t eights_row_bytes(int64_t in) { return small_numbers_place(in) + (FOURS_IN_PAIRS ? in : 0); }
 
-// Rounds block b of a row x [in] to `row`. A block with an infinite number or NaN gets NaN as its scale.
+// Rounds block b of a row x [in] to `row`. A block with an infinite number or NaN gets NaN as its scale. Compilers turn
+// the loops over single numbers into vectors, which they do not do with every conversion of vectors.
 static void round_block(const void *x, char *row, int64_t in, int64_t b, int half) {
-  enum { VECTORS = EIGHTS_BLOCK / L };
-  F values[VECTORS];
-  I largest = {}, sum = {};
-  for (int v = 0; v < VECTORS; v++) {
+  F values[EIGHTS_BLOCK / L];
+  int32_t sizes[EIGHTS_BLOCK], whole[EIGHTS_BLOCK];
+  for (int v = 0; v < EIGHTS_BLOCK / L; v++) {
     values[v] = load(x, b * EIGHTS_BLOCK + v * L, half);
-    I size = (I)values[v] & 0x7fffffff;  // these integers have the order of their numbers
-    I first = size > largest;
-    largest = (size & first) | (largest & ~first);
+    *(I *)(sizes + v * L) = (I)values[v] & 0x7fffffff;  // these integers have the order of their numbers
   }
   union { int32_t i; float f; } most = {0};
-  for (int c = 0; c < L; c++) most.i = MAX(most.i, largest[c]);
+  for (int i = 0; i < EIGHTS_BLOCK; i++) most.i = MAX(most.i, sizes[i]);
   int finite = most.i < 0x7f800000;
   float inverse = finite && most.f > 0x1p-100f ? 127 / most.f : 0;
+  for (int v = 0; v < EIGHTS_BLOCK / L; v++) {
+    F value = (F)((I)values[v] & -finite) * inverse;
+    *(I *)(whole + v * L) = (I)(value + 12582912.0f) - 0x4b400000;  // rounds to a whole number, ties to even
+  }
   RowNumber *numbers = (RowNumber *)row + b * EIGHTS_BLOCK;
   int8_t *small_numbers = (int8_t *)row + small_numbers_place(in) + b * EIGHTS_BLOCK;
   float *scales = (float *)(row + in * sizeof(RowNumber)) + b;
-  for (int v = 0; v < VECTORS; v++) {
-    F value = (F)((I)values[v] & -finite) * inverse;
-    I number = (I)(value + 12582912.0f) - 0x4b400000;  // rounds to a whole number, ties to even
-    sum += number;
-    *(RowPart *)(numbers + v * L) = __builtin_convertvector(number, RowPart);
-    if (FOURS_IN_PAIRS) *(RowBytes *)(small_numbers + v * L) = __builtin_convertvector(number, RowBytes);
-  }
+  int32_t sum = 0;
+  for (int i = 0; i < EIGHTS_BLOCK; i++) sum += whole[i];
+  for (int i = 0; i < EIGHTS_BLOCK; i++) numbers[i] = (RowNumber)whole[i];
+  for (int i = 0; i < EIGHTS_BLOCK && FOURS_IN_PAIRS; i++) small_numbers[i] = (int8_t)whole[i];
   *scales = finite ? most.f / 127 : NAN;
-  int32_t all_numbers = 0;
-  for (int c = 0; c < L; c++) all_numbers += sum[c];
-  ((int32_t *)scales)[in / EIGHTS_BLOCK] = all_numbers;
+  ((int32_t *)scales)[in / EIGHTS_BLOCK] = sum;
 }
 
 // --- Products ---------------------------------------------------------------------------------------

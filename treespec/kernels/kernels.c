@@ -459,11 +459,12 @@ static void amx(const uint16_t *x, const uint16_t *w, void *y, int64_t row, cons
 #endif
 
 // How products read rows [n, width]: `in` is padded; in floats (`size` 4) unless they take bfloat16; a row has `bytes`.
-typedef struct { Mode mode; int amx, half; int64_t in, width, size, bytes; } Rows;
+// unit: threads share outputs in multiples of it.
+typedef struct { Mode mode; int amx, half; int64_t in, width, size, bytes, unit; } Rows;
 
 static Rows rows_for(int64_t in, int form, int half) {
   static const Mode modes[] = {WIDE, HALVES, FLOATS, ROUNDED, ROUNDED, ROUNDED};
-  Rows rows = {modes[form], 0, half, in, (in + 31) / 32 * 32, 4, 0};
+  Rows rows = {modes[form], 0, half, in, (in + 31) / 32 * 32, 4, 0, L};
 #ifdef __AVX512BF16__
   if (half && form == PAIRED) rows.mode = PAIRS;
 #endif
@@ -489,15 +490,16 @@ static void read_row(const Rows *f, const void *x, char *to, int64_t r) {
   memset(row + f->in * f->size, 0, (f->width - f->in) * f->size);
 }
 
-static int64_t first_of(int64_t out, int threads, int t) {  // the first of the outputs that thread t takes
-  int64_t blocks = (out + L - 1) / L, each = (blocks + threads - 1) / threads;
-  return MIN(t * each * L, out);
+// The first of the outputs that thread t takes, in units of L or more outputs.
+static int64_t first_of(int64_t out, int64_t unit, int threads, int t) {
+  int64_t units = (out + unit - 1) / unit, each = (units + threads - 1) / threads;
+  return MIN(t * each * unit, out);
 }
 
 // The outputs of thread t. x: rows as `f` tells.
 static void share(const Linear *a, const Rows *f, const char *x, void *y, int64_t n, int t) {
-  int64_t from = first_of(a->out, a->threads, t), to = first_of(a->out, a->threads, t + 1), width = f->width;
-  int64_t row = a->row ? a->row : a->out;
+  int64_t from = first_of(a->out, f->unit, a->threads, t), to = first_of(a->out, f->unit, a->threads, t + 1);
+  int64_t width = f->width, row = a->row ? a->row : a->out;
 #ifdef __AMX_BF16__
   if (f->amx) {
     int64_t end = (to + L - 1) / L;

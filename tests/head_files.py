@@ -353,7 +353,8 @@ PERMUTED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
 def write_gguf(model, file, kind="Q4_1", of_embedding="Q8_0", factors=None, more=None, others=()):
     """The weights of a Llama: matrices in blocks of `kind`, all others in float32.
 
-    others: pairs of a part of a matrix's name and its kind. factors: on the rotary frequencies, [head_dim / 2], as Llama 3.1 has them. more: adds fields to the writer.
+    others: pairs of a part of a matrix's name and its kind. factors: on the rotary frequencies, [head_dim / 2], as
+    Llama 3.1 has them. more: adds fields to the writer.
     """
     config = model.config
     writer = gguf.GGUFWriter(file, "llama")

@@ -1,4 +1,4 @@
-"""Products in eight and four bits (`--load-in q8`, `q4`, GGUF files): llama.cpp's numbers, equal bits, values that are shown truly, refusals in words."""
+"""Products in eight and four bits (`--load-in q8`, `q4`, GGUF): llama.cpp's numbers, equal bits, refusals in words."""
 
 import copy
 
@@ -113,9 +113,9 @@ def test_a_product_in_blocks_has_the_bits_of_whole_numbers(name):
     form = FORMS[name]
     bytes_of_block = kernels.BLOCK_BYTES[form]
     blocks = torch.randint(0, 256, (37, 4, bytes_of_block), generator=seeded(3), dtype=torch.uint8)
-    blocks[..., : 4 if name == "Q4_1" else 2] = randn(37, 4, 2, generator=seeded(4)).half().view(torch.uint8)[
-        ..., : 4 if name == "Q4_1" else 2
-    ]
+    blocks[..., : 4 if name == "Q4_1" else 2] = (
+        randn(37, 4, 2, generator=seeded(4)).half().view(torch.uint8)[..., : 4 if name == "Q4_1" else 2]
+    )
     x = randn(9, 128, generator=seeded(5)).float()
     found = kernels.multiply_packed(x, eight_bits.pack_blocks(blocks, form), None)
     assert torch.equal(found, multiply_slowly(x, blocks, form))

@@ -113,7 +113,7 @@ def join_pairs(numbers: Tensor) -> Tensor:
 
 
 def dequantize_blocks(blocks: Tensor, form: int = Q8_0) -> Tensor:
-    """Return [out, in] float32, the values of blocks [out, in / 32, bytes] uint8: exact but for Q4_1, whose sums round."""
+    """Return [out, in] float32, the values of blocks [out, in / 32, bytes] uint8: exact but for Q4_1, which rounds."""
     scales = blocks[..., :2].contiguous().view(torch.float16).float()
     if form == Q8_0:
         numbers = blocks[..., 2:].contiguous().view(torch.int8).float()

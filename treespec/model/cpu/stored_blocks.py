@@ -37,7 +37,8 @@ from treespec.model.quantization.gguf_tensors import (
     read_gguf_tensors,
 )
 
-BLOCK_FORMS = {GGUF_Q8_0: Q8_0, GGUF_Q4_0: Q4_0, GGUF_Q4_1: Q4_1}  # GGUF's kinds -> the kernels' forms
+# GGUF's kinds -> the kernels' forms
+BLOCK_FORMS = {GGUF_Q8_0: Q8_0, GGUF_Q4_0: Q4_0, GGUF_Q4_1: Q4_1}
 FLOAT_DTYPES = {GGUF_F32: torch.float32, GGUF_F16: torch.float16, GGUF_BF16: torch.bfloat16}
 
 

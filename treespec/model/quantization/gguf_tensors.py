@@ -59,7 +59,7 @@ def read_gguf_tensors(file: Path) -> list[StoredTensor]:
     # 1. The fields.
     content = np.memmap(file, dtype=np.uint8, mode="c")  # torch warns of "r"
     reader = GgufReader(content)
-    tensor_count, field_count = struct.unpack_from("<QQ", content, 8)
+    tensor_count, field_count = struct.unpack_from("<QQ", content.data, 8)
     for _ in range(field_count):
         reader.skip_field()
 
@@ -95,7 +95,7 @@ class GgufReader:
 
     def read_number(self, code: str) -> int:
         """Read a number. code: its format for `struct`."""
-        (number,) = struct.unpack_from(f"<{code}", self.content, self.position)
+        (number,) = struct.unpack_from(f"<{code}", self.content.data, self.position)
         self.position += struct.calcsize(f"<{code}")
         return int(number)
 

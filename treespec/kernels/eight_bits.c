@@ -243,6 +243,32 @@ INLINE I add_products(I sums, I w, int32_t numbers, int form) {
 #endif
 }
 
+// Whether two rows and two outputs are multiplied at once, over two steps of inputs.
+#if EIGHTS_STEP == 4 && L == 4 && defined(__ARM_FEATURE_MATMUL_INT8)
+#define EIGHTS_BY_TWO 1
+INLINE void add_products_by_two(I *first_sums, I *second_sums, I w, I next_w, const char *x, const char *next_x) {
+  int8x16_t rows = vcombine_s8(vld1_s8((const void *)x), vld1_s8((const void *)next_x));
+  int8x16_t outputs = vreinterpretq_s8_s32(vzip1q_s32((int32x4_t)w, (int32x4_t)next_w));
+  int8x16_t next_outputs = vreinterpretq_s8_s32(vzip2q_s32((int32x4_t)w, (int32x4_t)next_w));
+  *first_sums = (I)vmmlaq_s32((int32x4_t)*first_sums, rows, outputs);
+  *second_sums = (I)vmmlaq_s32((int32x4_t)*second_sums, rows, next_outputs);
+}
+#else
+#define EIGHTS_BY_TWO 0
+INLINE void add_products_by_two(I *first_sums, I *second_sums, I w, I next_w, const char *x, const char *next_x) {
+  (void)first_sums, (void)second_sums, (void)w, (void)next_w, (void)x, (void)next_x;
+}
+#endif
+
+// Sums of two rows of four outputs, to those of both rows of the first two and of the last two; or back.
+INLINE void turn_sums(I *sums, I *next_sums) {
+  I first = *sums, second = *next_sums;
+  for (int c = 0; c < 2 && L == 4; c++) {
+    (*sums)[2 + c] = second[c];
+    (*next_sums)[c] = first[2 + c];
+  }
+}
+
 // The sum of the numbers of block b of a row. scales: of the row.
 INLINE int32_t sum_of_block(const char *scales, int64_t b, int64_t blocks) {
   return ((const int32_t *)(scales + blocks * sizeof(float)))[b];
@@ -252,7 +278,8 @@ INLINE int32_t sum_of_block(const char *scales, int64_t b, int64_t blocks) {
 INLINE void eights_tile(const char *x, int64_t row_bytes, const char *w, const uint16_t *scales, F *sums, int64_t in,
                         int rows, int panels, int again, int form) {
   const int pairs = FOURS_IN_PAIRS && form != Q8_0, steps = EIGHTS_BLOCK / (form == Q8_0 ? EIGHTS_STEP : FOURS_STEP);
-  const int each = 8 / bits_of(form);  // steps of the same bytes
+  const int each = EIGHTS_BY_TWO ? 2 : 8 / bits_of(form);  // steps of the same bytes
+  const int by_two = EIGHTS_BY_TWO ? rows / 2 * 2 : 0;     // rows that are multiplied by two
   const int halves = halves_of(form), bytes = EIGHTS_BLOCK * L * bits_of(form) / 8;
   const int offset = form == Q8_0 ? EIGHTS_SHIFT : form == Q4_0 ? 8 : 0;  // of the numbers
   F sum[EIGHTS_ROWS][EIGHTS_PANELS] = {};
@@ -271,21 +298,39 @@ INLINE void eights_tile(const char *x, int64_t row_bytes, const char *w, const u
     UNROLL
     for (int p = 0; p < panels; p++)
       for (int line = 0; line < bytes; line += 64) __builtin_prefetch(w + p * panel + ahead + line, 0, 2);
+    UNROLL
+    for (int r = 0; r < by_two; r += 2)
+      UNROLL
+      for (int p = 0; p < panels; p++) turn_sums(&part[r][p], &part[r + 1][p]);
 #pragma GCC unroll 2
-    for (int first = 0; first < steps; first += each)
+    for (int first = 0; first < steps; first += each) {
+      UNROLL
+      for (int p = 0; p < panels && by_two; p++) {
+        I factors = factors_at(w + p * panel, first, 0, form), next_factors = factors_at(w + p * panel, first, 1, form);
+        const char *numbers = x + (b * steps + first) * 4;
+        UNROLL
+        for (int r = 0; r < by_two; r += 2)
+          add_products_by_two(&part[r][p], &part[r + 1][p], factors, next_factors, numbers + r * row_bytes,
+                              numbers + (r + 1) * row_bytes);
+      }
       UNROLL
       for (int s = first; s < first + each; s++) {
         I factors[EIGHTS_PANELS];
         UNROLL
         for (int p = 0; p < panels; p++) factors[p] = factors_at(w + p * panel, first, s - first, form);
         UNROLL
-        for (int r = 0; r < rows; r++) {
+        for (int r = by_two; r < rows; r++) {
           int32_t numbers;
           memcpy(&numbers, numbers_of_rows + r * row_bytes + (b * steps + s) * 4, 4);
           UNROLL
           for (int p = 0; p < panels; p++) part[r][p] = add_products(part[r][p], factors[p], numbers, form);
         }
       }
+    }
+    UNROLL
+    for (int r = 0; r < by_two; r += 2)
+      UNROLL
+      for (int p = 0; p < panels; p++) turn_sums(&part[r][p], &part[r + 1][p]);
     F weight_scales[EIGHTS_PANELS], least[EIGHTS_PANELS] = {};
     UNROLL
     for (int p = 0; p < panels; p++) {

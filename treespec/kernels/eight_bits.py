@@ -31,7 +31,7 @@ from treespec.kernels.ops import (
 BLOCK_NUMBERS = 32
 LARGEST_NUMBER = 127  # of Q8_0
 LARGEST_FOUR_BITS = 15
-MIDDLE = 8  # of Q4_0's numbers, the one of the value 0
+MIDDLE_NUMBER = 8  # of Q4_0's numbers, the one of the value 0
 # of a scale; smaller scales are 0 in float16 anyway
 LARGEST_INVERSE = torch.finfo(torch.float32).max
 ROWS_AT_ONCE = 1 << 12  # quantised together: the intermediate results are in float32
@@ -57,7 +57,7 @@ def quantize_blocks(weight: Tensor, form: int = Q8_0) -> Tensor:
     blocks = torch.empty(shape, dtype=torch.uint8, device=CPU_DEVICE)
     for first in range(0, outputs, ROWS_AT_ONCE):
         rows = weight.detach()[first : first + ROWS_AT_ONCE].to(CPU_DEVICE, torch.float32)
-        halves, numbers = ROUNDING[form](rows.unflatten(1, (-1, BLOCK_NUMBERS)))
+        halves, numbers = ROUNDING_BY_FORM[form](rows.unflatten(1, (-1, BLOCK_NUMBERS)))
         stored_halves = halves.half()
         if not bool(stored_halves.isfinite().all()):
             raise KernelInputError(
@@ -73,7 +73,7 @@ def quantize_blocks(weight: Tensor, form: int = Q8_0) -> Tensor:
 def round_to_eight_bits(values: Tensor) -> tuple[Tensor, Tensor]:
     """Round [..., 32] float32 to Q8_0, halves away from 0. Returns d [..., 1] float32 and bytes [..., 32] uint8."""
     scales = values.abs().amax(-1, keepdim=True) / LARGEST_NUMBER
-    scaled = values * invert(scales)
+    scaled = values * invert_scales(scales)
     whole = scaled.trunc()
     numbers = whole + ((scaled - whole) * 2).trunc()
     return scales, numbers.to(torch.int8).view(torch.uint8)
@@ -82,31 +82,33 @@ def round_to_eight_bits(values: Tensor) -> tuple[Tensor, Tensor]:
 def round_to_four_bits(values: Tensor) -> tuple[Tensor, Tensor]:
     """Round [..., 32] float32 to Q4_0. Returns d [..., 1] float32 and bytes [..., 16] uint8."""
     farthest = values.gather(-1, values.abs().argmax(-1, keepdim=True))
-    scales = farthest / -MIDDLE
-    return scales, join_pairs(values * invert(scales) + (MIDDLE + 0.5))
+    scales = farthest / -MIDDLE_NUMBER
+    return scales, join_four_bits(values * invert_scales(scales) + (MIDDLE_NUMBER + 0.5))
 
 
 def round_above_least(values: Tensor) -> tuple[Tensor, Tensor]:
     """Round [..., 32] float32 to Q4_1. Returns d and m [..., 2] float32 and bytes [..., 16] uint8."""
     least = values.amin(-1, keepdim=True)
     scales = (values.amax(-1, keepdim=True) - least) / LARGEST_FOUR_BITS
-    return torch.cat([scales, least], -1), join_pairs((values - least) * invert(scales) + 0.5)
+    return torch.cat([scales, least], -1), join_four_bits(
+        (values - least) * invert_scales(scales) + 0.5
+    )
 
 
-ROUNDING: dict[int, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+ROUNDING_BY_FORM: dict[int, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
     Q8_0: round_to_eight_bits,
     Q4_0: round_to_four_bits,
     Q4_1: round_above_least,
 }
 
 
-def invert(scales: Tensor) -> Tensor:
+def invert_scales(scales: Tensor) -> Tensor:
     """Return 1 / scales, 0 for 0."""
     inverses = torch.where(scales == 0, scales, 1 / scales)
     return inverses.clamp(-LARGEST_INVERSE, LARGEST_INVERSE)
 
 
-def join_pairs(numbers: Tensor) -> Tensor:
+def join_four_bits(numbers: Tensor) -> Tensor:
     """Cut [..., 32] float32 to whole numbers from 0 to 15, and join them in pairs: [..., 16] uint8."""
     low, high = numbers.clamp(0, LARGEST_FOUR_BITS).to(torch.uint8).chunk(2, -1)
     return low | high << 4
@@ -121,7 +123,7 @@ def dequantize_blocks(blocks: Tensor, form: int = Q8_0) -> Tensor:
     pairs = blocks[..., BLOCK_BYTES[form] - BLOCK_NUMBERS // 2 :]
     numbers = torch.cat([pairs & LARGEST_FOUR_BITS, pairs >> 4], -1).float()
     if form == Q4_0:
-        return ((numbers - MIDDLE) * scales).flatten(1)
+        return ((numbers - MIDDLE_NUMBER) * scales).flatten(1)
     least = blocks[..., 2:4].contiguous().view(torch.float16).float()
     return (numbers * scales + least).flatten(1)
 

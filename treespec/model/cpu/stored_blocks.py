@@ -34,7 +34,7 @@ from treespec.model.quantization.gguf_tensors import (
     GGUF_Q4_1,
     GGUF_Q8_0,
     StoredTensor,
-    read_gguf_tensors,
+    map_gguf_tensors,
 )
 
 # GGUF's kinds -> the kernels' forms
@@ -68,22 +68,16 @@ def pack_stored_products(model: nn.Module, file: Path) -> None:
 
     model: as transformers loaded it from the file.
     """
-    # 1. The file's matrices, by their first row.
     if find_kernels().library is None:
         return
-    tensors = [tensor for tensor in read_gguf_tensors(file) if len(tensor.shape) > 1]
-    if all(tensor.kind in FLOAT_KINDS for tensor in tensors):
+    tensors = [tensor for tensor in map_gguf_tensors(file) if len(tensor.shape) > 1]
+    if {tensor.kind for tensor in tensors} <= FLOAT_KINDS:
         return
-    dtypes = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
+    dtypes = {weight.dtype for weight in model.parameters()}
     weights = index_weights(tensors, dtypes)
-
-    # 2. The products, one layer at a time, so that the floats can be freed.
     names_of_layers = list_module_names(model)
     while names_of_layers:
-        layer, names = names_of_layers.popitem()
-        widths = list_input_widths(layer)
-        if not widths or any(inputs % BLOCK_NUMBERS for inputs in widths):
-            continue
+        layer, names = names_of_layers.popitem()  # popped, so that its floats can be freed
         packed = pack_stored_product(layer, weights)
         if packed is not layer:
             for name in names:
@@ -120,9 +114,12 @@ def pack_stored_product(layer: Any, weights: dict[bytes, list[StoredWeight]]) ->
 
     weights: the file's, as `index_weights` gives them.
     """
+    widths = list_input_widths(layer)
+    if not widths or any(inputs % BLOCK_NUMBERS for inputs in widths):
+        return layer
     if type(layer) is nn.Linear and layer.weight.dtype in FLOAT_FORMS:
         for stored in weights.get(hash_row(layer.weight[:1]), []):
-            rows = find_rows(stored, layer.weight)
+            rows = match_rows(stored, layer.weight)
             if rows is None:
                 continue
             if stored.form is None:
@@ -134,7 +131,7 @@ def pack_stored_product(layer: Any, weights: dict[bytes, list[StoredWeight]]) ->
         return layer
 
 
-def find_rows(stored: StoredWeight, weight: Tensor) -> Tensor | None:
+def match_rows(stored: StoredWeight, weight: Tensor) -> Tensor | None:
     """Return the rows of a stored matrix in the order of a weight [out, in]; None if they have other values.
 
     llama.cpp's converter puts the rows of some projections in another order, which transformers undoes.

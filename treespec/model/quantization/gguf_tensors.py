@@ -54,7 +54,7 @@ class StoredTensor(NamedTuple):
     data: np.ndarray | None
 
 
-def read_gguf_tensors(file: Path) -> list[StoredTensor]:
+def map_gguf_tensors(file: Path) -> list[StoredTensor]:
     """Map the tensors of a GGUF file that transformers could load. No tensor's bytes are read yet."""
     # 1. The fields.
     content = np.memmap(file, dtype=np.uint8, mode="c")  # torch warns of "r"

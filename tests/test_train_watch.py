@@ -36,8 +36,8 @@ from treespec.text.entries import Conversation
 from treespec.train.checkpoints import Place, find_latest_step
 from treespec.train.loop import best
 from treespec.train.loop.meter import Meter
+from treespec.train.loop.plan import draft_steps_at
 from treespec.train.loop.run import Validation, measure_decoded_length, measure_margins
-from treespec.train.loop.steps import draft_steps_at
 from treespec.train.losses.tokens import Loss
 from treespec.train.payoff import compute_chain_price, describe_payoff
 from treespec.train.plots import Point, Series, build_axis, draw_figure

@@ -20,6 +20,7 @@ from treespec.options import (
 )
 from treespec.train.layer_options import Eagle3Options
 from treespec.train.recipes import TRAINING_BY_KIND, name_kind
+from treespec.train.step_options import StepOptions
 
 TOKEN_LOSS_NAMES = ("published", "cross-entropy", "tv")
 DRAFT_VOCAB = 32_000  # eagle3's published heads have that many draft tokens
@@ -48,7 +49,7 @@ TRACKER_NAMES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(TargetOptions, Eagle3Options):
+class TrainConfig(TargetOptions, Eagle3Options, StepOptions):
     """The options of `treespec train`. None: `train.budget` chooses the value by the run's budget.
 
     With `--recipe published` the papers' and their code's values are set here, and those of `Recipe` come from
@@ -98,37 +99,6 @@ class TrainConfig(TargetOptions, Eagle3Options):
     minutes: float = option(
         "end after this number of minutes from the start; storing features takes at most half of them; 0: no limit",
         0.0,
-        least=0,
-        most=MAX_COUNT,
-    )
-    batch_size: int | None = option(
-        "conversations per forward in each process; default: at most 4, published: 4",
-        None,
-        least=1,
-        most=65536,
-    )
-    accumulate: int | None = option(
-        "forwards of a process per optimizer step; default: 2 to 32 conversations a step by the budget; "
-        "published: medusa 128, hydra++ 32, the others 1 forward",
-        None,
-        least=1,
-        most=65536,
-    )
-    max_length: int = option(
-        "maximum number of tokens of a conversation; longer ones are cut",
-        2048,
-        least=3,
-        most=MAX_TEXT_TOKENS,
-    )
-    learning_rate: float | None = option(
-        "AdamW: highest learning rate; default: 1e-3, published: the kind's recipe",
-        None,
-        least=0,
-        most=10,
-    )
-    warm_up: int | None = option(
-        "steps of linear warm-up, at most a tenth of the run; default: 30, published: the kind's recipe",
-        None,
         least=0,
         most=MAX_COUNT,
     )
@@ -294,7 +264,8 @@ class TrainConfig(TargetOptions, Eagle3Options):
     def set_published(self) -> None:
         """Set the published values of options that are not set."""
         for name, value in PUBLISHED_OPTIONS.items():
-            if getattr(self, name) is None:
+            is_free = name != "batch_size" or self.batch_tokens is None
+            if getattr(self, name) is None and is_free:
                 object.__setattr__(self, name, value)
 
     def check_head_has(self, field: Field) -> None:
@@ -359,10 +330,6 @@ class TrainConfig(TargetOptions, Eagle3Options):
         if batch is None:
             return 1
         return max(1, round(batch / (self.forward_size * processes)))
-
-    def count_conversations(self, processes: int) -> int:
-        """Count the conversations of an optimizer step, in all processes."""
-        return self.forward_size * self.count_forwards(processes) * processes
 
     @property
     def decoded_prompts(self) -> int:

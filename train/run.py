@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
@@ -19,6 +18,7 @@ from treespec.train.checkpoints import Place, find_latest_step
 from treespec.train.config import TrainConfig, check_folders
 from treespec.train.data.prepare import Data, prepare, read_examples
 from treespec.train.finish import finish
+from treespec.train.loop.plan import plan_run
 from treespec.train.loop.run import TrainingRun
 from treespec.train.loop.steps import run_training_steps
 from treespec.train.loop.stopping import stopping_between_steps
@@ -30,6 +30,7 @@ from treespec.train.machine import (
     make_accelerator,
     start_tracker,
 )
+from treespec.train.optimizers import build_optimizer
 from treespec.train.record import (
     Validation,
     keep_sample,
@@ -132,13 +133,7 @@ def train_stage(
         if accelerator.is_main_process:
             keep_sample(config.out, data)
         vocabulary = start_head(config, target, head, data, accelerator)
-        recipe = config.hyperparameters
-        optimizer = torch.optim.AdamW(
-            [parameter for parameter in head.parameters() if parameter.requires_grad],
-            lr=recipe.learning_rate,
-            betas=(0.9, recipe.beta2),
-            weight_decay=recipe.weight_decay,
-        )
+        optimizer = build_optimizer(config, head)
         # The head stays on the device of the features, also if the target is spread over several devices.
         model, optimizer = accelerator.prepare(head, optimizer, device_placement=[False, False])
         run = TrainingRun(config, record, accelerator, target, data, model, optimizer, vocabulary)
@@ -154,7 +149,7 @@ def train_stage(
         accelerator.wait_for_everyone()
         print_validation(result, accelerator)
         if ends:
-            length = measure_length(place.step, config.count_conversations(processes), data)
+            length = measure_length(place.step, plan_run(run).step_conversations, data)
             report_end(run, place, describe_end(config, data, place, length, result), result)
         return result
 

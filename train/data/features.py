@@ -22,7 +22,7 @@ from treespec.files.atomic import hash_tensors, locked, writing
 from treespec.model.identity import identify_target
 from treespec.model.target import Target
 from treespec.train.config import TrainConfig
-from treespec.train.data.batches import pad_rows
+from treespec.train.data.batches import pad_rows, split_by_tokens
 from treespec.train.data.served import serve_features
 from treespec.train.machine import whole
 from treespec.train.progress import PhaseProgress
@@ -227,7 +227,8 @@ def open_source(
         full.check_aux_layers(aux_layers)
 
         def compute(rows: Sequence[Tensor], numbers: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
-            return compute_features(full, rows, aux_layers, numbers, config.forward_size)
+            forwards = split_forwards(rows, numbers, config)
+            return compute_features(full, rows, aux_layers, forwards)
 
         yield compute
 
@@ -305,28 +306,42 @@ def compute_inputs_digest(
     return digest.hexdigest()
 
 
+def split_forwards(
+    rows: Sequence[Tensor], numbers: Sequence[int], config: TrainConfig
+) -> list[list[int]]:
+    """Split conversations into forwards, each of similar lengths, as large as those of the training.
+
+    Args:
+        rows: the tokens [T] of each conversation.
+        numbers: the numbers in `rows` of the conversations to compute.
+        config: the run's options.
+    """
+    lengths = [len(row) for row in rows]
+    ordered = sorted(numbers, key=lambda i: lengths[i])
+    if config.batch_tokens is not None:
+        return split_by_tokens(ordered, lengths, config.batch_tokens)
+    size = config.forward_size
+    return [ordered[start : start + size] for start in range(0, len(ordered), size)]
+
+
 def compute_features(
     target: Target,
     rows: Sequence[Tensor],
     aux_layers: tuple[int, ...],
-    numbers: Sequence[int],
-    size: int,
+    forwards: Iterable[list[int]],
 ) -> Iterator[tuple[str, Tensor]]:
-    """Compute features of conversations, `size` of similar lengths per forward.
+    """Compute features of conversations.
 
     Args:
         target: the whole target.
         rows: the tokens [T] of each conversation.
         aux_layers: the target layers whose inputs the head reads.
-        numbers: the numbers in `rows` of the conversations to compute.
-        size: conversations per forward.
+        forwards: the numbers in `rows` of the conversations of each forward.
 
     Yields:
         (number as a string, features [T, F]).
     """
-    ordered = sorted(numbers, key=lambda i: len(rows[i]))
-    for start in range(0, len(ordered), size):
-        batch = ordered[start : start + size]
+    for batch in forwards:
         tokens = pad_rows([rows[i] for i in batch])
         features = target.compute_features(tokens, aux_layers, last=True).cpu()
         for i, row_features in zip(batch, features, strict=True):

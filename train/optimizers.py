@@ -48,7 +48,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self.share_state()
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         """Update all weights that have gradients. closure: not supported, must be None."""
         assert closure is None, "the loss is computed before the step"
         for part in self.parts:

@@ -107,7 +107,7 @@ def pack_epoch(
 def split_by_tokens(
     numbers: Sequence[int], lengths: Sequence[int], batch_tokens: int, processes: int = 1
 ) -> list[list[int]]:
-    """Split examples in order into groups, so that a group's longest times its rows a process is at most `batch_tokens`.
+    """Split examples in order into groups of at most `batch_tokens` tokens a process, padding counted.
 
     Args:
         numbers: of the examples, by ascending length; a multiple of `processes`.

@@ -25,6 +25,7 @@ import psutil
 import pytest
 import torch
 import transformers as hf
+from accelerate.state import AcceleratorState
 from models import GROUPED, random_head, random_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from training import tokenizer
@@ -103,26 +104,33 @@ FORKED = get_context("forkserver")  # it imports these once, and has no threads
 FORKED.set_forkserver_preload(["treespec.train.run", "treespec.eval.benchmark"])
 
 
-def run_rank(number, port, words, said):
-    """Run `python -m WORDS` as one of two, with its standard output in a file."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
-    os.environ |= {"WORLD_SIZE": "2", "RANK": f"{number}", "LOCAL_RANK": f"{number}"}
-    sys.argv[:] = words
-    shorten_measurements()
-    with said.open("w") as out, redirect_stdout(out):
-        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
-
-
-def run_by_two(line, folder):
-    """What each of two processes prints that run `python -m LINE`. folder: for what they print."""
+def find_free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+def run_rank(number, ports, lines, said):
+    """Run `python -m LINE` as one of two, one line after another, with standard output in a file."""
+    shorten_measurements()
+    with said.open("w") as out, redirect_stdout(out):
+        for port, line in zip(ports, lines, strict=True):
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+            os.environ |= {"WORLD_SIZE": "2", "RANK": f"{number}", "LOCAL_RANK": f"{number}"}
+            sys.argv[:] = line.split()
+            with pytest.raises(SystemExit) as ended:
+                runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+            assert not ended.value.code
+            AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def run_by_two(lines, folder):
+    """What each of two processes prints that run `python -m LINE` for each line. folder: for what they print."""
+    ports = [find_free_port() for _ in lines]
     files = [Path(folder) / f"said-{number}" for number in (0, 1)]
-    words = line.split()
     ranks = []
     for number, file in enumerate(files):
-        ranks.append(FORKED.Process(target=run_rank, args=(number, port, words, file), daemon=True))
+        ranks.append(FORKED.Process(target=run_rank, args=(number, ports, lines, file), daemon=True))
         ranks[-1].start()
     for one in ranks:
         one.join(120)

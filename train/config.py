@@ -1,5 +1,6 @@
 """The options of a training run."""
 
+import os
 from dataclasses import Field, dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -162,7 +163,7 @@ class TrainConfig(TargetOptions, Eagle3Options, StepOptions):
     )
     decode_on: int | None = option(
         "held-out prompts to decode at the end, for the acceptance length in use; 0: none; default: 8, and none with "
-        "--features, because decoding needs the whole target",
+        "--features and --shard-target, because decoding needs the whole target",
         None,
         least=0,
         most=MAX_COUNT,
@@ -207,6 +208,11 @@ class TrainConfig(TargetOptions, Eagle3Options, StepOptions):
     device_map: str | None = option(
         "accelerate's placement of the target; default: the process's device", None
     )
+    shard_target: bool = option(
+        "divide the target's layers over the processes (FSDP2): each holds a part and gathers a layer for its forward; "
+        "nothing is decoded at the end then",
+        False,
+    )
     tracker: str | None = option(f"{join_or(TRACKER_NAMES)}", None, choices=TRACKER_NAMES)
     license: str | None = option(
         "the head's licence, for its card; the data and the target bind it", None
@@ -223,6 +229,7 @@ class TrainConfig(TargetOptions, Eagle3Options, StepOptions):
         self.check_from_head()
         if self.features_from is not None:
             self.set_served_features(self.features_from)
+        self.check_sharding()
         layers = self.list_aux_layers()
         if sorted(set(layers)) != layers:
             raise InputError(
@@ -260,6 +267,23 @@ class TrainConfig(TargetOptions, Eagle3Options, StepOptions):
             )
         if self.features is None:
             object.__setattr__(self, "features", f"{Path(self.out)}-features")
+
+    def check_sharding(self) -> None:
+        """Raises InputError for options that exclude a target whose layers are divided."""
+        if not self.shard_target:
+            return
+        reasons = {
+            "device_map": "places the whole target",
+            "load_in": "makes weights that are not divided",
+            "features_from": "loads no layers",
+            "decode_on": "decodes with the whole target",
+        }
+        for name, reason in reasons.items():
+            if getattr(self, name):
+                flag = f"--{name.replace('_', '-')}"
+                raise InputError(
+                    f"--shard-target divides the target, and {flag} {reason}: leave out one"
+                )
 
     def set_published(self) -> None:
         """Set the published values of options that are not set."""
@@ -336,7 +360,7 @@ class TrainConfig(TargetOptions, Eagle3Options, StepOptions):
         """Held-out prompts to decode at the end of the run."""
         if self.decode_on is not None:
             return self.decode_on
-        if self.features is not None:
+        if self.features is not None or self.shard_target:
             return 0
         return DECODED_PROMPTS
 
@@ -351,6 +375,15 @@ def check_tracker(tracker: str) -> None:
     # tensorboard's package may be tensorboardX.
     if find_spec(tracker) is None and find_spec(f"{tracker}X") is None:
         raise InputError(f"--tracker {tracker} needs its package: pip install {tracker}")
+
+
+def check_processes(config: TrainConfig) -> None:
+    """Raises InputError for --shard-target in a single process."""
+    if config.shard_target and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        raise InputError(
+            "--shard-target divides the target over several processes, and this is one: start them by torchrun "
+            "--nproc-per-node N -m treespec.train, or by accelerate launch"
+        )
 
 
 def check_folders(config: TrainConfig) -> None:

@@ -55,6 +55,7 @@ MAY_CHANGE = RUN_LENGTH_OPTIONS | {
     "license",
     "recompute",  # the same numbers, computed again
     "features_from",  # the same features
+    "shard_target",
 }
 
 

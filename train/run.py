@@ -15,7 +15,7 @@ from treespec.text.encoding import Example
 from treespec.train.budget import TrainingSize, choose_recipe, describe_recipe, keep_recipe
 from treespec.train.candidates import list_stages
 from treespec.train.checkpoints import Place, find_latest_step
-from treespec.train.config import TrainConfig, check_folders
+from treespec.train.config import TrainConfig, check_folders, check_processes
 from treespec.train.data.prepare import Data, prepare, read_examples
 from treespec.train.finish import finish
 from treespec.train.loop.plan import plan_run
@@ -64,6 +64,7 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
         KeyboardInterrupt: after Ctrl-C or SIGTERM. The step that was finished is saved.
     """
     check_folders(config)
+    check_processes(config)
     config = replace(config, mixed_precision=choose_precision(config))
     accelerator = make_accelerator(config)
     *first_stages, last_stage = list_stages(config)

@@ -198,10 +198,14 @@ def store(
             locks.enter_context(locked(folder))
             check_room(folder, missing_bytes)
         accelerator.wait_for_everyone()
-        if any(list_share(shards, accelerator) for shards in missing):
+        idle_forwards = 0
+        if config.shard_target:
+            idle_forwards = count_idle_forwards(config, parts, missing, accelerator)
+        if idle_forwards or any(list_share(shards, accelerator) for shards in missing):
             with open_source(config, target, aux_layers, parts, accelerator) as source:
                 for part, shards in zip(parts, missing, strict=True):
                     store_shards(source, part, shards, accelerator)
+                run_idle_forwards(source, rows, idle_forwards)
         accelerator.wait_for_everyone()
     train_part, held_out_part = parts
     return train_part.stored, held_out_part.stored
@@ -244,9 +248,45 @@ def check_room(folder: Path, needed_bytes: int) -> None:
         )
 
 
-def list_share(shards: dict[int, list[int]], accelerator: Accelerator) -> list[int]:
-    """List the shards that this process writes."""
-    return list(shards)[accelerator.process_index :: accelerator.num_processes]
+def list_share(
+    shards: dict[int, list[int]], accelerator: Accelerator, process: int | None = None
+) -> list[int]:
+    """List the shards that a process writes. process: its number; default: this one's."""
+    if process is None:
+        process = accelerator.process_index
+    return list(shards)[process :: accelerator.num_processes]
+
+
+def count_idle_forwards(
+    config: TrainConfig,
+    parts: Sequence[FeaturePart],
+    missing: Sequence[dict[int, list[int]]],
+    accelerator: Accelerator,
+) -> int:
+    """Count the forwards that this process runs less than the busiest one, where all run a divided target together.
+
+    Args:
+        config: the run's options.
+        parts: all conversations.
+        missing: for each part the conversations to store, by shard.
+        accelerator: the processes.
+    """
+    counts = []
+    for process in range(accelerator.num_processes):
+        forwards = 0
+        for part, shards in zip(parts, missing, strict=True):
+            for shard in list_share(shards, accelerator, process):
+                forwards += len(split_forwards(part.rows, shards[shard], config))
+        counts.append(forwards)
+    return max(counts) - counts[accelerator.process_index]
+
+
+def run_idle_forwards(source: FeatureSource, rows: Sequence[Tensor], count: int) -> None:
+    """Run forwards of the shortest conversation whose features are not kept. Arguments as for `store`."""
+    shortest = min(range(len(rows)), key=lambda i: len(rows[i]))
+    for _ in range(count):
+        for _ in source(rows, [shortest]):
+            pass
 
 
 def store_shards(

@@ -83,6 +83,13 @@ class TrainingRun:
         """The head as it is trained, in float32."""
         return self.accelerator.unwrap_model(self.model)
 
+    @property
+    def shared_clock(self) -> Accelerator | None:
+        """The processes, if they must validate the same because they run a divided target; None: they need not."""
+        if self.config.shard_target:
+            return self.accelerator
+        return None
+
     def set_learning_rate(self, rate: float) -> None:
         """Set the learning rate of the next step."""
         for group in self.optimizer.param_groups:

@@ -171,8 +171,11 @@ def run_training_steps(
 def look_unless_stopped(
     run: TrainingRun, stop: StopRequest, place: Place, meter: Meter, progress: float
 ) -> None:
-    """Validate during a run. Somebody who wants the run to stop need not wait for it."""
-    if not stop.is_signalled:
+    """Validate during a run. Somebody who wants it to stop need not wait for that, unless processes need each other."""
+    if run.config.shard_target:
+        if not stop.is_requested():
+            look(run, place, meter, progress)
+    elif not stop.is_signalled:
         with stop.interruptible():
             look(run, place, meter, progress)
 

@@ -88,7 +88,7 @@ def measure_head(run: TrainingRun, served: Head, place: Place, limit: TimeLimit)
                 save_calibration(calibrate(served, target, rows, seconds=seconds), Path(config.out))
             except InputError as error:
                 accelerator.print(f"no calibration, treespec calibrate makes one: {error}")
-            payoff = describe_payoff(find_cost(served, target), result)
+            payoff = describe_payoff(find_cost(config, served, target), result)
             if payoff:
                 accelerator.print(payoff)
         write_card(config, run.data, place, result)

@@ -4,12 +4,14 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from treespec.files.atomic import locked, remove_leftovers
+from treespec.model.target import Target
 from treespec.model.weights import load_config
 from treespec.text.encoding import Example
 from treespec.train.budget import TrainingSize, choose_recipe, describe_recipe, keep_recipe
@@ -31,6 +33,7 @@ from treespec.train.machine import (
     start_tracker,
 )
 from treespec.train.optimizers import build_optimizer
+from treespec.train.payoff import keep_cost_beside_features
 from treespec.train.record import (
     Validation,
     keep_sample,
@@ -130,7 +133,14 @@ def train_stage(
         set_seed(config.seed)
         target = load_target(config, accelerator, ends=config.features is not None)
         head = build_untrained_head(config, target)
-        data = prepare(config, target, head.aux_layers, examples, accelerator)
+        data = prepare(
+            config,
+            target,
+            head.aux_layers,
+            examples,
+            accelerator,
+            partial(use_whole_target, config),
+        )
         if accelerator.is_main_process:
             keep_sample(config.out, data)
         vocabulary = start_head(config, target, head, data, accelerator)
@@ -153,6 +163,12 @@ def train_stage(
             length = measure_length(place.step, plan_run(run).step_conversations, data)
             report_end(run, place, describe_end(config, data, place, length, result), result)
         return result
+
+
+def use_whole_target(config: TrainConfig, target: Target) -> None:
+    """Use the whole target once its features are stored, in the main process: measure what a cycle costs."""
+    if config.calibrate and not config.shard_target:
+        keep_cost_beside_features(config, target)
 
 
 def print_validation(result: Validation, accelerator: Accelerator) -> None:

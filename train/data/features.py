@@ -34,6 +34,7 @@ FEATURES_FORMAT = 3
 SHARD_NAMES = "features-*.safetensors"
 # (tokens [T] of each conversation, numbers of those to compute) -> (number as a string, features [T, F]) of each
 FeatureSource: TypeAlias = Callable[[Sequence[Tensor], Sequence[int]], Iterable[tuple[str, Tensor]]]
+TargetUse: TypeAlias = Callable[[Target], None]
 
 
 @final
@@ -148,6 +149,7 @@ def store(
     held_out_rows: list[Tensor],
     aux_layers: tuple[int, ...],
     accelerator: Accelerator,
+    use_target: TargetUse,
 ) -> tuple[StoredFeatures, StoredFeatures]:
     """Store the features of all conversations; each process writes its share of the missing shards.
 
@@ -160,6 +162,7 @@ def store(
         held_out_rows: those of the held-out conversations. Features of those that validations read are stored.
         aux_layers: the target layers whose inputs the head reads.
         accelerator: the processes.
+        use_target: called in the main process with the whole target, if it was loaded, when all is stored.
 
     Returns:
         The features of the conversations to train on, and of the held-out ones.
@@ -202,7 +205,7 @@ def store(
         if config.shard_target:
             idle_forwards = count_idle_forwards(config, parts, missing, accelerator)
         if idle_forwards or any(list_share(shards, accelerator) for shards in missing):
-            with open_source(config, target, aux_layers, parts, accelerator) as source:
+            with open_source(config, target, aux_layers, parts, accelerator, use_target) as source:
                 for part, shards in zip(parts, missing, strict=True):
                     store_shards(source, part, shards, accelerator)
                 run_idle_forwards(source, rows, idle_forwards)
@@ -218,6 +221,7 @@ def open_source(
     aux_layers: tuple[int, ...],
     parts: Sequence[FeaturePart],
     accelerator: Accelerator,
+    use_target: TargetUse,
 ) -> Iterator[FeatureSource]:
     """Context manager: yield what computes features: the server of --features-from, or the whole target.
 
@@ -235,6 +239,8 @@ def open_source(
             return compute_features(full, rows, aux_layers, forwards)
 
         yield compute
+        if accelerator.is_main_process:
+            use_target(full)
 
 
 def check_room(folder: Path, needed_bytes: int) -> None:

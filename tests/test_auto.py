@@ -66,7 +66,7 @@ def test_a_text_whose_first_children_are_all_accepted_gets_the_deepest_chain():
     tree = AutoTree()
     for _ in range(60):
         model.predict(plan_tree(model, tree).prediction, model.rate_correction)
-        model.update(first_children(model.prediction.parents.tolist()))
+        model.update(first_children(model.prediction.parents))
     shape = plan_tree(model, tree).tree
     assert shape.max_depth == tree.depth
     assert shape.size <= tree.depth + 3
@@ -99,7 +99,8 @@ def test_the_planned_shape_is_one_of_few_and_nearly_the_fastest():
         model.rate_correction.factors = np.array([firsts, (1.0, 1.0)]).T.tolist()
         found = plan_tree(model, tree)
         shape = found.tree
-        corrected = limit_sum(np.array([rates, rates]) * np.array([firsts, (1, 1), (1, 1)]).T)
+        scaled = np.array([rates, rates]) * np.array([firsts, (1, 1), (1, 1)]).T
+        corrected = np.array([limit_sum(row) for row in scaled.tolist()])
         expected = estimate_length(shape, corrected[[0, *[1] * 4]].tolist())
         inner = len({path[:-1] for path in shape.paths[1:]})
         assert found.speed == pytest.approx(expected / cost.predict_cycle(shape.size, shape.max_depth, inner), rel=0.1)
@@ -110,7 +111,7 @@ def test_the_planned_shape_is_one_of_few_and_nearly_the_fastest():
 
 def test_the_drawing_of_what_is_expanded():
     """Of nodes reached by .8 and .2, at .7 for a child, .1 for a node and .2 for a level."""
-    reach = np.array([0.8, 0.2])
+    reach = [0.8, 0.2]
     assert count_expansions(reach, 0.7, price=0.1, step=0.2, row=0.0, levels=1) == 2
     assert count_expansions(reach, 0.7, price=0.15, step=0.2, row=0.0, levels=1) == 1
     assert count_expansions(reach, 0.7, price=0.1, step=0.5, row=0.0, levels=1) == 0

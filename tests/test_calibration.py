@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from commands import complains
@@ -15,6 +16,7 @@ from treespec.api.spec import Spec
 from treespec.draft.calibration import (
     CALIBRATION_FILE,
     Calibration,
+    build_calibration_features,
     load_calibration,
     save_calibration,
 )
@@ -147,3 +149,17 @@ def test_too_little_text_to_calibrate_is_refused(table, lengths, counted):
     model, head = table
     with complains("too short"):
         calibrate(head, model, rows_of(model, lengths, counted), depth=3)
+
+
+def test_the_predicted_choices_are_those_of_the_logistic_model():
+    """Against the sigmoid of features times weights, shares of at most 1; 5 nodes of 4 children each."""
+    random = np.random.default_rng(0)
+    calibration = Calibration(greedy=(0.3, 1.1, -0.8, -0.2))
+    top = np.sort(random.dirichlet(np.ones(6), 5), 1)[:, :1:-1]  # [5, 4]
+    top[0, 0] = 1.0
+    for depth in range(3):
+        logits = build_calibration_features(top, depth) @ np.array(calibration.greedy)
+        wanted = 1 / (1 + np.exp(-logits))
+        wanted /= np.maximum(wanted.sum(1, keepdims=True), 1)
+        for row, probabilities in zip(top.tolist(), wanted.tolist(), strict=True):
+            assert calibration.predict_certain_choice(row, depth) == pytest.approx(probabilities, rel=1e-12)

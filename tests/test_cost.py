@@ -173,7 +173,7 @@ def test_a_node_costs_its_seconds_once_for_each_sequence_that_it_delays():
 def test_the_drawing_of_predicted_and_actual_acceptance():
     """Drawn in treespec/draft/auto/cost_model.py."""
     correction = Correction(0.0)
-    correction.update(Prediction(1.0, np.array([-1, 0, 0, 1]), np.array([1, 0.6, 0.2, 0.5])), [1])
+    correction.update(Prediction(1.0, [-1, 0, 0, 1], [1, 0.6, 0.2, 0.5]), [1])
     assert correction.predicted == [[0.6, 0.2], [0.5, 0]]
     assert correction.accepted == [[1, 0], [0, 0]]
 
@@ -185,7 +185,7 @@ def test_the_drawing_of_bounded_probabilities():
         ([0.5, 0.2], [0.5, 0.2]),
         ([1.0], [0.98]),
     ):
-        assert limit_sum(np.array([given])) == pytest.approx(np.array([wanted]))
+        assert limit_sum(given) == pytest.approx(wanted)
 
 
 def test_a_sequence_whose_drafts_fail_tries_again_ever_more_rarely():

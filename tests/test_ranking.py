@@ -1,6 +1,5 @@
-"""Ranked trees: what is kept, and that numpy on a CPU keeps the same as tensors on any device."""
+"""Ranked trees: what is kept, and that plain Python on a CPU keeps the same as tensors on any device."""
 
-import numpy as np
 import pytest
 import torch
 from models import rand, randn, seeded
@@ -31,11 +30,11 @@ def test_the_drawing_of_columns_and_the_nodes_that_are_kept():
     assert tree.parents.tolist() == [-1, 0, 1, 0]
     assert tree.depth.tolist() == [0, 1, 2, 1]
 
-    first = CandidateLevel(np.array([A, B]), scores[0].numpy(), np.array([0, 0]))
-    second = CandidateLevel(np.array([C, D, E, F]), scores[1].numpy(), np.array([2, 2, 1, 1]))
+    first = CandidateLevel([A, B], scores[0].tolist(), [0, 0])
+    second = CandidateLevel([C, D, E, F], scores[1].tolist(), [2, 2, 1, 1])
     ranked = select_best_on_host(R, [first, second], 4)
-    assert ranked.columns.tolist() == [0, 2, 3, 1]
-    assert ranked.parents.tolist() == [-1, 0, 1, 0]
+    assert ranked.columns == [0, 2, 3, 1]
+    assert ranked.parents == [-1, 0, 1, 0]
     assert all(torch.equal(getattr(ranked.tree, name), getattr(tree, name)) for name in FIELDS)
 
 
@@ -52,7 +51,7 @@ def random_rows(nodes, tokens, generator, kind):
 @pytest.mark.parametrize("kind", ["any", "ties", "NaN"])
 @pytest.mark.parametrize("seed", range(8))
 def test_one_tree_on_a_cpu_is_that_of_a_batch_of_one(kind, seed):
-    """`HostRanking` grows one tree with numpy, `TopRanking` those of a batch with tensors."""
+    """`HostRanking` grows one tree in plain Python, `TopRanking` those of a batch with tensors."""
     generator = seeded(seed)
     depth, topk, nodes, tokens = (int(torch.randint(1, 6, (), generator=generator)) for _ in range(4))
     ranking = TopRanking(depth, topk, 3 * nodes, None if seed % 2 else 2)
@@ -74,11 +73,11 @@ def test_one_tree_on_a_cpu_is_that_of_a_batch_of_one(kind, seed):
 
 
 @pytest.mark.parametrize("kind", ["any", "ties", "NaN"])
-def test_numpy_ranks_as_torch_does(kind):
+def test_python_ranks_as_torch_does(kind):
     for seed in range(20):
         scores = random_rows(1, 40, seeded(seed), kind)[0]
         scores[3::7] = torch.nan if kind == "NaN" else -torch.inf
-        assert rank_descending(scores.numpy()).tolist() == argsort_descending(scores).tolist()
+        assert rank_descending(scores.tolist()) == argsort_descending(scores).tolist()
 
 
 @pytest.mark.parametrize("kind", ["any", "ties", "NaN"])

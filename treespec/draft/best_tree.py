@@ -1,10 +1,9 @@
 """Keeps the best of all candidates of a ranked tree: on any device, and for one tree on a CPU."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -85,17 +84,17 @@ def build_column_facts(widths: tuple[int, ...], children: int, device: torch.dev
 class CandidateLevel:
     """The M candidates of one level of a tree that grows on a CPU.
 
-    Column 0 is the root; then come the candidates level by level.
+    Column 0 is the root; then come the candidates level by level. They are plain numbers: of so few, numpy is slower.
 
     Attributes:
-        tokens: [M] int64.
-        scores: [M] float.
-        parents: [M] int64, the column of each candidate's parent.
+        tokens: of each candidate.
+        scores: of each candidate.
+        parents: the column of each candidate's parent.
     """
 
-    tokens: np.ndarray
-    scores: np.ndarray
-    parents: np.ndarray
+    tokens: list[int]
+    scores: list[float]
+    parents: list[int]
 
 
 @dataclass(frozen=True)
@@ -104,13 +103,13 @@ class RankedTree:
 
     Attributes:
         tree: its N nodes, the best first below the root.
-        parents: [N] the parent of each node, -1 for the root.
-        columns: [N] the column of each node (`CandidateLevel`).
+        parents: the parent of each node, -1 for the root.
+        columns: the column of each node (`CandidateLevel`).
     """
 
     tree: TokenTree
-    parents: np.ndarray
-    columns: np.ndarray
+    parents: list[int]
+    columns: list[int]
 
 
 def select_best_on_host(root: int, levels: Sequence[CandidateLevel], nodes: int) -> RankedTree:
@@ -125,45 +124,42 @@ def select_best_on_host(root: int, levels: Sequence[CandidateLevel], nodes: int)
 
     root: its token. nodes: N, the root included.
     """
-    # 1. Rank the candidates; the root comes first.
-    ranked = 1 + rank_descending(np.concatenate([level.scores for level in levels]))
-    columns = np.zeros(min(nodes, 1 + len(ranked)), dtype=np.int64)
-    columns[1:] = ranked[: nodes - 1]
-    number_of_column = np.zeros(1 + len(ranked), dtype=np.int64)
-    number_of_column[ranked] = count_from_one(len(ranked))
+    # 1. All columns.
+    tokens = [root]
+    parent_columns = [0]
+    depths = [0]
+    scores = list[float]()
+    for depth, level in enumerate(levels, start=1):
+        tokens += level.tokens
+        parent_columns += level.parents
+        depths += [depth] * len(level.tokens)
+        scores += level.scores
 
-    # 2. Tokens, parents and depths of the kept ones.
-    below_root = columns[1:] - 1
-    facts = np.zeros((3, len(columns)), dtype=np.int64)
-    tokens, parents, depths = facts
-    tokens[0] = root
-    tokens[1:] = np.concatenate([level.tokens for level in levels])[below_root]
-    parent_columns = np.concatenate([level.parents for level in levels])
+    # 2. Rank the candidates; the root comes first.
+    ranked = [0]
+    for candidate in rank_descending(scores):
+        ranked.append(1 + candidate)
+    number_of_column = [0] * len(ranked)
+    for number, column in enumerate(ranked):
+        number_of_column[column] = number
+
+    # 3. The kept ones.
+    columns = ranked[:nodes]
+    kept_tokens = [tokens[column] for column in columns]
+    kept_depths = [depths[column] for column in columns]
+    parents = [number_of_column[parent_columns[column]] for column in columns]
     parents[0] = -1
-    parents[1:] = number_of_column[parent_columns[below_root]]
-    depths[1:] = build_depths(tuple([len(level.tokens) for level in levels]))[below_root]
-
-    # 3. The tensors share the memory of the arrays.
-    tensors = torch.from_numpy(facts)
-    ancestors = mark_ancestors(parents.tolist())
-    return RankedTree(TokenTree(tensors[0], tensors[1], tensors[2], ancestors), parents, columns)
+    facts = torch.tensor([kept_tokens, parents, kept_depths], dtype=torch.int64, device="cpu")
+    tree = TokenTree(facts[0], facts[1], facts[2], mark_ancestors(parents))
+    return RankedTree(tree, parents, columns)
 
 
-def rank_descending(scores: np.ndarray) -> np.ndarray:
-    """Returns [M] the indices of the scores, highest first, in the order of `argsort_descending`.
+def rank_descending(scores: Sequence[float]) -> list[int]:
+    """Lists the indices of the scores, highest first, in the order of `argsort_descending`.
 
-    NaN comes first, and of equal scores the earlier one: a stable ascending sort of the reversed scores, reversed.
+    NaN comes first, and of equal scores the earlier one.
     """
-    return len(scores) - 1 - scores[::-1].argsort(kind="stable")[::-1]
-
-
-@lru_cache(1024)
-def count_from_one(count: int) -> np.ndarray:
-    """Returns [count] int64: 1, 2, 3, …"""
-    return np.arange(1, count + 1)
-
-
-@lru_cache(1024)
-def build_depths(counts: tuple[int, ...]) -> np.ndarray:
-    """Returns the depth of each candidate. counts: candidates of each level."""
-    return np.arange(1, len(counts) + 1).repeat(counts)
+    places = range(len(scores))
+    if math.isnan(sum(scores)):
+        return sorted(places, key=lambda place: (not math.isnan(scores[place]), -scores[place]))
+    return sorted(places, key=scores.__getitem__, reverse=True)

@@ -62,23 +62,24 @@ class Calibration:
         if not all(map(math.isfinite, numbers)):
             raise ValueError("weights or rates are not numbers")
 
-    def predict_certain_choice(self, top: np.ndarray, depth: int) -> np.ndarray:
-        """Returns [F, K] Pr(the r-th most likely token is the target's choice at temperature 0).
+    def predict_certain_choice(self, top: list[float], depth: int) -> list[float]:
+        """Returns Pr(the r-th most likely token of a node is the target's choice at temperature 0), for each r.
 
-        top: [F, K] the largest probabilities at temperature 1, descending; returned as they are without a
-        fitted model. depth: of the F nodes.
+        top: the node's largest probabilities at temperature 1, descending; returned as they are without a
+        fitted model. depth: of the node.
         """
         if not self.greedy:
             return top
-        _, of_logit, _, _ = self.greedy
-        logits = compute_logits(top)
-        logits *= of_logit
-        logits += sum_rank_terms(self.greedy, top.shape[1], depth)
-        probabilities: np.ndarray = 0.5 + 0.5 * np.tanh(0.5 * logits)  # 1 / (1 + e^-logit)
-        totals = probabilities.sum(-1, keepdims=True)
-        if totals.max() <= 1:
+        of_logit = self.greedy[1]
+        terms = list_rank_terms(self.greedy, len(top), depth)
+        probabilities = []
+        for probability, term in zip(top, terms, strict=True):
+            logit = of_logit * compute_logit(probability) + term
+            probabilities.append(0.5 + 0.5 * math.tanh(0.5 * logit))  # 1 / (1 + e^-logit)
+        total = sum(probabilities)
+        if total <= 1:
             return probabilities
-        return probabilities / np.maximum(totals, 1)
+        return [probability / total for probability in probabilities]
 
 
 def find_nearest(by_temperature: Mapping[str, Known], temperature: float) -> Known:
@@ -90,28 +91,30 @@ def build_calibration_features(top: np.ndarray, depth: int) -> np.ndarray:
     """Returns [F, K, 4] the model's inputs. top: [F, K] the largest probabilities of nodes at a depth."""
     features = np.empty((*top.shape, NUM_FEATURES))
     features[..., 0] = 1.0
-    features[..., 1] = compute_logits(top)
+    limited = top.clip(MIN_CALIBRATED_PROBABILITY, 1 - MIN_CALIBRATED_PROBABILITY)
+    features[..., 1] = np.log(limited / (1 - limited))
     features[..., 2] = np.log(np.arange(1, top.shape[1] + 1))
     features[..., 3] = depth
     return features
 
 
-def compute_logits(top: np.ndarray) -> np.ndarray:
-    """Returns log(p / (1 - p)) of probabilities, those near 0 and 1 limited. top: of any shape."""
-    top = np.minimum(np.maximum(top, MIN_CALIBRATED_PROBABILITY), 1 - MIN_CALIBRATED_PROBABILITY)
-    logits: np.ndarray = np.log(top / (1 - top))
-    return logits
+def compute_logit(probability: float) -> float:
+    """Returns log(p / (1 - p)); one near 0 or 1 is limited."""
+    limited = min(max(probability, MIN_CALIBRATED_PROBABILITY), 1 - MIN_CALIBRATED_PROBABILITY)
+    return math.log(limited / (1 - limited))
 
 
 @lru_cache
-def sum_rank_terms(weights: tuple[float, ...], children: int, depth: int) -> np.ndarray:
-    """Returns [children] the terms of the model that a probability has no part in.
+def list_rank_terms(weights: tuple[float, ...], children: int, depth: int) -> tuple[float, ...]:
+    """Lists, for each child of a node, the terms of the model that its probability has no part in.
 
     weights: of `build_calibration_features`. children: of a node. depth: of the node.
     """
     constant, _, of_rank, of_depth = weights
-    terms: np.ndarray = constant + of_rank * np.log(np.arange(1, children + 1)) + of_depth * depth
-    return terms
+    terms = []
+    for rank in range(1, children + 1):
+        terms.append(constant + of_rank * math.log(rank) + of_depth * depth)
+    return tuple(terms)
 
 
 def scale_by_sharpness(logits: "Tensor", depth: int, sharpness: tuple[float, ...]) -> "Tensor":

@@ -1,13 +1,12 @@
 """Grows EAGLE-2's tree: it ranks paths by log-probability (`treespec.trees.dynamic`).
 
 The score of a node is that of its path; no child's score is above its parent's. `TopRanking` grows the trees of a
-batch together, on any device. One sequence on a CPU has a few hundred numbers: `HostRanking` ranks them with numpy,
-and both grow the same tree.
+batch together, on any device. One sequence on a CPU has a few hundred numbers: `HostRanking` ranks them in plain
+Python, and both grow the same tree.
 """
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -123,15 +122,15 @@ def rank_most_likely(logits: Tensor, params: SamplingParams, k: int) -> tuple[Te
 
 @dataclass(frozen=True)
 class ScoredChildren:
-    """The most likely children of F nodes.
+    """The K most likely children of each of F nodes: those of the first node, then those of the next.
 
     Attributes:
-        tokens: [F, K] int64, the most likely first.
-        scores: [F, K] the scores of their paths.
+        tokens: of the F K children, those of a node the most likely first.
+        scores: the scores of their paths.
     """
 
-    tokens: np.ndarray
-    scores: np.ndarray
+    tokens: list[int]
+    scores: list[float]
 
 
 @dataclass
@@ -139,17 +138,16 @@ class HostRanking(Ranking):
     """Grows the tree of one sequence on a CPU, as `TopRanking` does."""
 
     def score_children(
-        self, above: np.ndarray | None, logits: Tensor, depth: int
+        self, above: list[float] | None, logits: Tensor, depth: int
     ) -> ScoredChildren:
         """Scores the most likely children of F nodes.
 
-        above: [F] scores of the nodes; None for the root. logits: [F, V]. depth: of the nodes.
+        above: the scores of the nodes; None for the root. logits: [F, V]. depth: of the nodes.
         """
         tokens, scores = self.rank_children(logits)
-        path_scores = scores.numpy()
         if above is not None:
-            path_scores = above[:, None] + path_scores
-        return ScoredChildren(tokens.numpy(), path_scores)
+            scores = torch.tensor(above, dtype=scores.dtype, device="cpu")[:, None] + scores
+        return ScoredChildren(tokens.flatten().tolist(), scores.flatten().tolist())
 
     def choose_width(self, level: int, levels: list[CandidateLevel]) -> int:
         """Returns the number of nodes of a level to expand, the best ones; 0 ends the tree.
@@ -162,28 +160,29 @@ class HostRanking(Ranking):
         """Grows the tree. root: [1] int64. logits: [1, V] draft logits of its children."""
         levels = list[CandidateLevel]()
         above = None
-        frontier_columns = np.zeros(1, dtype=np.int64)
+        frontier_columns = [0]
         first_column = 1  # of the present level
         for level in range(1, self.depth + 1):
             # 1. The most likely children of each frontier node are candidates.
             children = self.score_children(above, logits, level - 1)
-            topk = children.tokens.shape[1]
-            tokens = children.tokens.reshape(-1)
-            scores = children.scores.reshape(-1)
-            levels.append(CandidateLevel(tokens, scores, frontier_columns.repeat(topk)))
+            scores = children.scores
+            topk = len(scores) // len(frontier_columns)
+            parents = [column for column in frontier_columns for _ in range(topk)]
+            levels.append(CandidateLevel(children.tokens, scores, parents))
 
             # 2. The best of them are the next frontier. If all of them are expanded, they keep their order.
             expanded = self.choose_width(level, levels)
             if not expanded:
                 break
+            order = list(range(len(scores)))
             if expanded < len(scores):
                 order = rank_descending(scores)[:expanded]
-            else:
-                order = np.arange(len(scores))
-            above = scores[order]
-            frontier_columns = first_column + order
+            above = [scores[candidate] for candidate in order]
+            frontier_columns = [first_column + candidate for candidate in order]
             first_column += len(scores)
-            logits = yield Frontier(torch.from_numpy(tokens[order]), torch.from_numpy(order), topk)
+            tokens = [children.tokens[candidate] for candidate in order]
+            frontier = torch.tensor([tokens, order], dtype=torch.int64, device="cpu")
+            logits = yield Frontier(frontier[0], frontier[1], topk)
 
         # 3. Keep the best of all candidates.
         return select_best_on_host(int(root), levels, self.nodes)

@@ -20,7 +20,6 @@ few hundred at a time, and moves the remaining ones to the front. Five tokens un
 The first sequence can be cut to a b c d, as the next position sees d and itself, or to nothing.
 """
 
-import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, final
@@ -316,12 +315,12 @@ class TreeCache(Cache):
 
     def write_after(self, nodes: int) -> None:
         """Until the next commit or rewind, forwards write after that many uncommitted nodes of earlier forwards."""
-        columns = functools.cache(
-            self.find_write_columns
-        )  # layers of equal windows have equal columns
-        for layer in self.tree_layers:
-            layer.first, end = columns(layer.window)
-            layer.length = end + nodes
+        for window in self.layer_windows:
+            first, end = self.find_write_columns(window)
+            for layer in self.tree_layers:
+                if layer.window == window:
+                    layer.first = first
+                    layer.length = end + nodes
 
     @contextmanager
     def writing_after(self, nodes: int) -> Iterator[None]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec.draft.auto.cost import CycleCost, find_best_size
+from treespec.draft.auto.cost import CycleCost, find_best_size, predict_tree_seconds
 from treespec.draft.auto.cost_model import (
     MAX_CHILD_PROBABILITY,
     CostModel,
@@ -102,11 +102,11 @@ def _solve_at_point(
             speed = branching_speed
 
     # 2. Its prediction.
-    parents = get_layout(fastest, torch.device("cpu")).parents.numpy()
-    predicted = np.ones(len(fastest.paths))
-    for node, path in enumerate(fastest.paths[1:], start=1):
-        predicted[node] = rates[path[-1]]
-    inner = len(np.unique(parents)) - 1
+    parents = get_layout(fastest, torch.device("cpu")).parents.tolist()
+    predicted = [1.0]
+    for path in fastest.paths[1:]:
+        predicted.append(rates[path[-1]])
+    inner = len(set(parents)) - 1
     seconds = float(cost.predict_cycle(fastest.size, fastest.max_depth, inner))
     return PlannedTree(fastest, speed, Prediction(seconds, parents, predicted))
 
@@ -118,7 +118,8 @@ def _scale_rates(rates: tuple[float, ...], point: np.ndarray) -> np.ndarray:
     """
     factors = np.exp(GRID_STEPS * SOLVE_EVERY_POINTS * point)
     is_other = np.arange(len(rates)).clip(max=1)
-    return limit_sum(np.array(rates) * factors[:, is_other])
+    scaled = np.array(rates) * factors[:, is_other]
+    return np.array([limit_sum(row) for row in scaled.tolist()])
 
 
 class CostAwareRanking(HostRanking):
@@ -130,7 +131,7 @@ class CostAwareRanking(HostRanking):
         model: the cost model of the sequence.
         params: turn draft logits into the distribution that predicts.
         calibration: the head's; None: it has none.
-        predicted: [F, K] for each level, Pr(a child is accepted | its parent is), uncorrected.
+        predicted: for each level, by expanded node: Pr(a child is accepted | its parent is), uncorrected.
         top_sum: sum of the most likely child's probability over all levels, the first rate included.
     """
 
@@ -148,44 +149,54 @@ class CostAwareRanking(HostRanking):
         self.forward = model.cost.forward_prices[: tree.nodes]
         if model.cost.batch > 1:
             sizes = np.arange(1, len(self.forward) + 1)
-            self.forward = model.cost.compute_forward_price(sizes, model.mean_nodes)
-        self.predicted = list[np.ndarray]()
+            self.forward = model.cost.compute_forward_price(sizes, model.mean_nodes).tolist()
+        self.predicted = list[list[list[float]]]()
         self.top_sum = model.rates[0]
 
     def score_children(
-        self, above: np.ndarray | None, logits: Tensor, depth: int
+        self, above: list[float] | None, logits: Tensor, depth: int
     ) -> ScoredChildren:
+        # 1. Pr(a child is accepted | its parent is).
         best, tokens = rank_most_likely(logits, self.params, min(self.topk, logits.shape[-1]))
-        predicted = best.numpy().astype(np.float64)
+        predicted = best.tolist()
         if self.calibration and self.params.greedy:
-            predicted = self.calibration.predict_certain_choice(predicted, depth)
+            predicted = [self.calibration.predict_certain_choice(row, depth) for row in predicted]
         self.predicted.append(predicted)
-        reach = self.model.logit_correction.correct_predictions(predicted, depth)
-        if above is not None:
-            reach = above[:, None] * reach
-        return ScoredChildren(tokens.numpy(), reach)
+
+        # 2. Pr(all of its path is accepted), corrected.
+        correction = self.model.logit_correction
+        scores = list[float]()
+        for node, probabilities in enumerate(predicted):
+            reach = 1.0
+            if above is not None:
+                reach = above[node]
+            for probability in correction.correct_predictions(probabilities, depth):
+                scores.append(reach * probability)
+        return ScoredChildren(tokens.flatten().tolist(), scores)
 
     def choose_width(self, level: int, levels: list[CandidateLevel]) -> int:
         # 1. The best size of all candidates so far, and the price in tokens of one more node there.
         model = self.model
         cost = model.cost
         rate = max(model.plain, model.speed)  # tokens that a second is worth
-        reach = np.concatenate([candidates.scores for candidates in levels])
-        reach.sort()
-        self.nodes = find_best_size(reach[::-1], self.forward, rate)
+        scores = list[float]()
+        for candidates in levels:
+            scores += candidates.scores
+        scores.sort(reverse=True)
+        self.nodes = find_best_size(scores, self.forward, rate)
         end = min(self.nodes + SLOPE_NODES, len(self.forward))
-        extra_seconds = float(self.forward[end - 1] - self.forward[self.nodes - 1])
+        extra_seconds = self.forward[end - 1] - self.forward[self.nodes - 1]
         price = rate * extra_seconds / max(end - self.nodes, 1)
         if model.trying:
             self.nodes = max(self.nodes, 2)
 
         # 2. Nodes of the last level whose children are likely to be worth their time.
-        self.top_sum += float(self.predicted[-1][0, 0])
+        self.top_sum += self.predicted[-1][0][0]
         next_rate = self.top_sum / (level + 1) * model.logit_correction.factors[1][0]
         levels_left = self.depth - level
         if not levels_left:
             return 0
-        best = np.sort(levels[-1].scores)[::-1][: self.topk]
+        best = sorted(levels[-1].scores, reverse=True)[: self.topk]
         child_rate = min(next_rate, MAX_CHILD_PROBABILITY)
         return count_expansions(
             best,
@@ -198,19 +209,21 @@ class CostAwareRanking(HostRanking):
 
     def predict_outcome(self, ranked: RankedTree) -> Prediction:
         """Predicts the outcome of a tree."""
-        columns = [np.ones(1)]  # the root
+        probabilities = [1.0]  # of the root, and of the candidates level by level
+        inner = 0
         for level in self.predicted:
-            columns.append(level.reshape(-1))
-        probabilities = np.concatenate(columns)
-        inner = sum(map(len, self.predicted))
+            inner += len(level)
+            for row in level:
+                probabilities += row
+        kept = [probabilities[column] for column in ranked.columns]
         cost = self.model.cost
-        nodes = cost.spread_nodes(len(ranked.columns), self.model.mean_nodes)
-        seconds = float(cost.predict_cycle(nodes, len(self.predicted), inner))
-        return Prediction(seconds, ranked.parents, probabilities[ranked.columns])
+        nodes = cost.spread_nodes(len(kept), self.model.mean_nodes)
+        seconds = predict_tree_seconds(cost, nodes, len(self.predicted), inner)
+        return Prediction(seconds, ranked.parents, kept)
 
 
 def count_expansions(
-    reach: np.ndarray, rate: float, price: float, step: float, row: float, levels: int
+    reach: Sequence[float], rate: float, price: float, step: float, row: float, levels: int
 ) -> int:
     """Returns the number of a level's best nodes to expand; 0 ends the tree.
 
@@ -218,7 +231,7 @@ def count_expansions(
     the largest gain minus cost decides. All costs are in tokens.
 
     Args:
-        reach: [M] Pr(a node is accepted), descending.
+        reach: Pr(a node is accepted) of each, descending.
         rate: Pr(a child is accepted | its parent is).
         price: of each node of a chain.
         step: of each level.
@@ -229,11 +242,10 @@ def count_expansions(
                                                         two levels of it              .26 + .39 - .1 - .2   = .35
                                                         two levels, the second too    .35 + .14 - .1        = .39
     """
-    # Plain numbers: of so few, numpy is slower.
     best_worth = 0.0
     best_count = 0
     worths = [0.0] * levels  # of the nodes so far, by the number of levels
-    for count, node_reach in enumerate(reach.tolist(), start=1):
+    for count, node_reach in enumerate(reach, start=1):
         if node_reach * rate <= price and count > 1:
             break  # neither this node nor a later one is worth a row
         gain = 0.0

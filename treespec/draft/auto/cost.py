@@ -9,10 +9,11 @@ T(n) is the time of the target's forward over a tree of n nodes, interpolated be
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -110,15 +111,15 @@ class CycleCost:
         return seconds_of_others + self.batch * (seconds - seconds_of_others)
 
     @cached_property
-    def forward_prices(self) -> np.ndarray:
-        """[M] `compute_forward_price` of 1, 2, … nodes up to the largest measured size, beside roots alone."""
-        prices: np.ndarray = self.compute_forward_price(np.arange(1, self.nodes[-1] + 1))
+    def forward_prices(self) -> list[float]:
+        """`compute_forward_price` of 1, 2, … nodes up to the largest measured size, beside roots alone."""
+        prices: list[float] = self.compute_forward_price(np.arange(1, self.nodes[-1] + 1)).tolist()
         return prices
 
     @cached_property
     def least_probability(self) -> float:
         """The acceptance probability below which no number of draft tokens pays for its time."""
-        extra_seconds = self.forward_prices[1:] - self.forward_prices[0]
+        extra_seconds = np.array(self.forward_prices[1:]) - self.forward_prices[0]
         seconds_per_token = extra_seconds / np.arange(1, len(self.forward_prices))
         return float(seconds_per_token.min() * self.baseline_speed)
 
@@ -229,17 +230,29 @@ def extend_context(cost: CycleCost, tokens: int) -> CycleCost:
     return replace(cost, forward=tuple(forward))
 
 
-def find_best_size(reach: np.ndarray, forward: np.ndarray, rate: float) -> int:
+@lru_cache(4096)
+def predict_tree_seconds(cost: CycleCost, nodes: float, levels: int, inner: int) -> float:
+    """Returns `CycleCost.predict_cycle` of one tree. The same few trees come again and again."""
+    return float(cost.predict_cycle(nodes, levels, inner))
+
+
+def find_best_size(reach: Sequence[float], forward: Sequence[float], rate: float) -> int:
     """Returns the number of nodes, root included, with the largest E - R T (`treespec.trees.dynamic.AutoTree`).
 
-    reach: [M] Pr(a node is on the accepted path), descending, without the root.
+    reach: Pr(a node is on the accepted path) of each node but the root, descending.
     forward: seconds of the target's forward over 1, 2, … nodes.
     rate: R, tokens per second.
     """
-    max_nodes = min(len(reach) + 1, len(forward))
-    node_reach = np.ones(max_nodes)
-    node_reach[1:] = reach[: max_nodes - 1]
-    return int((node_reach.cumsum() - rate * forward[:max_nodes]).argmax()) + 1
+    expected_tokens = 1.0
+    best_gain = expected_tokens - rate * forward[0]
+    best_size = 1
+    for size, node_reach, seconds in zip(count(2), reach, forward[1:], strict=False):
+        expected_tokens += node_reach
+        gain = expected_tokens - rate * seconds
+        if gain > best_gain:
+            best_gain = gain
+            best_size = size
+    return best_size
 
 
 CostBy = Callable[[int], CycleCost]  # the cost by batch size

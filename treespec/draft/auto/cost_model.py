@@ -47,23 +47,20 @@ RETRY_CYCLES = (
 RETRY_POWER = 6  # that number is multiplied by (one-token speed / drafting speed) to this power
 
 
-def limit_sum(probabilities: np.ndarray) -> np.ndarray:
-    """Limits the sum of each row to MAX_CHILD_PROBABILITY: the first child keeps its value, the others are scaled.
+def limit_sum(probabilities: list[float]) -> list[float]:
+    """Limits the sum to MAX_CHILD_PROBABILITY: the first child keeps its value, the others are scaled.
 
-    probabilities: [F, K] of the children of F nodes.
+    probabilities: of the children of a node.
 
     .9 .2 .1, at most .98    .9 and .08 for the others    .9 .053 .027
     """
-    if probabilities.sum(1).max() <= MAX_CHILD_PROBABILITY:
+    if sum(probabilities) <= MAX_CHILD_PROBABILITY:
         return probabilities
-    limited = np.empty_like(probabilities)
-    first = np.minimum(probabilities[:, :1], MAX_CHILD_PROBABILITY, out=limited[:, :1])
-    others = probabilities[:, 1:]
+    first = min(probabilities[0], MAX_CHILD_PROBABILITY)
     limit = MAX_CHILD_PROBABILITY - first
-    total = others.sum(1, keepdims=True)
-    factor = limit / np.maximum(np.maximum(total, limit), SMALLEST_FLOAT)
-    np.multiply(others, factor, out=limited[:, 1:])
-    return limited
+    others = probabilities[1:]
+    factor = limit / max(sum(others), limit, SMALLEST_FLOAT)
+    return [first, *[other * factor for other in others]]
 
 
 @final
@@ -83,22 +80,22 @@ class Correction:
         self.accepted = [[weight, weight], [weight, weight]]
         self.factors = [[1.0, 1.0], [1.0, 1.0]]
 
-    def correct_predictions(self, probabilities: np.ndarray, depth: int) -> np.ndarray:
+    def correct_predictions(self, probabilities: Sequence[float], depth: int) -> list[float]:
         """Multiplies predictions by the ratios so far.
 
-        probabilities: [F, K] of the children of F nodes, the most likely first. depth: of the nodes; 0: the root.
+        probabilities: of the children of a node, the most likely first. depth: of the node; 0: the root.
         """
         first, others = self.factors[min(depth, 1)]
-        corrected = probabilities * others
-        np.multiply(probabilities[:, 0], first, out=corrected[:, 0])
+        corrected = [others * probability for probability in probabilities]
+        corrected[0] = first * probabilities[0]
         return limit_sum(corrected)
 
     def update(self, prediction: "Prediction", path: Sequence[int]) -> None:
         """Learns from a verified tree. path: its accepted nodes, without the root."""
         predicted = scale_counts(self.predicted)
         accepted = scale_counts(self.accepted)
-        parents = prediction.parents.tolist()
-        probabilities = prediction.probabilities.tolist()
+        parents = prediction.parents
+        probabilities = prediction.probabilities
         for depth, node in enumerate([0, *path]):
             children = [child for child, parent in enumerate(parents) if parent == node]
             if not children:
@@ -136,13 +133,13 @@ class Prediction:
 
     Attributes:
         seconds: modelled seconds of the cycle.
-        parents: [N] the parent of each node.
-        probabilities: [N] Pr(a node is accepted | its parent is).
+        parents: the parent of each node.
+        probabilities: of each node, Pr(it is accepted | its parent is).
     """
 
     seconds: float
-    parents: np.ndarray
-    probabilities: np.ndarray
+    parents: list[int]
+    probabilities: list[float]
 
 
 @final

@@ -39,13 +39,13 @@ class OutputRows:
 
     Attributes:
         vocabulary: [N] int64, the draft vocabulary.
-        in_vocabulary: [V + 1] bool: whether it has a token. The last entry, True, stands for all beyond V.
+        in_vocabulary: whether it has each token: V + 1 bytes. The last one, 1, stands for all beyond V.
         weight: H -> V.
         bias: [V]; None: no bias.
     """
 
     vocabulary: Tensor
-    in_vocabulary: np.ndarray
+    in_vocabulary: bytes
     weight: kernels.PackedWeight
     bias: Tensor | None
 
@@ -60,7 +60,7 @@ class TextVocabulary:
         length: of the text that it follows, without its first token.
         rare_places: [n] int64, the places in the text of all its tokens outside of the draft vocabulary.
         rare_tokens: [n] int64, these tokens.
-        last_places: [W] int64, where each own token stands last in the text; negative if it does not.
+        last_places: of each own token, where it stands last in the text; negative if it does not.
         tokens: [N + W] int64, the draft vocabulary, then the own tokens.
         weight: H -> W, the rows of the own tokens.
         bias: [W]; None: no bias.
@@ -70,7 +70,7 @@ class TextVocabulary:
     length: int
     rare_places: np.ndarray
     rare_tokens: np.ndarray
-    last_places: np.ndarray
+    last_places: list[int]
     tokens: Tensor
     weight: kernels.PackedWeight
     bias: Tensor | None
@@ -82,9 +82,18 @@ class TextVocabulary:
 
     def append(self, tokens: np.ndarray) -> "TextVocabulary":
         """Returns the vocabulary after further tokens [n] int64 of the text."""
-        rare = np.flatnonzero(~self.output.in_vocabulary.take(tokens, mode="clip"))
+        # Plain numbers: of so few, numpy is slower.
+        in_vocabulary = self.output.in_vocabulary
+        beyond = len(in_vocabulary) - 1
+        rare = [
+            place
+            for place, token in enumerate(tokens.tolist())
+            if not in_vocabulary[min(token, beyond)]
+        ]
         longer = replace(self, length=self.length + len(tokens))
-        return longer.append_rare(self.length + rare, tokens[rare])
+        if not rare:
+            return longer
+        return longer.append_rare(self.length + np.array(rare), tokens[rare])
 
     def append_rare(self, places: np.ndarray, tokens: np.ndarray) -> "TextVocabulary":
         """Returns the vocabulary after tokens [n] outside of the draft vocabulary. places: [n] of them in the text."""
@@ -92,18 +101,18 @@ class TextVocabulary:
             return self
 
         # 1. Each takes its own slot, or that of the token that was seen least recently.
-        own = self.own.copy()
-        last_places = self.last_places.copy()
+        own = self.own.tolist()
+        last_places = list(self.last_places)
         for place, token in zip(places.tolist(), tokens.tolist(), strict=True):
-            slot = last_places.argmin()
-            own_slots = np.flatnonzero(own == token)
-            if len(own_slots):
-                slot = own_slots[0]
+            if token in own:
+                slot = own.index(token)
+            else:
+                slot = last_places.index(min(last_places))
             own[slot] = token
             last_places[slot] = place
 
         # 2. The rows of new tokens.
-        rows = self.replace_own(own)
+        rows = self.replace_own(np.array(own))
         return replace(
             rows,
             rare_places=np.concatenate([self.rare_places, places]),
@@ -159,14 +168,14 @@ def find_first_vocabulary(head: Any, target: Target) -> TextVocabulary | None:
         return None
 
     # 3. Their rows.
-    output = OutputRows(vocabulary, in_vocabulary, product.read_weight(), product.bias)
+    output = OutputRows(vocabulary, in_vocabulary.tobytes(), product.read_weight(), product.bias)
     nothing = np.empty(0, dtype=np.int64)
     empty = TextVocabulary(
         output,
         length=0,
         rare_places=nothing,
         rare_tokens=nothing,
-        last_places=np.full(len(own), -1),
+        last_places=[-1] * len(own),
         tokens=torch.cat([vocabulary, vocabulary.new_full((len(own),), -1)]),
         weight=kernels.allocate_weight(len(own), output.weight),
         bias=None,

@@ -223,5 +223,5 @@ def keep_profitable_nodes(guess: Guess, cost: CycleCost) -> Guess:
         return guess
     reach = guess.compute_reach(guess.probabilities)
     order = np.argsort(-reach, kind="stable")  # the root is first, and a parent before its children
-    size = find_best_size(reach[order[1:]], cost.forward_prices, cost.baseline_speed)
+    size = find_best_size(reach[order[1:]].tolist(), cost.forward_prices, cost.baseline_speed)
     return guess.keep_nodes(np.sort(order[:size]))

@@ -5,18 +5,14 @@ import inspect
 import io
 import itertools
 import json
-import os
-import runpy
 import shlex
-import socket
 import sys
 import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from multiprocessing import get_context
 from pathlib import Path
 
 import httpx
@@ -25,7 +21,6 @@ import psutil
 import pytest
 import torch
 import transformers as hf
-from accelerate.state import AcceleratorState
 from models import GROUPED, random_head, random_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from training import tokenizer
@@ -98,44 +93,6 @@ def shorten_measurements() -> None:
     measure.MEASURED_NODES = (1, 2, 4, 16, 64)
     measure.MIN_ROUNDS = bench.MIN_ROUNDS = 2
     bench.MEASURING_SECONDS = 0.0
-
-
-FORKED = get_context("forkserver")  # it imports these once, and has no threads
-FORKED.set_forkserver_preload(["treespec.train.run", "treespec.eval.benchmark"])
-
-
-def find_free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
-def run_rank(number, ports, lines, said):
-    """Run `python -m LINE` as one of two, one line after another, with standard output in a file."""
-    shorten_measurements()
-    with said.open("w") as out, redirect_stdout(out):
-        for port, line in zip(ports, lines, strict=True):
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
-            os.environ |= {"WORLD_SIZE": "2", "RANK": f"{number}", "LOCAL_RANK": f"{number}"}
-            sys.argv[:] = line.split()
-            with pytest.raises(SystemExit) as ended:
-                runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-            assert not ended.value.code
-            AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def run_by_two(lines, folder):
-    """What each of two processes prints that run `python -m LINE` for each line. folder: for what they print."""
-    ports = [find_free_port() for _ in lines]
-    files = [Path(folder) / f"said-{number}" for number in (0, 1)]
-    ranks = []
-    for number, file in enumerate(files):
-        ranks.append(FORKED.Process(target=run_rank, args=(number, ports, lines, file), daemon=True))
-        ranks[-1].start()
-    for one in ranks:
-        one.join(120)
-    assert [one.exitcode for one in ranks] == [0, 0]
-    return [file.read_text() for file in files]
 
 
 class TerminalText(io.StringIO):

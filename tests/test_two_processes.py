@@ -1,10 +1,18 @@
 """Two processes train a head and evaluate it as one does: in one file, so that both are forked from one server."""
 
 import json
+import os
+import runpy
+import socket
+import sys
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
+from multiprocessing import get_context
 
+import pytest
 import torch
-from commands import QUESTIONS, complains, config_in, options_in, page_of, run_by_two, words_of
+from accelerate.state import AcceleratorState
+from commands import QUESTIONS, complains, config_in, options_in, page_of, shorten_measurements, words_of
 from models import same_weights
 from safetensors.torch import load_file
 from training import checkpoint_of, read_refusal, train_to_end
@@ -14,6 +22,46 @@ from treespec.eval.ledger import Ledger
 from treespec.files.atomic import read_json
 
 TURNS = sum(len(question["turns"]) for question in QUESTIONS)
+
+
+FORKED = get_context("forkserver")  # it imports these once, and has no threads
+FORKED.set_forkserver_preload(["treespec.train.run", "treespec.eval.benchmark"])
+
+
+def run_rank(number, ports, lines, said):
+    """Run `python -m LINE` as one of two, one line after another, with standard output in a file."""
+    shorten_measurements()
+    with said.open("w") as out, redirect_stdout(out):
+        for port, line in zip(ports, lines, strict=True):
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+            os.environ |= {"WORLD_SIZE": "2", "RANK": f"{number}", "LOCAL_RANK": f"{number}"}
+            sys.argv[:] = line.split()
+            with pytest.raises(SystemExit) as ended:
+                runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+            assert not ended.value.code
+            AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def find_free_ports(count):
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for free in sockets:
+            free.bind(("127.0.0.1", 0))
+        return [free.getsockname()[1] for free in sockets]
+
+
+def run_by_two(lines, folder):
+    """What each of two processes prints that run `python -m LINE` for each line. folder: for what they print."""
+    files = [folder / f"said-{number}" for number in (0, 1)]
+    ports = find_free_ports(len(lines))
+    ranks = []
+    for number, file in enumerate(files):
+        ranks.append(FORKED.Process(target=run_rank, args=(number, ports, lines, file), daemon=True))
+        ranks[-1].start()
+    for one in ranks:
+        one.join(120)
+    assert [one.exitcode for one in ranks] == [0, 0]
+    return [file.read_text() for file in files]
 
 
 def write_unequal_data(file, count=24):

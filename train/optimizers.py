@@ -16,7 +16,7 @@ from treespec.heads.eagle4 import Eagle4Head
 from treespec.heads.head import Head
 from treespec.train.config import TrainConfig
 
-BETA1 = 0.9  # AdamW's
+ADAMW_BETA1 = 0.9
 
 
 @final
@@ -75,7 +75,7 @@ def build_optimizer(config: TrainConfig, head: Head) -> torch.optim.Optimizer:
         return torch.optim.AdamW(
             weights,
             lr=recipe.learning_rate,
-            betas=(BETA1, recipe.beta2),
+            betas=(ADAMW_BETA1, recipe.beta2),
             weight_decay=recipe.weight_decay,
         )
 

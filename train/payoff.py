@@ -36,7 +36,7 @@ def find_cost(config: TrainConfig, head: Head, target: Target) -> CycleCost | No
         return load_or_measure_cost(target, build_proposer(head, target))
     if config.features is None:
         return None
-    return read_cost(name_cost_file(config, head, target))
+    return read_cost(name_stored_cost(config, head, target))
 
 
 def keep_cost_beside_features(config: TrainConfig, target: Target) -> None:
@@ -51,12 +51,12 @@ def keep_cost_beside_features(config: TrainConfig, target: Target) -> None:
     count = count_draft_tokens(config, target)
     if count:
         restrict(head, target, torch.arange(count, device="cpu"))
-    file = name_cost_file(config, head, target)
+    file = name_stored_cost(config, head, target)
     if not file.exists():
         keep_cost(load_or_measure_cost(target, build_proposer(head, target)), file)
 
 
-def name_cost_file(config: TrainConfig, head: Head, target: Target) -> Path:
+def name_stored_cost(config: TrainConfig, head: Head, target: Target) -> Path:
     """Name the file of a cost beside stored features, by the machine and the shapes of target and head."""
     device = target.output_device
     device_name = "cpu"
@@ -66,9 +66,17 @@ def name_cost_file(config: TrainConfig, head: Head, target: Target) -> Path:
     if head.vocabulary is not None:
         draft_tokens = len(head.vocabulary)
     about = [
-        *(describe_processor(), torch.get_num_threads(), torch.__version__, device_name),
-        *(target.layers, target.config.hidden_size, target.vocab_size, str(target.dtype)),
-        *(head.kind, head.config, draft_tokens),
+        describe_processor(),
+        torch.get_num_threads(),
+        torch.__version__,
+        device_name,
+        target.layers,
+        target.config.hidden_size,
+        target.vocab_size,
+        str(target.dtype),
+        head.kind,
+        head.config,
+        draft_tokens,
     ]
     digest = hashlib.sha256(json.dumps(about, default=str).encode()).hexdigest()[:16]
     return Path(str(config.features)) / f"cost-{digest}.json"

@@ -25,15 +25,13 @@ from treespec.train.data.prepare import Data
 
 RECORD_FORMAT = 3
 CARD_OPTIONS = (
-    *(
-        "token_weight",
-        "first_weights",
-        "bias",
-        "draft_vocab",
-        "batch_size",
-        "batch_tokens",
-        "accumulate",
-    ),
+    "token_weight",
+    "first_weights",
+    "bias",
+    "draft_vocab",
+    "batch_size",
+    "batch_tokens",
+    "accumulate",
     "optimizer",
 )
 Record = dict[str, Any]  # the options of a run, with digests of its target's and data's content

@@ -23,7 +23,7 @@ from treespec.draft.heads.loading import build_new_head
 from treespec.files.atomic import read_tensors
 from treespec.train.budget import TrainingSize, choose_recipe, keep_recipe
 from treespec.train.data.batches import iterate_forwards, pack_epoch, share_batch
-from treespec.train.optimizers import build_optimizer
+from treespec.train.optimizers import Float32Muon, build_optimizer
 
 BATCH_TOKENS = 4096
 
@@ -118,3 +118,20 @@ def test_muon_steps_have_equal_singular_values_and_other_weights_adamws(kind):
         assert singular.max() < 1.3, name
     assert by_muon >= {"fc.weight", "layers.0.mlp.up_proj.weight", "layers.0.self_attn.q_proj.weight"}
     assert not any(word in name for name in by_muon for word in ("lm_head", "markov", "norm", "bias"))
+
+
+def test_muon_in_float32_takes_the_steps_of_torchs_in_bfloat16():
+    shapes = ((6, 4), (4, 6), (5, 5))
+    weights = [torch.randn(*shape, generator=seeded(1), dtype=torch.float32) for shape in shapes]
+    ends = []
+    for optimizer_class in (torch.optim.Muon, Float32Muon):
+        parameters = [torch.nn.Parameter(weight.clone()) for weight in weights]
+        optimizer = optimizer_class(parameters, lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+        generator = seeded(2)
+        for _ in range(3):
+            for parameter in parameters:
+                parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+            optimizer.step()
+        ends.append(torch.cat([parameter.detach().flatten() for parameter in parameters]))
+    starts = torch.cat([weight.flatten() for weight in weights])
+    assert (ends[0] - ends[1]).norm() < 0.02 * (ends[0] - starts).norm()

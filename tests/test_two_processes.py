@@ -13,13 +13,14 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from commands import QUESTIONS, complains, config_in, options_in, page_of, shorten_measurements, words_of
-from models import same_weights
+from models import MODELS, random_model, same_weights, tiny
 from safetensors.torch import load_file
 from training import checkpoint_of, read_refusal, train_to_end
 
 from treespec.eval.benchmark import evaluate
 from treespec.eval.ledger import Ledger
 from treespec.files.atomic import read_json
+from treespec.train.sharding import shard_layers
 
 TURNS = sum(len(question["turns"]) for question in QUESTIONS)
 
@@ -132,3 +133,8 @@ def test_a_divided_target_needs_several_processes_and_nothing_that_needs_it_whol
     for name, value in {"device_map": "auto", "load_in": "8bit", "decode_on": 2}.items():
         with complains(f"--{name.replace('_', '-')} "):
             replace(config, shard_target=True, **{name: value})
+
+
+def test_recurrent_layers_are_not_divided():
+    with complains("--shard-target: Lfm2ForCausalLM has recurrent layers"):
+        shard_layers(random_model(tiny(MODELS["lfm2"])), None)

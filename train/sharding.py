@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from treespec.errors import InputError, get_first_line
 from treespec.model.placement import Placement
-from treespec.model.support import find_decoder, find_layers
+from treespec.model.support import find_decoder, find_layers, find_recurrent_layers
 from treespec.model.target import Target
 from treespec.model.tokenizers import load_tokenizer
 from treespec.model.weights import load_model
@@ -73,8 +73,14 @@ def shard_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     mesh: the processes, in one dimension. Raises InputError for layers that cannot be divided.
     """
     layers = model.config.get_text_config().num_hidden_layers
+    decoder = find_decoder(model)
+    if find_recurrent_layers(model, decoder, layers):
+        raise InputError(
+            f"--shard-target: {type(model).__name__} has recurrent layers, whose parts are computed one by one: leave "
+            "it out"
+        )
     try:
-        for layer in find_layers(find_decoder(model), layers, model.device):
+        for layer in find_layers(decoder, layers, model.device):
             fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     except InputError:
         raise

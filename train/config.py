@@ -50,7 +50,7 @@ TRACKER_NAMES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(TargetOptions, Eagle3Options, StepOptions):
+class TrainConfig(StepOptions, Eagle3Options, TargetOptions):
     """The options of `treespec train`. None: `train.budget` chooses the value by the run's budget.
 
     With `--recipe published` the papers' and their code's values are set here, and those of `Recipe` come from

@@ -22,8 +22,8 @@ class StepOptions(CommandOptions):
         most=65536,
     )
     batch_tokens: int | None = option(
-        "most tokens per forward in each process, padding counted, instead of --batch-size: as many conversations of "
-        "similar lengths as fit, so that no forward takes more memory than others; at least --max-length",
+        "most tokens per forward in each process, padding counted, instead of --batch-size: a forward has all "
+        "conversations of similar lengths that fit, and bounded memory; at least --max-length",
         None,
         least=3,
         most=MAX_FORWARD_TOKENS,

@@ -37,6 +37,13 @@ class SampledRows(NamedTuple):
         return cls(order, sizes, widths)
 
     @classmethod
+    def from_range(cls, first: int, end: int, rows: int, levels: int) -> "SampledRows":
+        """Build it for one text of `rows` rows: those from `first` to before `end` draft all levels."""
+        order = torch.arange(rows, device="cpu").roll(-first)
+        sizes = torch.full((levels, 1), end - first, dtype=torch.int64, device="cpu")
+        return cls.from_sizes(order[None], sizes)
+
+    @classmethod
     def stack(cls, samples: Sequence["SampledRows"]) -> "SampledRows":
         """Stack the samples of single texts, on the CPU, to one of a batch."""
         lengths = [sample.order.shape[1] for sample in samples]

@@ -2,9 +2,11 @@
 
 import io
 import json
+import shutil
 import sys
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -21,9 +23,10 @@ from treespec.cli import app
 from treespec.heads.checkpoint import save_head
 from treespec.model.identity import identify_target
 from treespec.model.placement import Placement
-from treespec.model.quantization.gguf import warn_of_rotary_factors
+from treespec.model.quantization.gguf import share_gguf_reader, warn_of_rotary_factors
 from treespec.model.target import Target
 from treespec.model.tokenizers import load_tokenizer
+from treespec.model.weights import load_config, load_model
 from treespec.train.run import train
 
 
@@ -58,6 +61,26 @@ def test_a_file_loads_without_bars_and_transformers_own_stay(folder, capfd):
     assert capfd.readouterr() == ("", "")
     hf.AutoModelForCausalLM.from_pretrained(folder, gguf_file="tiny.gguf")
     assert "GGUF tensors" in capfd.readouterr().err
+
+
+def test_config_and_weights_of_a_file_share_one_parse(folder, tmp_path, monkeypatch):
+    """Also where the folder has no other file, so that the config is the file's."""
+    shutil.copy(folder / "tiny.gguf", tmp_path)
+    parsed = []
+
+    class CountingReader(gguf.GGUFReader):
+        def __init__(self, path, *options):
+            parsed.append(path)
+            super().__init__(path, *options)
+
+    monkeypatch.setattr(gguf, "GGUFReader", CountingReader)
+    placement = Placement("gguf:tiny.gguf")
+    with share_gguf_reader(placement):
+        config = load_config(str(tmp_path), placement)
+        load_model(str(tmp_path), placement)
+    assert config.hidden_size == 64
+    assert len(parsed) == 1
+    assert gguf.GGUFReader is CountingReader
 
 
 def test_a_head_trains_on_a_file_and_on_features_that_it_stored(folder, tmp_path):

@@ -1,5 +1,6 @@
 """What training learns and what measures see are what a head drafts: all kinds, every parameter random, in float64."""
 
+from contextlib import ExitStack
 from copy import deepcopy
 from functools import cache
 
@@ -12,8 +13,10 @@ from training import config_without_files
 from treespec.api.spec import Spec
 from treespec.api.trace import trace
 from treespec.draft.drafter import Frontier
-from treespec.draft.heads.loading import build_new_head, build_proposer, roll_out_drafts
+from treespec.draft.heads import loading
+from treespec.draft.heads.loading import build_new_head, build_proposer, iterate_top_tokens, roll_out_drafts
 from treespec.draft.vocabulary import expand_logits, restrict
+from treespec.heads.dflash import DFlashHead
 from treespec.heads.registry import HEAD_KINDS
 from treespec.model.target import Target
 from treespec.train.losses.objectives import TrainingBatch
@@ -198,3 +201,26 @@ def test_what_the_loop_draws_from_is_what_measures(name):
         found += wanted
         text += [token for piece in cycle.answer for token in piece.token_ids]
     assert len(found) > 2 * STEPS
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [name for name in VARIANTS if "eagle" not in name])
+def test_a_long_text_is_measured_in_parts_with_the_same_logits_and_tokens(name, monkeypatch):
+    """Logits to 1e-6, where a layer computes at most twelve rows, and eight logits are computed at once."""
+    target, head = pair_of(name)
+    tokens = text_of(20)
+    features = target.compute_features(tokens[None], head.aux_layers)[0]
+    whole = list(roll_out_drafts(head, target, tokens, features, STEPS))
+    monkeypatch.setattr(loading, "MAX_BLOCK_ROWS", 12)
+    monkeypatch.setattr(loading, "MAX_LOGITS", 8)
+    rows = []
+    with ExitStack() as hooks:
+        if isinstance(head, DFlashHead):
+            note = head.layers[0].register_forward_pre_hook(lambda _, given: rows.append(given[0].shape[:-1].numel()))
+            hooks.callback(note.remove)
+        parts = list(roll_out_drafts(head, target, tokens, features, STEPS))
+        top = list(iterate_top_tokens(head, target, tokens, features, STEPS))
+    assert max(rows, default=0) <= 12
+    for ours, logits, best in zip(parts, whole, top, strict=True):
+        close(ours, logits, 1e-6)
+        assert torch.equal(best, logits.argmax(-1))

@@ -80,7 +80,7 @@ def test_a_step_takes_more_conversations_as_the_budget_grows():
     for processes in (1, 2, 4):
         size = replace(SIZE, tokens=64_000_000, conversations=100_000, processes=processes)
         chosen = choose_recipe(config, size)
-        assert chosen.count_conversations(processes) == 32
+        assert chosen.batch_size * chosen.accumulate * processes == 32
 
 
 def test_the_budget_is_that_of_what_ends_the_run_first():
@@ -97,7 +97,7 @@ def test_a_run_by_its_budget_goes_on_with_more_steps(config):
     longer = train_to_end(config, max_steps=8)
     assert "Recipe budget. 8 optimizer steps" in Path(longer.out, "README.md").read_text()
     assert load_head(longer.out).fc.bias is None
-    assert "holds a run with first_weights = 'fitted', not 'random'" in read_refusal(longer, recipe="published")
+    assert "holds a run with batch_size = 2, not 4" in read_refusal(longer, recipe="published")
     further = train_to_end(with_folder(config, "on"), from_head=longer.out)
     assert load_head(further.out).fc.bias is None
 

@@ -17,7 +17,7 @@ from treespec.text.conversations import read_conversations
 from treespec.text.encoding import encode_conversations
 from treespec.train.config import DRAFT_VOCAB
 from treespec.train.data.prepare import prepare
-from treespec.train.loop.steps import Clock, compute_learning_rate, draft_steps_at
+from treespec.train.loop.plan import Clock, compute_learning_rate, draft_steps_at
 from treespec.train.machine import make_accelerator
 from treespec.train.start import (
     RIDGE_SHARE,

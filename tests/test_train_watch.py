@@ -23,6 +23,7 @@ from training import (
     to_messages,
     train_to_end,
     train_until_killed,
+    with_folder,
 )
 
 from treespec.api.load import load
@@ -36,8 +37,8 @@ from treespec.text.entries import Conversation
 from treespec.train.checkpoints import Place, find_latest_step
 from treespec.train.loop import best
 from treespec.train.loop.meter import Meter
+from treespec.train.loop.plan import draft_steps_at
 from treespec.train.loop.run import Validation, measure_decoded_length, measure_margins
-from treespec.train.loop.steps import draft_steps_at
 from treespec.train.losses.tokens import Loss
 from treespec.train.payoff import compute_chain_price, describe_payoff
 from treespec.train.plots import Point, Series, build_axis, draw_figure
@@ -247,3 +248,14 @@ def test_later_draft_steps_are_trained_in_the_second_half(config):
     published = replace(config, head="eagle3", unrolled_steps=7, grow_at=0.0)
     assert draft_steps_at(published.hyperparameters, 0.0) == 7
     assert train(replace(config, unrolled_steps=3, max_steps=4, draft_vocab=20)).positions > 0
+
+
+def test_runs_over_stored_features_say_whether_a_chain_pays(config, tmp_path, capsys):
+    """The first one stores them, and has the whole target for a while; the other one does not."""
+    for name, loads in (("first", 1), ("second", 0)):
+        train_to_end(with_folder(config, name, features=f"{tmp_path}/features", calibrate=True, draft_vocab=40))
+        said = capsys.readouterr().out
+        assert said.count("loading the whole target") == loads
+        assert "\nOn this machine a chain of " in said
+    train_to_end(with_folder(config, "all", features=f"{tmp_path}/features", calibrate=True))
+    assert "On this machine" not in capsys.readouterr().out

@@ -100,8 +100,8 @@ def estimate_token_visits(config: TrainConfig, size: TrainingSize) -> int:
         forwards = 1
         if config.accumulate:
             forwards = config.accumulate
-        conversations = config.max_steps * config.forward_size * forwards * size.processes
-        visits = conversations * size.tokens / size.conversations
+        conversations = estimate_forward_size(config, size) * forwards * size.processes
+        visits = config.max_steps * conversations * size.tokens / size.conversations
     if config.minutes:
         speed = TOKENS_PER_SECOND_ELSEWHERE * size.processes
         if size.on_cpu:
@@ -130,8 +130,7 @@ def choose_recipe(config: TrainConfig, size: TrainingSize) -> TrainConfig:
     values = BUDGET_OPTIONS.get(config.head)
     by_budget = config.recipe == "budget" or visits < PUBLISHED_VISITS
     if config.recipe == "published" or values is None or not by_budget:
-        published = replace(config, recipe="published")
-        return set_missing(published, choose_published_shape(published, size))
+        return choose_published_recipe(replace(config, recipe="published"), size)
 
     # 1. What the kind of head has, unless an earlier head brings it.
     chosen: dict[str, Any] = {"recipe": "budget"} | values
@@ -146,12 +145,32 @@ def choose_recipe(config: TrainConfig, size: TrainingSize) -> TrainConfig:
 
     # 2. The conversations of a step, in forwards of a few.
     conversations = choose_step_conversations(visits)
-    chosen["batch_size"] = min(conversations, MAX_FORWARD_CONVERSATIONS)
-    forward_size = chosen["batch_size"]
-    if config.batch_size:
-        forward_size = config.batch_size
-    chosen["accumulate"] = max(1, round(conversations / (forward_size * size.processes)))
+    if config.batch_tokens is None:
+        batch_size = min(conversations, MAX_FORWARD_CONVERSATIONS)
+        config = set_missing(config, {"batch_size": batch_size})
+    chosen["accumulate"] = choose_forwards(config, size, conversations)
     return set_missing(config, chosen)
+
+
+def choose_published_recipe(config: TrainConfig, size: TrainingSize) -> TrainConfig:
+    """Choose the options of `--recipe published` that the target or --batch-tokens decides."""
+    chosen = choose_published_shape(config, size)
+    conversations = config.hyperparameters.batch
+    if config.batch_tokens is not None and conversations is not None:
+        chosen["accumulate"] = choose_forwards(config, size, conversations)
+    return set_missing(config, chosen)
+
+
+def choose_forwards(config: TrainConfig, size: TrainingSize, conversations: int) -> int:
+    """Choose the forwards of a process per optimizer step, for a step of that many conversations."""
+    return max(1, round(conversations / (estimate_forward_size(config, size) * size.processes)))
+
+
+def estimate_forward_size(config: TrainConfig, size: TrainingSize) -> float:
+    """Estimate the conversations of a forward: as set, or as many of average length as --batch-tokens has room for."""
+    if config.batch_tokens is None:
+        return config.forward_size
+    return max(1.0, config.batch_tokens * size.conversations / size.tokens)
 
 
 def choose_published_shape(config: TrainConfig, size: TrainingSize) -> dict[str, Any]:
@@ -191,11 +210,15 @@ def keep_recipe(config: TrainConfig, earlier: dict[str, Any]) -> TrainConfig:
     recipe = earlier["recipe"]
     if config.recipe:
         recipe = config.recipe
-    shape = set(SHAPE_OPTIONS) & set(config.training.options)
-    config = set_missing(config, {name: earlier.get(name) for name in shape})
+    names = set(SHAPE_OPTIONS) & set(config.training.options)
     if recipe == "published":
-        return replace(config, recipe=recipe)
-    return set_missing(config, {name: earlier.get(name) for name in OPTIONS_OF_A_RUN})
+        config = replace(config, recipe=recipe)
+    else:
+        names |= set(OPTIONS_OF_A_RUN)
+    if config.batch_tokens is not None:
+        names.add("accumulate")
+        names.discard("batch_size")
+    return set_missing(config, {name: earlier.get(name) for name in names})
 
 
 def set_missing(config: TrainConfig, values: dict[str, Any]) -> TrainConfig:
@@ -211,6 +234,8 @@ def describe_recipe(config: TrainConfig) -> str:
     """Describe a run's recipe in a line: its name and what it sets."""
     recipe = config.hyperparameters
     told = [f"learning rate {recipe.learning_rate:g}"]
+    if config.optimizer == "muon":
+        told.append("Muon for matrices")
     if recipe.warm_up is not None:
         told.append(f"warm-up {recipe.warm_up:,} steps")
     if config.head == "eagle":

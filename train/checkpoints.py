@@ -1,6 +1,6 @@
 """The checkpoints of a run in OUT/training: the last two are kept, and a run continues from the last one.
 
-A checkpoint is a head's directory with AdamW's moments and the run's progress beside the weights:
+A checkpoint is a head's directory with the optimizer's moments and the run's progress beside the weights:
 
     OUT/training/checkpoint-000500/    config.json  model.safetensors  optimizer.safetensors
 
@@ -105,7 +105,7 @@ def save_checkpoint(
     Args:
         folder: OUT/training.
         head: the head, in float32.
-        optimizer: torch's AdamW, without accelerate's wrapper.
+        optimizer: the optimizer, without accelerate's wrapper.
         place: the progress of the run.
 
     Raises:

@@ -1,5 +1,6 @@
 """The options of a training run."""
 
+import os
 from dataclasses import Field, dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,7 @@ from treespec.options import (
 )
 from treespec.train.layer_options import Eagle3Options
 from treespec.train.recipes import TRAINING_BY_KIND, name_kind
+from treespec.train.step_options import StepOptions
 
 TOKEN_LOSS_NAMES = ("published", "cross-entropy", "tv")
 DRAFT_VOCAB = 32_000  # eagle3's published heads have that many draft tokens
@@ -48,7 +50,7 @@ TRACKER_NAMES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(TargetOptions, Eagle3Options):
+class TrainConfig(StepOptions, Eagle3Options, TargetOptions):
     """The options of `treespec train`. None: `train.budget` chooses the value by the run's budget.
 
     With `--recipe published` the papers' and their code's values are set here, and those of `Recipe` come from
@@ -98,37 +100,6 @@ class TrainConfig(TargetOptions, Eagle3Options):
     minutes: float = option(
         "end after this number of minutes from the start; storing features takes at most half of them; 0: no limit",
         0.0,
-        least=0,
-        most=MAX_COUNT,
-    )
-    batch_size: int | None = option(
-        "conversations per forward in each process; default: at most 4, published: 4",
-        None,
-        least=1,
-        most=65536,
-    )
-    accumulate: int | None = option(
-        "forwards of a process per optimizer step; default: 2 to 32 conversations a step by the budget; "
-        "published: medusa 128, hydra++ 32, the others 1 forward",
-        None,
-        least=1,
-        most=65536,
-    )
-    max_length: int = option(
-        "maximum number of tokens of a conversation; longer ones are cut",
-        2048,
-        least=3,
-        most=MAX_TEXT_TOKENS,
-    )
-    learning_rate: float | None = option(
-        "AdamW: highest learning rate; default: 1e-3, published: the kind's recipe",
-        None,
-        least=0,
-        most=10,
-    )
-    warm_up: int | None = option(
-        "steps of linear warm-up, at most a tenth of the run; default: 30, published: the kind's recipe",
-        None,
         least=0,
         most=MAX_COUNT,
     )
@@ -192,7 +163,7 @@ class TrainConfig(TargetOptions, Eagle3Options):
     )
     decode_on: int | None = option(
         "held-out prompts to decode at the end, for the acceptance length in use; 0: none; default: 8, and none with "
-        "--features, because decoding needs the whole target",
+        "--features and --shard-target, because decoding needs the whole target",
         None,
         least=0,
         most=MAX_COUNT,
@@ -237,6 +208,11 @@ class TrainConfig(TargetOptions, Eagle3Options):
     device_map: str | None = option(
         "accelerate's placement of the target; default: the process's device", None
     )
+    shard_target: bool = option(
+        "divide the target's layers over the processes (FSDP2): each holds a part and gathers a layer for its forward; "
+        "nothing is decoded at the end then",
+        False,
+    )
     tracker: str | None = option(f"{join_or(TRACKER_NAMES)}", None, choices=TRACKER_NAMES)
     license: str | None = option(
         "the head's licence, for its card; the data and the target bind it", None
@@ -253,6 +229,7 @@ class TrainConfig(TargetOptions, Eagle3Options):
         self.check_from_head()
         if self.features_from is not None:
             self.set_served_features(self.features_from)
+        self.check_sharding()
         layers = self.list_aux_layers()
         if sorted(set(layers)) != layers:
             raise InputError(
@@ -291,10 +268,28 @@ class TrainConfig(TargetOptions, Eagle3Options):
         if self.features is None:
             object.__setattr__(self, "features", f"{Path(self.out)}-features")
 
+    def check_sharding(self) -> None:
+        """Raises InputError for options that exclude a target whose layers are divided."""
+        if not self.shard_target:
+            return
+        reasons = {
+            "device_map": "places the whole target",
+            "load_in": "makes weights that are not divided",
+            "features_from": "loads no layers",
+            "decode_on": "decodes with the whole target",
+        }
+        for name, reason in reasons.items():
+            if getattr(self, name):
+                flag = f"--{name.replace('_', '-')}"
+                raise InputError(
+                    f"--shard-target divides the target, and {flag} {reason}: leave out one"
+                )
+
     def set_published(self) -> None:
         """Set the published values of options that are not set."""
         for name, value in PUBLISHED_OPTIONS.items():
-            if getattr(self, name) is None:
+            is_free = name != "batch_size" or self.batch_tokens is None
+            if getattr(self, name) is None and is_free:
                 object.__setattr__(self, name, value)
 
     def check_head_has(self, field: Field) -> None:
@@ -360,16 +355,12 @@ class TrainConfig(TargetOptions, Eagle3Options):
             return 1
         return max(1, round(batch / (self.forward_size * processes)))
 
-    def count_conversations(self, processes: int) -> int:
-        """Count the conversations of an optimizer step, in all processes."""
-        return self.forward_size * self.count_forwards(processes) * processes
-
     @property
     def decoded_prompts(self) -> int:
         """Held-out prompts to decode at the end of the run."""
         if self.decode_on is not None:
             return self.decode_on
-        if self.features is not None:
+        if self.features is not None or self.shard_target:
             return 0
         return DECODED_PROMPTS
 
@@ -384,6 +375,15 @@ def check_tracker(tracker: str) -> None:
     # tensorboard's package may be tensorboardX.
     if find_spec(tracker) is None and find_spec(f"{tracker}X") is None:
         raise InputError(f"--tracker {tracker} needs its package: pip install {tracker}")
+
+
+def check_processes(config: TrainConfig) -> None:
+    """Raises InputError for --shard-target in a single process."""
+    if config.shard_target and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        raise InputError(
+            "--shard-target divides the target over several processes, and this is one: start them by torchrun "
+            "--nproc-per-node N -m treespec.train, or by accelerate launch"
+        )
 
 
 def check_folders(config: TrainConfig) -> None:

@@ -11,6 +11,7 @@ from treespec.errors import InputError
 from treespec.files.atomic import write_json
 from treespec.heads.checkpoint import save_head
 from treespec.heads.head import Head
+from treespec.model.target import Target
 from treespec.train.checkpoints import Place
 from treespec.train.loop.best import take_best_head
 from treespec.train.loop.run import (
@@ -38,7 +39,7 @@ def finish(run: TrainingRun, place: Place) -> Validation:
     take_best_head(run, place)
     served = run.copy_as_served()
     check_head_weights(served, f"the head in {run.target.dtype}", run.folder)
-    limit = TimeLimit(place.seconds)
+    limit = TimeLimit(place.seconds, accelerator=run.shared_clock)
     if accelerator.is_main_process:
         save_head(run.head, Path(config.out), run.target.dtype, leave_out=served.optional)
         write_json(run.folder / "config.json", run.record)
@@ -46,7 +47,8 @@ def finish(run: TrainingRun, place: Place) -> Validation:
     accelerator.print(
         f"{config.out} has the head; validation and calibration take at most {format_seconds(limit.seconds)}"
     )
-    if run.data.held_out_features is not None and not config.decoded_prompts:
+    needs_whole = run.data.held_out_features is None and not config.shard_target
+    if not needs_whole and not config.decoded_prompts:
         return measure_head(run, served, place, limit)
     with whole(run.target, config, accelerator, "validate and calibrate the head") as target:
         return measure_head(replace(run, target=target), served, place, limit)
@@ -72,20 +74,21 @@ def measure_head(run: TrainingRun, served: Head, place: Place, limit: TimeLimit)
 
     # 2. Calibrate, and write the figures.
     if accelerator.is_main_process:
+        target = run.target
+        if config.shard_target:
+            target = Target(target.model, target.tokenizer, ends=True)  # its layers do not run here
         if run.vocabulary is not None:
-            restrict(served, run.target, run.vocabulary)
+            restrict(served, target, run.vocabulary)
         if config.calibrate and run.data.held_out:
             seconds = limit.count_remaining()
             accelerator.print(
                 f"calibrating the head for --tree auto, at most {format_seconds(seconds)} …"
             )
             try:
-                save_calibration(
-                    calibrate(served, run.target, rows, seconds=seconds), Path(config.out)
-                )
+                save_calibration(calibrate(served, target, rows, seconds=seconds), Path(config.out))
             except InputError as error:
                 accelerator.print(f"no calibration, treespec calibrate makes one: {error}")
-            payoff = describe_payoff(find_cost(served, run.target), result)
+            payoff = describe_payoff(find_cost(config, served, target), result)
             if payoff:
                 accelerator.print(payoff)
         write_card(config, run.data, place, result)

@@ -27,6 +27,7 @@ from treespec.model.target import Target
 from treespec.model.tokenizers import load_tokenizer
 from treespec.model.weights import load_config, load_ends
 from treespec.train.config import TrainConfig
+from treespec.train.sharding import load_sharded_target
 
 SAFETENSORS_FILE = "model.safetensors"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
@@ -127,7 +128,10 @@ def end_stage(accelerator: Accelerator) -> None:
 
 
 def load_target(config: TrainConfig, accelerator: Accelerator, ends: bool = False) -> Target:
-    """Load the target of a run. ends: only its embedding and output layer, if its format allows that."""
+    """Load the target of a run, or this process's part of it with --shard-target.
+
+    ends: only its embedding and output layer, if its format allows that.
+    """
     device_map: Any = config.device_map
     if not device_map and accelerator.device.type != "cpu":
         device_map = {"": accelerator.device}
@@ -137,6 +141,8 @@ def load_target(config: TrainConfig, accelerator: Accelerator, ends: bool = Fals
         model = load_ends(path, placement)
         if model is not None:
             return Target(model, load_tokenizer(path, placement), ends=True)
+    if config.shard_target:
+        return load_sharded_target(path, config.placement, config.max_length, accelerator)
     return Target.load(path, placement)
 
 

@@ -80,17 +80,28 @@ class TimeLimit:
     Args:
         run_seconds: the seconds of the run so far.
         seconds: the time; default: a tenth of the run's, at least half a minute.
+        accelerator: the processes, which go by the main one's clock; default: each goes by its own.
     """
 
-    def __init__(self, run_seconds: float, seconds: float | None = None) -> None:
+    def __init__(
+        self,
+        run_seconds: float,
+        seconds: float | None = None,
+        accelerator: Accelerator | None = None,
+    ) -> None:
+        self.accelerator = accelerator
         self.started = time.monotonic()
         self.seconds = max(MIN_END_SECONDS, END_SHARE * run_seconds)
         if seconds is not None:
             self.seconds = seconds
 
     def is_over(self, share: float) -> bool:
-        """Whether a share of the time has passed."""
-        return time.monotonic() > self.started + share * self.seconds
+        """Whether a share of the time has passed. All processes must call it, if they go by one clock."""
+        is_over = time.monotonic() > self.started + share * self.seconds
+        if self.accelerator is None:
+            return is_over
+        decision = torch.tensor(float(is_over), dtype=torch.float32, device=self.accelerator.device)
+        return bool(broadcast(decision) > 0)
 
     def count_remaining(self) -> float:
         """The seconds that are left, at least 0."""

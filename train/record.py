@@ -24,7 +24,16 @@ from treespec.train.data.known import find_data_file
 from treespec.train.data.prepare import Data
 
 RECORD_FORMAT = 3
-CARD_OPTIONS = ("token_weight", "first_weights", "bias", "draft_vocab", "batch_size", "accumulate")
+CARD_OPTIONS = (
+    "token_weight",
+    "first_weights",
+    "bias",
+    "draft_vocab",
+    "batch_size",
+    "batch_tokens",
+    "accumulate",
+    "optimizer",
+)
 Record = dict[str, Any]  # the options of a run, with digests of its target's and data's content
 RUN_LENGTH_OPTIONS = {
     "epochs",
@@ -44,6 +53,7 @@ MAY_CHANGE = RUN_LENGTH_OPTIONS | {
     "license",
     "recompute",  # the same numbers, computed again
     "features_from",  # the same features
+    "shard_target",
 }
 
 
@@ -159,7 +169,11 @@ def load_finished_result(folder: Path, record: Record) -> Validation | None:
     earlier = load_record(folder)
     if earlier is None:
         return None
-    earlier = {"patience": 0} | earlier  # of an earlier version
+    earlier = {
+        "patience": 0,
+        "optimizer": "adamw",
+        "shard_target": False,
+    } | earlier  # of an earlier version
     file = folder / "result.json"
     changed = refuse_changed(folder.parent, earlier, record, MAY_CHANGE)
     if RUN_LENGTH_OPTIONS & changed or not (

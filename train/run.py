@@ -4,21 +4,23 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from treespec.files.atomic import locked, remove_leftovers
+from treespec.model.target import Target
 from treespec.model.weights import load_config
 from treespec.text.encoding import Example
 from treespec.train.budget import TrainingSize, choose_recipe, describe_recipe, keep_recipe
 from treespec.train.candidates import list_stages
 from treespec.train.checkpoints import Place, find_latest_step
-from treespec.train.config import TrainConfig, check_folders
+from treespec.train.config import TrainConfig, check_folders, check_processes
 from treespec.train.data.prepare import Data, prepare, read_examples
 from treespec.train.finish import finish
+from treespec.train.loop.plan import plan_run
 from treespec.train.loop.run import TrainingRun
 from treespec.train.loop.steps import run_training_steps
 from treespec.train.loop.stopping import stopping_between_steps
@@ -30,6 +32,8 @@ from treespec.train.machine import (
     make_accelerator,
     start_tracker,
 )
+from treespec.train.optimizers import build_optimizer
+from treespec.train.payoff import keep_cost_beside_features
 from treespec.train.record import (
     Validation,
     keep_sample,
@@ -63,6 +67,7 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
         KeyboardInterrupt: after Ctrl-C or SIGTERM. The step that was finished is saved.
     """
     check_folders(config)
+    check_processes(config)
     config = replace(config, mixed_precision=choose_precision(config))
     accelerator = make_accelerator(config)
     *first_stages, last_stage = list_stages(config)
@@ -128,17 +133,18 @@ def train_stage(
         set_seed(config.seed)
         target = load_target(config, accelerator, ends=config.features is not None)
         head = build_untrained_head(config, target)
-        data = prepare(config, target, head.aux_layers, examples, accelerator)
+        data = prepare(
+            config,
+            target,
+            head.aux_layers,
+            examples,
+            accelerator,
+            partial(use_whole_target, config),
+        )
         if accelerator.is_main_process:
             keep_sample(config.out, data)
         vocabulary = start_head(config, target, head, data, accelerator)
-        recipe = config.hyperparameters
-        optimizer = torch.optim.AdamW(
-            [parameter for parameter in head.parameters() if parameter.requires_grad],
-            lr=recipe.learning_rate,
-            betas=(0.9, recipe.beta2),
-            weight_decay=recipe.weight_decay,
-        )
+        optimizer = build_optimizer(config, head)
         # The head stays on the device of the features, also if the target is spread over several devices.
         model, optimizer = accelerator.prepare(head, optimizer, device_placement=[False, False])
         run = TrainingRun(config, record, accelerator, target, data, model, optimizer, vocabulary)
@@ -154,9 +160,15 @@ def train_stage(
         accelerator.wait_for_everyone()
         print_validation(result, accelerator)
         if ends:
-            length = measure_length(place.step, config.count_conversations(processes), data)
+            length = measure_length(place.step, plan_run(run).step_conversations, data)
             report_end(run, place, describe_end(config, data, place, length, result), result)
         return result
+
+
+def use_whole_target(config: TrainConfig, target: Target) -> None:
+    """Use the whole target once its features are stored, in the main process: measure what a cycle costs."""
+    if config.calibrate and not config.shard_target:
+        keep_cost_beside_features(config, target)
 
 
 def print_validation(result: Validation, accelerator: Accelerator) -> None:

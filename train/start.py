@@ -178,6 +178,19 @@ def choose_tokens(
     return load_vocabulary(find_head_folder(str(config.from_head)), target.vocab_size)
 
 
+def count_draft_tokens(config: TrainConfig, target: Target) -> int:
+    """Count the draft vocabulary that `choose_tokens` will choose; 0: all tokens."""
+    if config.from_head is None or config.draft_vocab is not None:
+        return choose_vocabulary_size(config, target)
+    folder = find_head_folder(config.from_head)
+    if config.training.restricted_first:
+        return int(read_head_config(folder).get("draft_vocab_size") or 0)
+    tokens = load_vocabulary(folder, target.vocab_size)
+    if tokens is None:
+        return 0
+    return len(tokens)
+
+
 def add_dropout(head: Head, share: float) -> None:
     """Replace the identities that Hydra++ has before its layers by dropouts, in place; other heads have none."""
     for line in list(head.modules()):

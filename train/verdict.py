@@ -42,7 +42,7 @@ class RunLength(NamedTuple):
     passes: float
 
 
-def measure_length(steps: int, step_conversations: int, data: Data) -> RunLength:
+def measure_length(steps: int, step_conversations: float, data: Data) -> RunLength:
     """Measure how far a number of steps goes over the data. step_conversations: conversations of a step."""
     conversations = len(data.train)
     tokens = sum(len(example.input_ids) for example in data.train)

@@ -19,11 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
+from treespec.draft.heads.loading import MAX_BLOCK_ROWS
 from treespec.heads.registry import HEAD_KINDS
 from treespec.heads.sampled_rows import SampledRows
 from treespec.train.budget import PUBLISHED_AUX_LAYERS, spread_aux_layers
 from treespec.train.config import DRAFT_VOCAB
 from treespec.train.data.anchors import RowSampling, draw_rows
+from treespec.train.loop.run import DRAFT_STEPS
 from treespec.train.losses.tokens import CHUNK_LOGITS_ELSEWHERE
 
 VOCAB = 151_936
@@ -125,6 +127,28 @@ def count_bytes(
     return live
 
 
+def count_validation_peak(tokens: int, levels: int, rows_at_once: int) -> int:
+    """Count the peak of a validation of DFlash over a conversation, in bfloat16, in parts of that many block rows."""
+    head = build_head("dflash", levels, 5).to(torch.bfloat16)
+    text = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
+    rows = tokens - 2
+    features = torch.empty(1, rows, head.feature_size, dtype=torch.bfloat16, device="meta")
+    live = LiveBytes()
+    size = rows_at_once // head.block
+    parts: list[list[Tensor]] = []
+    with patch.object(F, "scaled_dot_product_attention", attend_fused), torch.no_grad(), live:
+        for first in range(0, rows, size):
+            anchors: SampledRows | None = None
+            if size < rows:
+                end = min(first + size, rows)
+                anchors = SampledRows.from_range(first, end, rows, levels).to_device(text.device)
+            computed = head.compute_levels(text, features, head.embed_tokens, anchors)
+            parts.append([level.clone() for level in computed[:DRAFT_STEPS]])
+        for level in zip(*parts, strict=True):
+            torch.cat(level, dim=1)
+    return live.peak
+
+
 def main(
     tokens: int = 8192, anchors: str = "0,512,3072", ratios: str = "1,0.7", levels: int = 15
 ) -> None:
@@ -166,6 +190,11 @@ def main(
         ],
         rows,
     )
+    rows = []
+    for name, rows_at_once in (("every row", levels * 2 * tokens), ("in parts", MAX_BLOCK_ROWS)):
+        peak = count_validation_peak(tokens, levels, rows_at_once)
+        rows.append([name, f"{peak / 1e9:.1f}"])
+    show(["validation of dflash", "peak"], rows)
 
 
 if __name__ == "__main__":

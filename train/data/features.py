@@ -22,7 +22,7 @@ from treespec.files.atomic import hash_tensors, locked, writing
 from treespec.model.identity import identify_target
 from treespec.model.target import Target
 from treespec.train.config import TrainConfig
-from treespec.train.data.batches import pad_rows
+from treespec.train.data.batches import pad_rows, split_by_tokens
 from treespec.train.data.served import serve_features
 from treespec.train.machine import whole
 from treespec.train.progress import PhaseProgress
@@ -34,6 +34,7 @@ FEATURES_FORMAT = 3
 SHARD_NAMES = "features-*.safetensors"
 # (tokens [T] of each conversation, numbers of those to compute) -> (number as a string, features [T, F]) of each
 FeatureSource: TypeAlias = Callable[[Sequence[Tensor], Sequence[int]], Iterable[tuple[str, Tensor]]]
+TargetUse: TypeAlias = Callable[[Target], None]
 
 
 @final
@@ -148,6 +149,7 @@ def store(
     held_out_rows: list[Tensor],
     aux_layers: tuple[int, ...],
     accelerator: Accelerator,
+    use_target: TargetUse,
 ) -> tuple[StoredFeatures, StoredFeatures]:
     """Store the features of all conversations; each process writes its share of the missing shards.
 
@@ -160,6 +162,7 @@ def store(
         held_out_rows: those of the held-out conversations. Features of those that validations read are stored.
         aux_layers: the target layers whose inputs the head reads.
         accelerator: the processes.
+        use_target: called in the main process with the whole target, if it was loaded, when all is stored.
 
     Returns:
         The features of the conversations to train on, and of the held-out ones.
@@ -198,10 +201,14 @@ def store(
             locks.enter_context(locked(folder))
             check_room(folder, missing_bytes)
         accelerator.wait_for_everyone()
-        if any(list_share(shards, accelerator) for shards in missing):
-            with open_source(config, target, aux_layers, parts, accelerator) as source:
+        idle_forwards = 0
+        if config.shard_target:
+            idle_forwards = count_idle_forwards(config, parts, missing, accelerator)
+        if idle_forwards or any(list_share(shards, accelerator) for shards in missing):
+            with open_source(config, target, aux_layers, parts, accelerator, use_target) as source:
                 for part, shards in zip(parts, missing, strict=True):
                     store_shards(source, part, shards, accelerator)
+                run_idle_forwards(source, rows, idle_forwards)
         accelerator.wait_for_everyone()
     train_part, held_out_part = parts
     return train_part.stored, held_out_part.stored
@@ -214,6 +221,7 @@ def open_source(
     aux_layers: tuple[int, ...],
     parts: Sequence[FeaturePart],
     accelerator: Accelerator,
+    use_target: TargetUse,
 ) -> Iterator[FeatureSource]:
     """Context manager: yield what computes features: the server of --features-from, or the whole target.
 
@@ -227,9 +235,12 @@ def open_source(
         full.check_aux_layers(aux_layers)
 
         def compute(rows: Sequence[Tensor], numbers: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
-            return compute_features(full, rows, aux_layers, numbers, config.forward_size)
+            forwards = split_forwards(rows, numbers, config)
+            return compute_features(full, rows, aux_layers, forwards)
 
         yield compute
+        if accelerator.is_main_process:
+            use_target(full)
 
 
 def check_room(folder: Path, needed_bytes: int) -> None:
@@ -243,9 +254,45 @@ def check_room(folder: Path, needed_bytes: int) -> None:
         )
 
 
-def list_share(shards: dict[int, list[int]], accelerator: Accelerator) -> list[int]:
-    """List the shards that this process writes."""
-    return list(shards)[accelerator.process_index :: accelerator.num_processes]
+def list_share(
+    shards: dict[int, list[int]], accelerator: Accelerator, process: int | None = None
+) -> list[int]:
+    """List the shards that a process writes. process: its number; default: this one's."""
+    if process is None:
+        process = accelerator.process_index
+    return list(shards)[process :: accelerator.num_processes]
+
+
+def count_idle_forwards(
+    config: TrainConfig,
+    parts: Sequence[FeaturePart],
+    missing: Sequence[dict[int, list[int]]],
+    accelerator: Accelerator,
+) -> int:
+    """Count the forwards that this process runs less than the busiest one, where all run a divided target together.
+
+    Args:
+        config: the run's options.
+        parts: all conversations.
+        missing: for each part the conversations to store, by shard.
+        accelerator: the processes.
+    """
+    counts = []
+    for process in range(accelerator.num_processes):
+        forwards = 0
+        for part, shards in zip(parts, missing, strict=True):
+            for shard in list_share(shards, accelerator, process):
+                forwards += len(split_forwards(part.rows, shards[shard], config))
+        counts.append(forwards)
+    return max(counts) - counts[accelerator.process_index]
+
+
+def run_idle_forwards(source: FeatureSource, rows: Sequence[Tensor], count: int) -> None:
+    """Run forwards of the shortest conversation whose features are not kept. Arguments as for `store`."""
+    shortest = min(range(len(rows)), key=lambda i: len(rows[i]))
+    for _ in range(count):
+        for _ in source(rows, [shortest]):
+            pass
 
 
 def store_shards(
@@ -305,28 +352,42 @@ def compute_inputs_digest(
     return digest.hexdigest()
 
 
+def split_forwards(
+    rows: Sequence[Tensor], numbers: Sequence[int], config: TrainConfig
+) -> list[list[int]]:
+    """Split conversations into forwards, each of similar lengths, as large as those of the training.
+
+    Args:
+        rows: the tokens [T] of each conversation.
+        numbers: the numbers in `rows` of the conversations to compute.
+        config: the run's options.
+    """
+    lengths = [len(row) for row in rows]
+    ordered = sorted(numbers, key=lambda i: lengths[i])
+    if config.batch_tokens is not None:
+        return split_by_tokens(ordered, lengths, config.batch_tokens)
+    size = config.forward_size
+    return [ordered[start : start + size] for start in range(0, len(ordered), size)]
+
+
 def compute_features(
     target: Target,
     rows: Sequence[Tensor],
     aux_layers: tuple[int, ...],
-    numbers: Sequence[int],
-    size: int,
+    forwards: Iterable[list[int]],
 ) -> Iterator[tuple[str, Tensor]]:
-    """Compute features of conversations, `size` of similar lengths per forward.
+    """Compute features of conversations.
 
     Args:
         target: the whole target.
         rows: the tokens [T] of each conversation.
         aux_layers: the target layers whose inputs the head reads.
-        numbers: the numbers in `rows` of the conversations to compute.
-        size: conversations per forward.
+        forwards: the numbers in `rows` of the conversations of each forward.
 
     Yields:
         (number as a string, features [T, F]).
     """
-    ordered = sorted(numbers, key=lambda i: len(rows[i]))
-    for start in range(0, len(ordered), size):
-        batch = ordered[start : start + size]
+    for batch in forwards:
         tokens = pad_rows([rows[i] for i in batch])
         features = target.compute_features(tokens, aux_layers, last=True).cpu()
         for i, row_features in zip(batch, features, strict=True):

@@ -13,7 +13,7 @@ from treespec.text.encoding import Example, split_held_out
 from treespec.train.config import TrainConfig
 from treespec.train.data.batches import pad_rows
 from treespec.train.data.encoded import encode_data
-from treespec.train.data.features import store
+from treespec.train.data.features import TargetUse, store
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ def prepare(
     aux_layers: tuple[int, ...],
     examples: list[Example],
     accelerator: Accelerator,
+    use_target: TargetUse = lambda target: None,
 ) -> Data:
     """Split the conversations into training and held-out ones, and store the target's features with --features.
 
@@ -74,6 +75,7 @@ def prepare(
         aux_layers: the head's aux layers.
         examples: the encoded conversations.
         accelerator: the processes.
+        use_target: called in the main process with the whole target, where it was loaded to store features.
 
     Raises:
         InputError: for tokens that the target does not have, and if no conversation is left to train on.
@@ -102,7 +104,7 @@ def prepare(
     if config.features is not None:
         held_out_rows = [example.input_ids for example in held_out]
         stored, held_out_stored = store(
-            config, target, rows, held_out_rows, aux_layers, accelerator
+            config, target, rows, held_out_rows, aux_layers, accelerator, use_target
         )
 
         def read_stored(numbers: list[int]) -> Tensor:

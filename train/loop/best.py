@@ -101,7 +101,7 @@ def validate_during_run(run: TrainingRun, place: Place, progress: float) -> Vali
     """
     conversations = run.config.validate_on
     seconds = max(MIN_VALIDATION_SECONDS, VALIDATION_TIME_SHARE * place.seconds / progress)
-    limit = TimeLimit(0.0, seconds)
+    limit = TimeLimit(0.0, seconds, run.shared_clock)
     if place.validated:
         conversations = place.validated
     rows: list[ValidationRow] = []

@@ -13,7 +13,7 @@ from scipy.special import stdtrit
 from torch import Tensor, nn
 
 from treespec.api.spec import Spec
-from treespec.draft.heads.loading import draft_steps, roll_out_drafts
+from treespec.draft.heads.loading import draft_steps, find_top_tokens, iterate_top_tokens
 from treespec.engine.stats import Stats
 from treespec.errors import InputError
 from treespec.heads.head import Head
@@ -82,6 +82,13 @@ class TrainingRun:
     def head(self) -> Head:
         """The head as it is trained, in float32."""
         return self.accelerator.unwrap_model(self.model)
+
+    @property
+    def shared_clock(self) -> Accelerator | None:
+        """The processes, if they must validate the same because they run a divided target; None: they need not."""
+        if self.config.shard_target:
+            return self.accelerator
+        return None
 
     def set_learning_rate(self, rate: float) -> None:
         """Set the learning rate of the next step."""
@@ -159,7 +166,8 @@ def build_divergence_error(problem: str, folder: Path) -> InputError:
 def validate(head: Head, target: Target, rows: Iterable[ValidationRow], steps: int) -> Validation:
     """Measure how often the head's most likely token is the target's, at each draft step.
 
-    `treespec.draft.heads.loading.roll_out_drafts` draws the draft steps along a sequence.
+    `treespec.draft.heads.loading.roll_out_drafts` draws the draft steps along a sequence. Memory is bounded: a
+    long conversation is drafted and compared in parts.
 
     Args:
         head: the head as it will be served.
@@ -171,12 +179,13 @@ def validate(head: Head, target: Target, rows: Iterable[ValidationRow], steps: i
     agreements = []
     for tokens, mask, features in rows:
         inputs, last = target.split_features(features, head.aux_layers)
-        target_tokens = target.compute_output_logits(last).argmax(-1)  # [T]
+        target_tokens = find_top_tokens(
+            target.compute_output_logits, last, target.vocab_size
+        )  # [T]
         agrees_by_step = []
-        for step, logits in enumerate(
-            roll_out_drafts(head, target, tokens, inputs, steps), start=1
-        ):
-            agrees_by_step.append(logits.argmax(-1) == target_tokens[step : step + len(logits)])
+        drafted = iterate_top_tokens(head, target, tokens, inputs, steps)
+        for step, draft_tokens in enumerate(drafted, start=1):
+            agrees_by_step.append(draft_tokens == target_tokens[step : step + len(draft_tokens)])
         if agrees_by_step:
             agree = torch.stack(agrees_by_step, dim=1).float()  # [R, steps]
             agreements.append(agree[mask[2 : 2 + len(agree)]].cpu())

@@ -1,21 +1,11 @@
 """The optimizer steps of a run. A resumed run reaches the same weights.
 
-Warm-up, decay, the growth of draft steps and the end of the run follow the progress, from 0 to 1. It counts
-steps, or minutes if these end the run first. We compute the learning rate from it, because torch's schedulers
-only count steps:
-
-    progress        0      0.1              0.5               1
-    learning rate   rises  is highest       falls             is the recipe's last rate
-    draft steps     1                       all of them
-
 A step whose gradient is not finite would fill the weights with NaN. It is skipped: the weights stay as they
 were. Many skipped steps in a row end the run.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +14,6 @@ import torch
 from torch import Tensor
 
 from treespec.files.atomic import write_json
-from treespec.heads.training import Recipe
 from treespec.train import checkpoints
 from treespec.train.checkpoints import Place, find_latest_step
 from treespec.train.data.anchors import choose_sampling
@@ -34,10 +23,10 @@ from treespec.train.data.batches import (
     pad_rows,
     read_ahead,
     share_position_counts,
-    split_epoch,
 )
 from treespec.train.loop.best import has_run_ended, is_validation_due, look
 from treespec.train.loop.meter import Meter
+from treespec.train.loop.plan import RunPlan, compute_learning_rate, draft_steps_at, plan_run
 from treespec.train.loop.run import TrainingRun, build_divergence_error, check_head_weights
 from treespec.train.loop.stopping import StopRequest
 from treespec.train.losses.objectives import TrainingBatch
@@ -45,60 +34,9 @@ from treespec.train.losses.tokens import Loss
 from treespec.train.progress import SharedTimer
 from treespec.train.verdict import measure_length, warn_of_passes
 
-MOST_WARM_UP = 0.1  # largest share of the run for the warm-up
 MOST_PREPARATION = 0.5  # largest share of --minutes that goes by before the first step
 # Skipped steps in a row that end a run. Loss scaling of float16 skips up to 16 while it finds its scale.
 IN_A_ROW = 20
-
-
-@dataclass(frozen=True)
-class Clock:
-    """The length of a run. It ends after `total` steps or after `minutes`, whichever is first.
-
-    Attributes:
-        total: steps.
-        minutes: minutes of training; 0: no limit.
-    """
-
-    total: int
-    minutes: float = 0.0
-
-    def measure_progress(self, step: int, seconds: float) -> float:
-        """Compute the progress after `step` steps and `seconds`: from 0 to 1, the end of the run."""
-        by_time = seconds / (60 * self.minutes) if self.minutes else 0.0
-        return min(1.0, max(step / self.total, by_time))
-
-
-def compute_learning_rate(recipe: Recipe, clock: Clock, step: int, seconds: float) -> float:
-    """Compute the learning rate of the next step, after `step` steps and `seconds`.
-
-    The rate rises linearly during the warm-up, at most a tenth of the run, and then falls as the recipe
-    says. If minutes end the run, its number of steps is estimated from the speed so far.
-
-    Args:
-        recipe: the kind's recipe.
-        clock: the length of the run.
-        step: finished steps.
-        seconds: seconds of training so far.
-    """
-    # Steps of the whole run, at the speed so far.
-    steps = step / clock.measure_progress(step, seconds) if step else clock.total
-    max_warm_up = MOST_WARM_UP * steps
-    warm_up = max_warm_up if recipe.warm_up is None else min(recipe.warm_up, max_warm_up)
-    rising = (step + 1) / max(warm_up, 1)
-    decay_progress = min(1.0, max(0.0, step - warm_up) / (steps - warm_up))
-    decay = (
-        1 - decay_progress
-        if recipe.decay == "linear"
-        else (1 + math.cos(math.pi * decay_progress)) / 2
-    )
-    falling = recipe.last_rate + (1 - recipe.last_rate) * decay
-    return recipe.learning_rate * min(rising, falling)
-
-
-def draft_steps_at(recipe: Recipe, progress: float) -> int:
-    """The number of draft steps to train over: one at first, all of them from `--grow-at` on."""
-    return 1 if progress < recipe.grow_at else recipe.unrolled_steps
 
 
 @dataclass
@@ -131,35 +69,6 @@ class SkippedSteps:
         if self.in_a_row == IN_A_ROW or none_good:
             since = f"since step {step - self.in_a_row + 1}"
             raise build_divergence_error(f"the loss or its gradient is not finite {since}", folder)
-
-
-@dataclass(frozen=True)
-class RunPlan:
-    """The plan of a run.
-
-    Attributes:
-        per_step: the number of forwards of a process in an optimizer step.
-        batches_of: (epoch) -> its batches, each for all processes together.
-        clock: the length of the run.
-    """
-
-    per_step: int
-    batches_of: Callable[[int], list[list[int]]]
-    clock: Clock
-
-
-def plan_run(run: TrainingRun) -> RunPlan:
-    """Plan a run: the forwards of a step, the conversations of each forward, and the length of the run."""
-    config = run.config
-    processes = run.accelerator.num_processes
-    per_step = config.count_forwards(processes)
-    lengths = [len(example.input_ids) for example in run.data.train]
-    batches_of = partial(split_epoch, lengths, config.forward_size * processes, config.seed)
-    if config.max_steps:
-        steps = config.count_stage_steps(config.max_steps)
-    else:
-        steps = max(1, config.hyperparameters.epochs * len(batches_of(0)) // per_step)
-    return RunPlan(per_step, batches_of, Clock(steps, config.stage_minutes))
 
 
 def compute_ready_forwards(
@@ -216,7 +125,7 @@ def run_training_steps(
     plan = plan_run(run)
     clock = plan.clock
     place.seconds += count_preparation(clock.minutes, prepared_seconds)
-    passes = PassesWarning(run)
+    passes = PassesWarning(run, plan)
     accelerator.gradient_accumulation_steps = plan.per_step
     timer = SharedTimer(accelerator, place.seconds)
     ready = compute_ready_forwards(run, plan, place.step)
@@ -262,8 +171,11 @@ def run_training_steps(
 def look_unless_stopped(
     run: TrainingRun, stop: StopRequest, place: Place, meter: Meter, progress: float
 ) -> None:
-    """Validate during a run. Somebody who wants the run to stop need not wait for it."""
-    if not stop.is_signalled:
+    """Validate during a run. Somebody who wants it to stop need not wait for that, unless processes need each other."""
+    if run.config.shard_target:
+        if not stop.is_requested():
+            look(run, place, meter, progress)
+    elif not stop.is_signalled:
         with stop.interruptible():
             look(run, place, meter, progress)
 
@@ -294,21 +206,22 @@ class PassesWarning:
 
     Attributes:
         run: the run.
+        plan: its plan.
         is_printed: whether it was printed.
     """
 
     run: TrainingRun
+    plan: RunPlan
     is_printed: bool = False
 
     def warn(self, steps: int) -> None:
         """Print it if it holds. steps: the steps of the whole run, at its speed so far."""
         if self.is_printed:
             return
-        accelerator = self.run.accelerator
-        conversations = self.run.config.count_conversations(accelerator.num_processes)
-        for line in warn_of_passes(measure_length(steps, conversations, self.run.data).passes):
+        length = measure_length(steps, self.plan.step_conversations, self.run.data)
+        for line in warn_of_passes(length.passes):
             self.is_printed = True
-            accelerator.print(line)
+            self.run.accelerator.print(line)
 
 
 def save_run_checkpoint(run: TrainingRun, place: Place) -> None:

@@ -267,7 +267,7 @@ def build_target_teacher(
             tokens, and sum to less than 1. They are 0 if the target's most likely token is another one.
     """
 
-    def probabilities(chunk: slice) -> Tensor:
+    def compute_probabilities(chunk: slice) -> Tensor:
         p = to_float32(target.compute_output_logits(states[chunk], rows)).softmax(-1)
         if vocabulary is None:
             return p
@@ -276,7 +276,7 @@ def build_target_teacher(
     width = target.vocab_size
     if rows is not None:
         width = rows.out_features
-    return Teacher(width, probabilities)
+    return Teacher(width, compute_probabilities)
 
 
 def build_output_teacher(head: Eagle4Head, states: Tensor) -> Teacher:
@@ -293,7 +293,7 @@ def build_text_teacher(tokens: Tensor, vocab_size: int) -> Teacher:
     """Build the teacher of one-hot distributions: all probability on the sequence's tokens [M]."""
     zeros = tokens.new_zeros(1, vocab_size, dtype=torch.float32)
 
-    def probabilities(chunk: slice) -> Tensor:
+    def compute_probabilities(chunk: slice) -> Tensor:
         return zeros.repeat(len(tokens[chunk]), 1).scatter_(1, tokens[chunk, None], 1)
 
-    return Teacher(vocab_size, probabilities)
+    return Teacher(vocab_size, compute_probabilities)

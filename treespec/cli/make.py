@@ -35,7 +35,7 @@ from treespec.files.printable import to_one_line
 from treespec.heads.folder import check_new, find_head_folder
 from treespec.heads.registry import check_export, detect_folder_kind
 from treespec.options import join_or, option, raise_first
-from treespec.train.config import TrainConfig, check_folders
+from treespec.train.config import TrainConfig, check_folders, check_processes
 from treespec.train.regenerate.config import RegenerateConfig
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ def train(config: TrainConfig) -> None:
     With several processes: accelerate launch -m treespec.train --target …
     """
     check_folders(config)
+    check_processes(config)
     check_data(config.data)
     check_inputs_early(config)
     if config.from_head is not None:

@@ -24,6 +24,7 @@ from treespec.model.output import OutputPath, TreeOutput
 from treespec.model.pictures import PictureInputs
 from treespec.model.placement import AS_IT_IS, Placement, find_device_of
 from treespec.model.prefill import ChunkedPrefill
+from treespec.model.quantization.gguf import share_gguf_reader
 from treespec.model.quantization.layers import copy_output_embedding_rows, get_linear_sizes
 from treespec.model.rotary import find_longest_short_text
 from treespec.model.support import (
@@ -149,7 +150,10 @@ class Target:
         """
         path = os.path.expanduser(path)
         how = replace(how, **changed)
-        target = cls(load_model(path, how), load_tokenizer(path, how), needs_trees=needs_trees)
+        with share_gguf_reader(how):
+            model = load_model(path, how)
+            tokenizer = load_tokenizer(path, how)
+        target = cls(model, tokenizer, needs_trees=needs_trees)
         target.trust_remote_code = how.trust_remote_code
         return target
 

@@ -5,7 +5,8 @@ other: the output is right, but no faster than without a head. So a head's confi
 tokens, by id. A fine-tuned target may rename some of them, so a head is refused only if most differ.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +22,16 @@ from treespec.draft.vocabulary import expand_logits, load_vocabulary, restrict
 from treespec.errors import InputError
 from treespec.heads.checkpoint import load_head
 from treespec.heads.conditional import ConditionalBlockHead
+from treespec.heads.dflash import DFlashHead
 from treespec.heads.folder import find_head_folder
 from treespec.heads.head import Config, Head
 from treespec.heads.registry import HEAD_KINDS
+from treespec.heads.sampled_rows import SampledRows
 from treespec.model.quantization.layers import get_embedding_table, get_embedding_width, is_plain
 from treespec.model.target import Target
 
+MAX_BLOCK_ROWS = 16_384  # that a layer computes at once: 1,024 blocks of 16
+MAX_LOGITS = 64 << 20  # that are computed at once, to find the most likely tokens
 SAMPLE_TOKENS = 16  # tokens that a head's config.json has
 TARGET_TOKENS_FIELD = (
     "target_tokens"  # of config.json: tokens that a head was trained with, as {"9": "Ġthe"}
@@ -103,6 +108,34 @@ def roll_out_drafts(
 
 
 @torch.no_grad()
+def iterate_top_tokens(
+    head: Head, target: Target, tokens: Tensor, features: Tensor, steps: int
+) -> Iterator[Tensor]:
+    """Yields for draft step 1, 2, … the [R] most likely token from each position, as `roll_out_drafts` has its rows.
+
+    The logits are computed for some rows at a time.
+    """
+    if len(tokens) - steps - 1 <= 0:
+        return
+    for step, states in enumerate(iterate_states(head, target, tokens, features, steps)):
+        top = find_top_tokens(
+            partial(head.project, step=step, target=target), states, head.vocab_size
+        )
+        if head.vocabulary is not None:
+            top = head.vocabulary[top]
+        yield top
+
+
+def find_top_tokens(project: Callable[[Tensor], Tensor], states: Tensor, width: int) -> Tensor:
+    """Finds the [R] most likely token of each of R states, some rows at a time.
+
+    project: states [r, H] -> logits [r, N]. width: the most logits of a row.
+    """
+    parts = [project(rows).argmax(-1) for rows in states.split(max(1, MAX_LOGITS // width))]
+    return torch.cat(parts)
+
+
+@torch.no_grad()
 def draft_along(
     head: Head, target: Target, tokens: Tensor, features: Tensor, steps: int
 ) -> Iterator[Tensor]:
@@ -117,14 +150,27 @@ def draft_along(
 def iterate_states(
     head: Head, target: Target, tokens: Tensor, features: Tensor, steps: int
 ) -> Iterator[Tensor]:
-    """The [R, H] states that `Head.project` turns into the logits of `draft_along`, which has the same arguments."""
+    """The [R, H] states that `Head.project` turns into the logits of `draft_along`, which has the same arguments.
+
+    Blocks of a long text start at some of its rows at a time, so that memory does not grow with rows times slots.
+    """
     rows = len(tokens) - steps - 1
     device = target.output_device
     inputs = features[None, : len(tokens) - 2].to(device, head.dtype)
     counts = torch.ones(inputs.shape[:2], dtype=torch.bool, device=device)
-    drafted = head(tokens[None].to(device), inputs, counts, steps, target.embed_tokens)
-    for states in drafted:
-        yield states[:rows]
+    run_head = partial(head, tokens[None].to(device), inputs, counts, steps, target.embed_tokens)
+    if not isinstance(head, DFlashHead) or head.block * inputs.shape[1] <= MAX_BLOCK_ROWS:
+        for states in run_head():
+            yield states[:rows]
+        return
+    parts = []
+    size = max(1, MAX_BLOCK_ROWS // head.block)
+    for first in range(0, rows, size):
+        end = min(first + size, rows)
+        anchors = SampledRows.from_range(first, end, inputs.shape[1], steps)
+        parts.append(run_head(anchors.to_device(device)))
+    for level in zip(*parts, strict=True):
+        yield torch.cat(level)
 
 
 @torch.no_grad()

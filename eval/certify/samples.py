@@ -188,8 +188,8 @@ def describe_difference(
 
     In float32 rounding explains no difference. In a lower precision it does if the logits of the two tokens are close:
     within twice the largest difference between the plain model's logits of the same prefix, computed in batches and
-    chunks of other shapes. In float32 with products that round their rows to eight bits, a last bit decides how a number
-    is rounded: there it is the difference that embeddings with other last bits make.
+    chunks of other shapes. In float32 with products that round their rows to eight bits, a last bit decides how a
+    number is rounded: there it is the difference that embeddings with other last bits make.
 
     Args:
         spec: has the target.

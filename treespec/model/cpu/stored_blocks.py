@@ -10,7 +10,9 @@ values are the floats that transformers loaded, so no table of names is needed, 
 """
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +27,10 @@ from treespec.kernels.ops import BLOCK_BYTES, CPU_DEVICE, FLOAT_FORMS, Q4_0, Q4_
 from treespec.model.cpu.eight_bits import BLOCK_NUMBERS, list_input_widths, quantize_layer
 from treespec.model.cpu.packed_layers import PackedLinear
 from treespec.model.cpu.packing import list_module_names
-from treespec.model.quantization.gguf_tensors import (
-    FLOAT_KINDS,
-    GGUF_BF16,
-    GGUF_F16,
-    GGUF_F32,
-    GGUF_Q4_0,
-    GGUF_Q4_1,
-    GGUF_Q8_0,
-    StoredTensor,
-    map_gguf_tensors,
-)
 
-# GGUF's kinds -> the kernels' forms
-BLOCK_FORMS = {GGUF_Q8_0: Q8_0, GGUF_Q4_0: Q4_0, GGUF_Q4_1: Q4_1}
-FLOAT_DTYPES = {GGUF_F32: torch.float32, GGUF_F16: torch.float16, GGUF_BF16: torch.bfloat16}
+# GGUF's names of formats -> the kernels' forms, torch's dtypes
+BLOCK_FORMS = {"Q8_0": Q8_0, "Q4_0": Q4_0, "Q4_1": Q4_1}
+FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -68,10 +59,14 @@ def pack_stored_products(model: nn.Module, file: Path) -> None:
 
     model: as transformers loaded it from the file.
     """
-    if find_kernels().library is None:
+    if find_kernels().library is None or find_spec("gguf") is None:
         return
-    tensors = [tensor for tensor in map_gguf_tensors(file) if len(tensor.shape) > 1]
-    if {tensor.kind for tensor in tensors} <= FLOAT_KINDS:
+    import gguf
+
+    package: Any = gguf
+    reader = package.GGUFReader(str(file))  # `share_gguf_reader` has parsed the file already
+    tensors = [tensor for tensor in reader.tensors if len(tensor.shape) > 1]
+    if {tensor.tensor_type.name for tensor in tensors} <= FLOAT_DTYPES.keys():
         return
     dtypes = {weight.dtype for weight in model.parameters()}
     weights = index_weights(tensors, dtypes)
@@ -85,26 +80,32 @@ def pack_stored_products(model: nn.Module, file: Path) -> None:
 
 
 def index_weights(
-    tensors: list[StoredTensor], dtypes: set[torch.dtype]
+    tensors: Iterable[Any], dtypes: set[torch.dtype]
 ) -> dict[bytes, list[StoredWeight]]:
-    """Return the matrices among a file's tensors, by the bytes of their first row's values in each of the dtypes."""
+    """Return the matrices among a file's tensors, by the bytes of their first row's values in each of the dtypes.
+
+    tensors: of gguf's reader. Those in other formats than `BLOCK_FORMS` and `FLOAT_DTYPES` are left out.
+    """
     weights = defaultdict[bytes, list[StoredWeight]](list)
     for tensor in tensors:
-        if tensor.data is None or len(tensor.shape) != 2:
+        name = tensor.tensor_type.name
+        if len(tensor.shape) != 2 or name not in BLOCK_FORMS | FLOAT_DTYPES:
             continue
-        weight = read_stored_weight(tensor)
+        weight = read_stored_weight(tensor, name)
         for dtype in dtypes:
             weights[hash_row(weight.read_values(slice(1), dtype))].append(weight)
     return dict(weights)
 
 
-def read_stored_weight(tensor: StoredTensor) -> StoredWeight:
-    """Return a matrix of a GGUF file, whose bytes stay in the file until they are used."""
-    data = torch.from_numpy(np.asarray(tensor.data))
-    outputs, inputs = tensor.shape
-    form = BLOCK_FORMS.get(tensor.kind)
+def read_stored_weight(tensor: Any, name: str) -> StoredWeight:
+    """Return a matrix of a GGUF file. tensor: of gguf's reader. name: of its format."""
+    inputs, outputs = map(int, tensor.shape)  # GGUF lists the innermost size first
+    data = torch.from_numpy(
+        np.array(tensor.data).view(np.uint8)
+    )  # a copy: the file is mapped to be read only
+    form = BLOCK_FORMS.get(name)
     if form is None:
-        return StoredWeight(None, data.view(FLOAT_DTYPES[tensor.kind]).view(outputs, inputs))
+        return StoredWeight(None, data.view(FLOAT_DTYPES[name]).view(outputs, inputs))
     return StoredWeight(form, data.view(outputs, inputs // BLOCK_NUMBERS, BLOCK_BYTES[form]))
 
 

@@ -350,10 +350,10 @@ def add_tensors(folder, tensors, drop=None):
 PERMUTED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
 
 
-def write_gguf(model, file, kind="Q4_1", of_embedding="Q8_0", factors=None, more=None):
+def write_gguf(model, file, kind="Q4_1", of_embedding="Q8_0", factors=None, more=None, others=()):
     """The weights of a Llama: matrices in blocks of `kind`, all others in float32.
 
-    factors: on the rotary frequencies, [head_dim / 2], as Llama 3.1 has them. more: adds fields to the writer.
+    others: pairs of a name's part and a kind. factors: on rotary frequencies [head_dim / 2]. more: adds fields.
     """
     config = model.config
     writer = gguf.GGUFWriter(file, "llama")
@@ -373,7 +373,8 @@ def write_gguf(model, file, kind="Q4_1", of_embedding="Q8_0", factors=None, more
             continue
         own = names.get_name(name.removesuffix(".weight")) + ".weight"
         values = value.float().numpy()
-        wanted = of_embedding if "embed" in name else kind
+        kinds = (*others, ("embed", of_embedding))
+        wanted = next((its_kind for part, its_kind in kinds if part in name), kind)
         for part, heads in PERMUTED.items():
             if part in own:
                 values = permute_rows(values, getattr(config, heads))

@@ -257,6 +257,7 @@ def test_a_switch_turns_the_kernels_off(monkeypatch):
         ("x86_64", variants.X86_64_AMX_FLAGS, "x86-64-v4-amx"),
         ("aarch64", {"asimd", "fp"}, "aarch64"),
         ("aarch64", {"asimd", "asimddp", "bf16"}, "aarch64-bf16"),
+        ("aarch64", {"asimd", "asimddp", "bf16", "i8mm"}, "aarch64-i8mm"),
         ("riscv64", {"asimd", "bf16"}, None),
     ],
 )

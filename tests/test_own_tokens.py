@@ -202,7 +202,7 @@ def test_forced_tokens_are_found_among_own_tokens():
     assert to_draft_ids([2, 17], vocabulary, cpu) is None
 
 
-@pytest.mark.parametrize("form", range(4))
+@pytest.mark.parametrize("form", range(6))
 def test_outputs_of_a_packed_weight_are_copied_exactly(form):
     """In each form, between weights of unlike numbers of outputs."""
     weight = randn(40, 64, generator=seeded(1)).to(torch.bfloat16).float()
@@ -216,7 +216,7 @@ def test_outputs_of_a_packed_weight_are_copied_exactly(form):
     copy.packed = torch.nn.Parameter(target.numbers, requires_grad=False)
     expected = torch.zeros(21, 64, dtype=torch.float32)
     expected[places] = source.weight.float()[outputs]
-    if form < kernels.EIGHT_BITS:
+    if form < kernels.Q8_0:
         assert torch.equal(copy.weight.float(), expected)
     x = randn(3, 64, generator=seeded(2)).float()
     assert torch.equal(copy(x)[:, places], source(x)[:, outputs])

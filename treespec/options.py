@@ -28,9 +28,9 @@ MAX_SEED = 2**63 - 1  # torch accepts seeds below 2^64; further answers add to t
 TREE_FORMS = TREE_EXAMPLES
 TREE_FILE = "a JSON file of paths"
 
-# Values of --load-in, which quantise a target as it loads: two by bitsandbytes, two by torchao, one by treespec.
-EIGHT_BITS_NAME = "q8"  # treespec's own
-LOAD_IN = ("4bit", "8bit", "fp8", "int8", EIGHT_BITS_NAME)
+# Values of --load-in, which quantise a target as it loads: two by bitsandbytes, two by torchao, two by treespec.
+ROUNDED_HERE = ("q8", "q4")  # treespec's own
+LOAD_IN = ("4bit", "8bit", "fp8", "int8", *ROUNDED_HERE)
 LOAD_IN_FORMS = LOAD_IN + ("gguf:FILE",)
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16", "float64")
 # other tools' names of precisions -> torch's

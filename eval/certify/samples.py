@@ -14,10 +14,12 @@ from treespec.api.spec import Spec
 from treespec.engine.request import CycleRecord
 from treespec.eval.certify.draws import SampledCycle, build_shown_cycle
 from treespec.eval.peers import generate_plain_tokens
+from treespec.model.cpu.eight_bits import has_block_products
 from treespec.sampling.probs import SamplingParams
 from treespec.sampling.sampler import Sampler
 from treespec.text.strings import count_common_prefix
 
+LAST_BITS = 2.0**-20  # relative, of numbers in float32
 MAX_OUTPUTS_A_CALL = 16  # largest number of outputs of one prompt in one call of model.generate
 # Fields of a generation config that treespec has as options, or that change no token.
 HARMLESS_SETTINGS = {
@@ -186,7 +188,8 @@ def describe_difference(
 
     In float32 rounding explains no difference. In a lower precision it does if the logits of the two tokens are close:
     within twice the largest difference between the plain model's logits of the same prefix, computed in batches and
-    chunks of other shapes.
+    chunks of other shapes. In float32 with products that round their rows to eight bits, a last bit decides how a
+    number is rounded: there it is the difference that embeddings with other last bits make.
 
     Args:
         spec: has the target.
@@ -206,7 +209,8 @@ def describe_difference(
     model = spec.target.model
     position = count_common_prefix(our_tokens, plain_tokens)
     margin = noise = math.inf
-    if position < min(len(our_tokens), len(plain_tokens)) and spec.target.dtype != torch.float32:
+    may_round = spec.target.dtype != torch.float32 or has_block_products(model)
+    if may_round and position < min(len(our_tokens), len(plain_tokens)):
         prefix = torch.tensor(
             [prompt + plain_tokens[:position]], dtype=torch.int64, device=spec.target.device
         )
@@ -215,6 +219,9 @@ def describe_difference(
         forwards = [model(prefix), model(prefix.repeat(3, 1))]
         if half < prefix.shape[1]:
             forwards.append(model(prefix[:, half:], past_key_values=cache))
+        if spec.target.dtype == torch.float32:
+            embeddings = model.get_input_embeddings()(prefix)
+            forwards.append(model(inputs_embeds=embeddings * (1 + LAST_BITS)))
         logits = forwards[0].logits[0, -1].float()
         noise = 0.0
         for forward in forwards[1:]:

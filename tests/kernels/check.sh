@@ -60,6 +60,7 @@ done
 if has aarch64-linux-gnu-gcc && has qemu-aarch64; then
   jobs+=("check 'gcc aarch64' aarch64-linux-gnu-gcc -O2")
   jobs+=("check 'gcc aarch64 dotprod' aarch64-linux-gnu-gcc -O2 -march=armv8.2-a+dotprod")
+  jobs+=("check 'gcc aarch64 i8mm' aarch64-linux-gnu-gcc -O2 -march=armv8.2-a+dotprod+i8mm")
 elif [[ $(uname -m) != aarch64 ]]; then
   echo "skipped aarch64: aarch64-linux-gnu-gcc and qemu-aarch64 are not both installed"
 fi

@@ -20,8 +20,9 @@ static void *failing_aligned_alloc(size_t line, size_t bytes) { return countdown
 #undef malloc
 #undef aligned_alloc
 
-// The digest of products in eight bits, with every instruction set.
+// The digests of products in eight and in four bits, with every instruction set.
 #define EIGHTS_BITS 0xfd5f415f7ae8875aULL
+#define FOURS_BITS 0xdaf412a9db5268dfULL
 // The digest of all results where products are fused and vectors hold at most 8 floats.
 #define SHARED_BITS 0xce6a565340b084c1ULL
 #if (defined(__FMA__) && !defined(__AVX512F__)) || defined(__aarch64__)
@@ -85,21 +86,26 @@ static void *copy_of(const void *x, int64_t count, int half) {
   return memcpy(room(count * size_of(half)), x, count * size_of(half));
 }
 
-// Blocks of eight bits; some numbers are as large as they can be.
-static void *eights(int64_t count, float scale) {
-  char *blocks = room(count / EIGHTS_BLOCK * EIGHTS_BYTES);
+// Weights in blocks; some numbers are as large as they can be.
+static void *block_weights(int64_t count, int form, float scale) {
+  int64_t bytes = block_bytes(form), numbers = 2 * halves_of(form);
+  char *blocks = room(count / EIGHTS_BLOCK * bytes);
   for (int64_t b = 0; b < count / EIGHTS_BLOCK; b++) {
-    char *block = blocks + b * EIGHTS_BYTES;
+    char *block = blocks + b * bytes;
     uint16_t d = (scale < 1 ? 0x1800 : 0x2000) + draw() % 1024;
     int extreme = draw() % 4 == 0;
+    if (form != Q8_0) d += 0x1000;  // its numbers are a sixteenth
     memcpy(block, &d, 2);
-    for (int i = 2; i < EIGHTS_BYTES; i++) block[i] = (char)(extreme ? 127 + draw() % 2 : draw());
+    d += 0x8800;  // about -8 d
+    if (form == Q4_1) memcpy(block + 2, &d, 2);
+    for (int64_t i = numbers; i < bytes; i++) block[i] = (char)(extreme ? 127 + draw() % 2 : draw());
+    if (form != Q8_0 && extreme) memset(block + numbers, draw() % 2 ? 0xff : 0, bytes - numbers);
   }
   return blocks;
 }
 
 static void *weights(int64_t count, int form, float scale) {
-  if (form == EIGHTS) return eights(count, scale);
+  if (form >= Q8_0) return block_weights(count, form, scale);
   if (form != HALF) return numbers(count, form == PAIRED, scale);
   uint16_t *x = room(count * 2);
   for (int64_t i = 0; i < count; i++) {  // also numbers below the normal ones
@@ -109,12 +115,26 @@ static void *weights(int64_t count, int form, float scale) {
   return x;
 }
 
+static double exact_weight(const void *x, int64_t i, int form);
+
+static double half_of(const char *block, int which) {  // the scale, and the least number
+  uint16_t half[1];
+  memcpy(half, block + 2 * which, 2);
+  return exact_weight(half, 0, HALF);
+}
+
+static int number_of(const char *block, int i, int form) {
+  const unsigned char *numbers = (const unsigned char *)block + 2 * halves_of(form);
+  if (form == Q8_0) return (int8_t)numbers[i];
+  int number = i < 16 ? numbers[i] % 16 : numbers[i - 16] / 16;
+  return form == Q4_0 ? number - 8 : number;
+}
+
 static double exact_weight(const void *x, int64_t i, int form) {
-  if (form == EIGHTS) {
-    const char *block = (const char *)x + i / EIGHTS_BLOCK * EIGHTS_BYTES;
-    uint16_t scale;
-    memcpy(&scale, block, 2);
-    return exact_weight(&scale, 0, HALF) * (int8_t)block[2 + i % EIGHTS_BLOCK];
+  if (form >= Q8_0) {
+    const char *block = (const char *)x + i / EIGHTS_BLOCK * block_bytes(form);
+    double value = half_of(block, 0) * number_of(block, i % EIGHTS_BLOCK, form);
+    return form == Q4_1 ? value + half_of(block, 1) : value;
   }
   if (form != HALF) return get(x, i, form == PAIRED);
   int bits = ((const uint16_t *)x)[i], exponent = bits >> 10 & 31, mantissa = bits & 1023;
@@ -122,7 +142,8 @@ static double exact_weight(const void *x, int64_t i, int form) {
   return bits >> 15 ? -size : size;
 }
 
-static uint64_t digest = 0xcbf29ce484222325ULL;
+#define NO_BITS 0xcbf29ce484222325ULL
+static uint64_t digest = NO_BITS;
 static void add_to_digest(const void *x, int64_t bytes) {  // FNV-1a
   for (int64_t i = 0; i < bytes; i++) digest = (digest ^ ((const unsigned char *)x)[i]) * 0x100000001b3ULL;
 }
@@ -132,11 +153,12 @@ static int equal(const void *x, const void *y, int64_t count, int half) { return
 // --- Products and norms -----------------------------------------------------------------------------
 
 static void *packed_of(const void *weight, int64_t in, int64_t out, int form) {
-  if (form == EIGHTS) {
-    int64_t bytes = out * in / EIGHTS_BLOCK * EIGHTS_BYTES;
-    void *packed = room((out + L - 1) / L * L * in / EIGHTS_BLOCK * EIGHTS_BYTES), *again = room(bytes);
-    DEMAND(pack_eights(weight, packed, in, out) == DONE, "%d x %d", (int)in, (int)out);
-    DEMAND(unpack_eights(packed, again, in, out) == DONE && !memcmp(weight, again, bytes), "%d x %d", (int)in, (int)out);
+  if (form >= Q8_0) {
+    int64_t bytes = out * in / EIGHTS_BLOCK * block_bytes(form);
+    void *packed = room((out + L - 1) / L * L * in / EIGHTS_BLOCK * block_bytes(form)), *again = room(bytes);
+    DEMAND(pack_eights(weight, packed, in, out, form) == DONE, "%d x %d", (int)in, (int)out);
+    int is_same = unpack_eights(packed, again, in, out, form) == DONE && !memcmp(weight, again, bytes);
+    DEMAND(is_same, "%d x %d form %d", (int)in, (int)out, form);
     return packed;
   }
   void *packed = room((out + L - 1) / L * L * ((in + 31) / 32 * 32) * (form == SINGLE ? 4 : 2));
@@ -180,36 +202,45 @@ static void check_linear(int64_t in, int64_t out, int64_t n, int form, int half)
 }
 
 // Output o of a row x in eight bits, to the bit: whole numbers in a block, floats over the blocks.
-static float product_of_eights(const void *x, const void *weight, int64_t in, int64_t o, int half) {
+static float product_of_blocks(const void *x, const void *weight, int64_t in, int64_t o, int form, int half) {
   float sum = 0;
   for (int64_t b = 0; b < in; b += EIGHTS_BLOCK) {
-    const char *block = (const char *)weight + (o * in + b) / EIGHTS_BLOCK * EIGHTS_BYTES;
-    uint16_t scale;
-    memcpy(&scale, block, 2);
+    const char *block = (const char *)weight + (o * in + b) / EIGHTS_BLOCK * block_bytes(form);
     float largest = 0;
     for (int64_t i = b; i < b + EIGHTS_BLOCK; i++) largest = fmaxf(largest, fabsf(get(x, i, half)));
-    float inverse = largest ? 127 / largest : 0;
-    int whole = 0;
-    for (int64_t i = 0; i < EIGHTS_BLOCK; i++) whole += (int)rintf(get(x, b + i, half) * inverse) * (int8_t)block[2 + i];
-    float scales = (float)exact_weight(&scale, 0, HALF) * (largest / 127), part = whole * scales;
+    float inverse = largest ? 127 / largest : 0, row_scale = largest / 127;
+    int whole = 0, row_sum = 0;
+    for (int64_t i = 0; i < EIGHTS_BLOCK; i++) {
+      int number = (int)rintf(get(x, b + i, half) * inverse);
+      whole += number * number_of(block, i, form), row_sum += number;
+    }
+    float scales = (float)half_of(block, 0) * row_scale, part = whole * scales;
     sum += part;
+    if (form != Q4_1) continue;
+    float least = (float)half_of(block, 1) * row_scale, further = row_sum * least;
+    sum += further;
   }
   return sum;
 }
 
-static void check_eights(int64_t in, int64_t out, int64_t n, int half) {
-  void *weight = weights(in * out, EIGHTS, 1), *bias = n % 2 ? numbers(out, half, 1) : NULL, *x = numbers(n * in, half, 1);
+static void check_blocks(int64_t in, int64_t out, int64_t n, int form, int half) {
+  void *weight = weights(in * out, form, 1), *bias = n % 2 ? numbers(out, half, 1) : NULL, *x = numbers(n * in, half, 1);
   void *y = room(n * out * size_of(half)), *wanted = room(size_of(half));
-  for (int64_t i = 0; i < n * in; i++)  // blocks of zeros, and of numbers that are all the largest
-    if (i / 32 % 5 < 2) put(x, i, i / 32 % 5 ? (draw() % 2 ? 0.7f : -0.7f) : 0, half);
-  Linear a = {packed_of(weight, in, out, EIGHTS), bias, in, out, EIGHTS, half, 1, 0};
+  for (int64_t i = 0; i < n * in; i++)  // blocks of zeros, and of numbers that are all the largest, of both signs or one
+    if (i / 32 % 5 < 2) put(x, i, i / 32 % 5 ? (draw() % 2 || (form != Q8_0 && i / 32 % 2) ? 0.7f : -0.7f) : 0, half);
+  Linear a = {packed_of(weight, in, out, form), bias, in, out, form, half, 1, 0};
   DEMAND(linear(&a, x, y, n) == DONE, "in %d out %d", (int)in, (int)out);
   check_company(a, x, y, n);
   for (int64_t r = 0; r < n; r++)
     for (int64_t o = 0; o < out; o++) {
-      float sum = product_of_eights(row_at(x, r * in, half), weight, in, o, half);
+      const void *row = row_at(x, r * in, half);
+      float sum = product_of_blocks(row, weight, in, o, form, half);
       put(wanted, 0, bias ? sum + get(bias, o, half) : sum, half);
-      DEMAND(equal(row_at(y, r * out + o, half), wanted, 1, half), "in %d out %d: %g", (int)in, (int)out, sum);
+      DEMAND(equal(row_at(y, r * out + o, half), wanted, 1, half), "in %d out %d form %d: %g", (int)in, (int)out, form, sum);
+      double exact = bias ? get(bias, o, half) : 0, bound = fabs(exact);
+      for (int64_t i = 0; i < in; i++) exact += get(row, i, half) * exact_weight(weight, o * in + i, form);
+      for (int64_t i = 0; i < in; i++) bound += 0.7 * fabs(exact_weight(weight, o * in + i, form));
+      DEMAND(fabs(get(wanted, 0, half) - exact) <= 0.01 * bound, "in %d form %d: %g of %g", (int)in, form, sum, exact);
     }
   add_to_digest(y, n * out * size_of(half));
   release_rooms();
@@ -237,10 +268,10 @@ static void check_copied_outputs(int64_t in, int form, int half) {
 }
 
 // A row with a number that is none gives NaN, and does not change other rows; its smallest numbers give 0.
-static void check_eights_of_nan(void) {
+static void check_blocks_of_nan(int form) {
   enum { IN = 64, OUT = 5 };
   const uint32_t patterns[] = {0x7fc00000, 0xff800001, 0x7f800000, 0xff800000};
-  Linear a = {packed_of(eights(IN * OUT, 1), IN, OUT, EIGHTS), NULL, IN, OUT, EIGHTS, 0, 1, 0};
+  Linear a = {packed_of(weights(IN * OUT, form, 1), IN, OUT, form), NULL, IN, OUT, form, 0, 1, 0};
   float *x = numbers(2 * IN, 0, 1), y[2 * OUT], alone[OUT];
   linear(&a, x + IN, alone, 1);
   for (int i = 0; i < 4; i++) {
@@ -375,13 +406,15 @@ typedef struct {  // what `layers` takes, and weights that are not packed
 
 static int run(const RawLayer *raw) { return layers(&raw->a, &raw->c, 1, &raw->f); }
 
+enum { MIXED = Q4_1 + 1 };  // products of a layer in all forms of blocks
+
 // A causal chain of NODES nodes in each of two texts; d: of a head.
 static RawLayer random_layer(int64_t d, int form, int half) {
   int64_t outs[PRODUCTS] = {HEADS * d, KV * d, KV * d, hidden, inner, inner, hidden}, widths[NORMS] = {hidden, hidden, d, d};
   int64_t ins[PRODUCTS] = {hidden, hidden, hidden, HEADS * d, hidden, hidden, inner};
   RawLayer raw = {
     .a = {.in = hidden, .hidden = hidden, .heads = HEADS, .kv = KV, .d = d, .inner = inner, .scale = 0.3f, .eps = 1e-5f,
-          .sign = -1, .form = form, .half = half},
+          .sign = -1, .half = half},
     .c = {.columns = COLUMNS, .capacity = CAPACITY, .first = FIRST},
     .f = {.texts = 2, .n = NODES, .turned = TURNED, .masked = NODES, .ab = NODES * TURNED, .an = TURNED, .mn = NODES,
           .threads = 1},
@@ -389,8 +422,9 @@ static RawLayer random_layer(int64_t d, int form, int half) {
   Layer *a = &raw.a;
   Forward *f = &raw.f;
   for (int i = 0; i < PRODUCTS; i++) {
-    raw.weights[i] = weights(ins[i] * outs[i], form, 0.3f);
-    a->weights[i] = packed_of(raw.weights[i], ins[i], outs[i], form);
+    a->forms[i] = form == MIXED ? Q8_0 + i % 3 : form;
+    raw.weights[i] = weights(ins[i] * outs[i], a->forms[i], 0.3f);
+    a->weights[i] = packed_of(raw.weights[i], ins[i], outs[i], a->forms[i]);
     a->biases[i] = i % 2 ? numbers(outs[i], half, 0.3f) : NULL;
   }
   for (int i = 0; i < NORMS; i++) a->norms[i] = numbers(widths[i], half, 1);
@@ -409,7 +443,7 @@ static void exact_product(const RawLayer *raw, int i, const double *x, double *y
   const Layer *a = &raw->a;
   for (int64_t o = 0; o < out; o++) {
     y[o] = a->biases[i] ? get(a->biases[i], o, a->half) : 0;
-    for (int64_t c = 0; c < in; c++) y[o] += x[c] * exact_weight(raw->weights[i], o * in + c, a->form);
+    for (int64_t c = 0; c < in; c++) y[o] += x[c] * exact_weight(raw->weights[i], o * in + c, a->forms[i]);
   }
 }
 
@@ -503,7 +537,7 @@ static void check_layers(int64_t d, int form, int half) {
   // 1. Two texts, against float64, against each node alone, with any number of threads.
   DEMAND(run(&raw) == DONE, "d %d", (int)d);
   void *y = copy_of(raw.f.y, 2 * NODES * hidden, half);
-  double exact[NODES * hidden], bound = form == EIGHTS ? 0.3 : half ? 0.1 : 2e-5;
+  double exact[NODES * hidden], bound = form >= Q8_0 ? 0.3 : half ? 0.1 : 2e-5;
   for (int64_t b = 0; b < 2; b++) {
     exact_layer(&raw, b, before, exact);
     check_nodes_alone(&raw, before, b, NODES, row_at(y, b * NODES * hidden, half));
@@ -835,23 +869,39 @@ static void check_nan(void) {
   }
 }
 
-static void check_all_eights(void) {
+static void check_products_of_blocks(int form) {
   const int64_t outs[] = {1, 17, 130}, rows[] = {1, 3, 9, 20};
   for (int64_t in = 32; in < 400; in = in * 2 + 32)
     for (int o = 0; o < 3; o++)
-      for (int half = 0; half < 2; half++) check_eights(in, outs[o], rows[(in / 32 + o + half) % 4], half);
-  DEMAND(digest == EIGHTS_BITS, "%016llx", (unsigned long long)digest);
-  check_eights_of_nan();
+      for (int half = 0; half < 2; half++) check_blocks(in, outs[o], rows[(in / 32 + o + half) % 4], form, half);
+}
+
+static void check_layers_of_blocks(int form) {
+  check_blocks_of_nan(form == MIXED ? Q4_0 : form);
   for (int half = 0; half < 2; half++) {
     hidden = 64, inner = 96;
-    check_layers(MOST_D, EIGHTS, half);
-    for (int kind = EAGLE; kind < HEAD_KINDS; kind++) check_head_step(kind, EIGHTS, half, 0);
+    check_layers(MOST_D, form, half);
+    for (int kind = EAGLE; kind < HEAD_KINDS && form != MIXED; kind++) check_head_step(kind, form, half, 0);
     hidden = 40, inner = 52;
   }
 }
 
+static void check_all_blocks(void) {
+  check_products_of_blocks(Q8_0);
+  DEMAND(digest == EIGHTS_BITS, "%016llx", (unsigned long long)digest);
+  check_layers_of_blocks(Q8_0);
+
+  uint64_t digest_before = digest, state_before = state;
+  digest = NO_BITS;
+  check_products_of_blocks(Q4_0);
+  check_products_of_blocks(Q4_1);
+  DEMAND(digest == FOURS_BITS, "%016llx", (unsigned long long)digest);
+  for (int form = Q4_0; form <= MIXED; form++) check_layers_of_blocks(form);
+  digest = digest_before, state = state_before;
+}
+
 int main(void) {
-  check_all_eights();
+  check_all_blocks();
   const int64_t ins[] = {1, 33, 64, 200}, outs[] = {1, 17, 48, 130}, rows[] = {1, 3, 9, 20};
   for (int form = PAIRED; form <= SINGLE; form++)
     for (int half = 0; half < 2; half++) {
@@ -903,9 +953,9 @@ int main(void) {
     for (int form = PAIRED; form <= SINGLE; form++)
       for (int half = 0; half < 2; half++) check_head_step(kind, form, half, 0);
   hidden = 64, inner = 96;
-  for (int form = PAIRED; form <= EIGHTS; form++)
+  for (int form = PAIRED; form <= Q4_1; form++)
     for (int half = 0; half < 2; half++) {
-      check_copied_outputs(form == EIGHTS ? 96 : 75, form, half);
+      check_copied_outputs(form >= Q8_0 ? 96 : 75, form, half);
       for (int kind = EAGLE; kind < HEAD_KINDS; kind++) check_head_step(kind, form, half, 10);
     }
   return failures != 0;

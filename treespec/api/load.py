@@ -20,7 +20,7 @@ from treespec.files.locks import alone_with
 from treespec.heads.folder import find_head_folder
 from treespec.model.adapters import unwrap_adapter
 from treespec.model.cpu.direct_decoder import build_direct_decoder
-from treespec.model.cpu.eight_bits import quantize_layers
+from treespec.model.cpu.eight_bits import has_block_products, quantize_layers
 from treespec.model.cpu.fused_layers import fuse
 from treespec.model.cpu.packing import has_bfloat16_instructions, pack
 from treespec.model.placement import AS_IT_IS, Placement
@@ -173,9 +173,10 @@ def load_parsed(
         pack(model.model)
         decoder = model.tree_decoder
         decoder.direct = build_direct_decoder(decoder.decoder, fuse(model.model))
+    is_rounded = has_block_products(model.model)
     for source in sources:
         for module in source.models:
-            if placement.is_rounded_here:
+            if is_rounded:
                 quantize_layers(module)
             pack(module)
             fuse(module)
@@ -188,7 +189,7 @@ def read_target(path: str, placement: Placement, needs_trees: bool = True) -> Ta
     """Load a target from its directory or hub id. needs_trees: as for `Target`.
 
     On a CPU without bfloat16 instructions, quantised weights are read with dtype float32, because
-    products in float32 are faster there. Those of `q8` are as fast in any dtype.
+    products in float32 are faster there. Those of `q8` and `q4` are as fast in any dtype.
     """
     is_slow = is_only_cpu(placement.device_map) and not has_bfloat16_instructions()
     if placement.is_rounded_here:

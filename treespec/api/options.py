@@ -79,7 +79,7 @@ class VariantOptions(CommandOptions):
     )
     load_in: str | None = option(
         f"quantisation of the target's weights:  {join_or(LOAD_IN_FORMS)}; 4bit and 8bit by "
-        "bitsandbytes, fp8 and int8 by torchao, q8 by treespec for a CPU, FILE a path or a name beside the "
+        "bitsandbytes, fp8 and int8 by torchao, q8 and q4 by treespec for a CPU, FILE a path or a name beside the "
         "target's files; "
         "default: as in its files",
         None,

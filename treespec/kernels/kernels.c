@@ -246,8 +246,8 @@ int noise(const int64_t *starts, float *y, int64_t rows, int64_t size, int threa
 // A weight [out, in] lies in blocks of L outputs; `in` is padded to a multiple of 32, `out` of L. In
 // bfloat16 a block holds pairs of inputs, [out/L, in/2, L, 2]; in other forms [out/L, in, L].
 
-// The form of a weight: bfloat16, float16, float32; eight bits with scales (eight_bits.c).
-enum { PAIRED, HALF, SINGLE, EIGHTS };
+// The form of a weight: bfloat16, float16, float32; eight or four bits with scales (eight_bits.c).
+enum { PAIRED, HALF, SINGLE, Q8_0, Q4_0, Q4_1 };
 
 // Where input i of output o lies in a packed weight of padded width.
 INLINE int64_t place_of(int64_t o, int64_t i, int64_t width, int form) {
@@ -382,15 +382,24 @@ static void finish(const float *sums, int64_t stride, void *y, int64_t row, cons
   }
 }
 
+// y [n, out] = x [n, in] weight^T + bias; x, bias and y are bfloat16 (`half`) or float32. Rows of y lie `row` numbers
+// apart; 0: `out`.
+typedef struct {
+  const void *weight, *bias;
+  int64_t in, out;
+  int form, half, threads;
+  int64_t row;
+} Linear;
+
 #include "eight_bits.c"
 
 // Copies outputs [many] of a packed weight to places [many] in another one, of as many inputs and the same form.
 // out, to_out: outputs of each.
 int copy_outputs(const void *packed, void *to, const int64_t *outputs, const int64_t *places, int64_t many, int64_t in,
                  int64_t out, int64_t to_out, int form) {
-  int64_t width = form == EIGHTS ? 0 : (in + 31) / 32 * 32;
+  int64_t width = form >= Q8_0 ? 0 : (in + 31) / 32 * 32;
   for (int64_t r = 0; r < many; r++) {
-    if (form == EIGHTS) copy_eights(packed, to, outputs[r], places[r], in, out, to_out);
+    if (form >= Q8_0) copy_eights(packed, to, outputs[r], places[r], in, out, to_out, form);
     for (int64_t i = 0; i < width; i++) {
       int64_t from = place_of(outputs[r], i, width, form), at = place_of(places[r], i, width, form);
       if (form == SINGLE) ((uint32_t *)to)[at] = ((const uint32_t *)packed)[from];
@@ -449,21 +458,13 @@ static void amx(const uint16_t *x, const uint16_t *w, void *y, int64_t row, cons
 }
 #endif
 
-// y [n, out] = x [n, in] weight^T + bias; x, bias and y are bfloat16 (`half`) or float32. Rows of y lie `row` numbers
-// apart; 0: `out`.
-typedef struct {
-  const void *weight, *bias;
-  int64_t in, out;
-  int form, half, threads;
-  int64_t row;
-} Linear;
-
 // How products read rows [n, width]: `in` is padded; in floats (`size` 4) unless they take bfloat16; a row has `bytes`.
-typedef struct { Mode mode; int amx, half; int64_t in, width, size, bytes; } Rows;
+// unit: threads share outputs in multiples of it.
+typedef struct { Mode mode; int amx, half; int64_t in, width, size, bytes, unit; } Rows;
 
 static Rows rows_for(int64_t in, int form, int half) {
-  static const Mode modes[] = {WIDE, HALVES, FLOATS, ROUNDED};
-  Rows rows = {modes[form], 0, half, in, (in + 31) / 32 * 32, 4, 0};
+  static const Mode modes[] = {WIDE, HALVES, FLOATS, ROUNDED, ROUNDED, ROUNDED};
+  Rows rows = {modes[form], 0, half, in, (in + 31) / 32 * 32, 4, 0, L};
 #ifdef __AVX512BF16__
   if (half && form == PAIRED) rows.mode = PAIRS;
 #endif
@@ -471,7 +472,7 @@ static Rows rows_for(int64_t in, int form, int half) {
   rows.amx = half && form == PAIRED && tiles_allowed();
 #endif
   if (half && (rows.amx || rows.mode == PAIRS)) rows.size = 2;
-  rows.bytes = form == EIGHTS ? eights_row_bytes(in) : rows.width * rows.size;
+  rows.bytes = form >= Q8_0 ? eights_row_bytes(in) : rows.width * rows.size;
   return rows;
 }
 
@@ -489,15 +490,16 @@ static void read_row(const Rows *f, const void *x, char *to, int64_t r) {
   memset(row + f->in * f->size, 0, (f->width - f->in) * f->size);
 }
 
-static int64_t first_of(int64_t out, int threads, int t) {  // the first of the outputs that thread t takes
-  int64_t blocks = (out + L - 1) / L, each = (blocks + threads - 1) / threads;
-  return MIN(t * each * L, out);
+// The first of the outputs that thread t takes, in units of L or more outputs.
+static int64_t first_of(int64_t out, int64_t unit, int threads, int t) {
+  int64_t units = (out + unit - 1) / unit, each = (units + threads - 1) / threads;
+  return MIN(t * each * unit, out);
 }
 
 // The outputs of thread t. x: rows as `f` tells.
 static void share(const Linear *a, const Rows *f, const char *x, void *y, int64_t n, int t) {
-  int64_t from = first_of(a->out, a->threads, t), to = first_of(a->out, a->threads, t + 1), width = f->width;
-  int64_t row = a->row ? a->row : a->out;
+  int64_t from = first_of(a->out, f->unit, a->threads, t), to = first_of(a->out, f->unit, a->threads, t + 1);
+  int64_t width = f->width, row = a->row ? a->row : a->out;
 #ifdef __AMX_BF16__
   if (f->amx) {
     int64_t end = (to + L - 1) / L;
@@ -506,7 +508,7 @@ static void share(const Linear *a, const Rows *f, const char *x, void *y, int64_
   }
 #endif
   if (f->mode == ROUNDED) {
-    multiply_eights(x, a->weight, y, row, a->bias, n, a->in, a->out, from, to, a->half);
+    multiply_eights(x, a, y, row, n, from, to);
     return;
   }
   F sums[ROWS * BLOCKS];

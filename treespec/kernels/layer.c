@@ -15,7 +15,8 @@ typedef struct {                                     // a decoder layer
   const void *norms[NORMS];                          // weights; NULL for none
   int64_t in, hidden, heads, kv, d, inner;
   float scale, eps, sign;  // sign: of the first half's sines, -1 unless they are negated already
-  int form, half;
+  int forms[PRODUCTS];     // products of the same rows read them the same way
+  int half;
 } Layer;
 
 typedef struct {         // a layer's cache in a forward
@@ -85,7 +86,7 @@ static void place(const Layer *a, const Forward *f, const Cache *c, char *q, cha
 
 // Numbers of share t of `shares`: z = x + y, in n rows of `hidden`.
 static void add_rows(const Layer *a, const void *x, const void *y, void *z, int64_t n, int shares, int t) {
-  int64_t from = first_of(a->hidden, shares, t), to = first_of(a->hidden, shares, t + 1);
+  int64_t from = first_of(a->hidden, L, shares, t), to = first_of(a->hidden, L, shares, t + 1);
   for (int64_t r = 0; r < n; r++)
     for (int64_t i = r * a->hidden + from; i < r * a->hidden + to; i++)
       put(z, i, get(x, i, a->half) + get(y, i, a->half), a->half);
@@ -108,12 +109,12 @@ INLINE F silu(F x) {  // x / (1 + exp(-x)); in bfloat16 it has the bits of torch
   return y;
 }
 
-// Outputs of share t of `shares`: silu(gate) * up of n rows, as the last product reads them. Where it reads eight bits,
-// the shares may part a block: the numbers take the place of `gate`, and `round_rows` rounds them when all are there.
-static void activate(const Layer *a, void *gate, const void *up, const Rows *as, char *rows, int64_t n, int shares,
-                     int t) {
-  int64_t from = first_of(a->inner, shares, t), to = first_of(a->inner, shares, t + 1);
+// Outputs [from, to): silu(gate) * up of n rows, as the last product reads them. Where it reads eight bits, these are
+// whole blocks, and take the place of `gate` before they are rounded.
+static void activate(const Layer *a, void *gate, const void *up, const Rows *as, char *down_rows, int64_t n,
+                     int64_t from, int64_t to) {
   int64_t size = as->size, width = as->width;
+  char *rows = down_rows;
   if (as->mode == ROUNDED) rows = gate, size = a->half ? 2 : 4, width = a->inner;
   for (int64_t r = 0; r < n; r++) {
     for (int64_t i = from; i < to; i += L) {
@@ -127,16 +128,10 @@ static void activate(const Layer *a, void *gate, const void *up, const Rows *as,
         put(to_row, c, rounded(x * get(up, at + c, a->half), a->half)[0], size == 2);
       }
     }
-    if (!t) memset(rows + (r * width + as->in) * size, 0, (width - as->in) * size);
+    if (!from) memset(rows + (r * width + as->in) * size, 0, (width - as->in) * size);
+    for (int64_t b = from / EIGHTS_BLOCK; b < to / EIGHTS_BLOCK && as->mode == ROUNDED; b++)
+      round_block(rows + r * width * size, down_rows + r * as->bytes, as->in, b, a->half);
   }
-}
-
-// Rounds n rows x to eight bits, a block at a time. All threads call it.
-static void round_rows(const Rows *as, const char *x, char *rows, int64_t n, Team *team) {
-  int64_t blocks = as->in / EIGHTS_BLOCK, row = as->in * (as->half ? 2 : 4);
-  meet(team);
-  for (int64_t i = first_item(n * blocks); i < end_item(n * blocks); i++)
-    round_block(x + i / blocks * row, rows + i / blocks * as->bytes, as->in, i % blocks, as->half);
 }
 
 // Where the steps of a layer write: rows as products read them, what the steps give, room for scores.
@@ -156,9 +151,10 @@ static int64_t plan_layer(const Layer *a, const Forward *f, const Cache *c, Plan
   int64_t outs[PRODUCTS] = {all_heads, groups, groups, a->hidden, a->inner, a->inner, a->hidden};
   int64_t ins[PRODUCTS] = {a->in, a->in, a->in, all_heads, a->hidden, a->hidden, a->inner};
   for (int i = 0; i < PRODUCTS; i++) {
-    plan->products[i] = (Linear){a->weights[i], a->biases[i], ins[i], outs[i], a->form, a->half, f->threads, 0};
-    plan->rows[i] = rows_for(ins[i], a->form, a->half);
+    plan->products[i] = (Linear){a->weights[i], a->biases[i], ins[i], outs[i], a->forms[i], a->half, f->threads, 0};
+    plan->rows[i] = rows_for(ins[i], a->forms[i], a->half);
   }
+  if (plan->rows[DOWN].mode == ROUNDED) plan->rows[GATE].unit = plan->rows[UP].unit = EIGHTS_BLOCK;
 
   // 2. Attention.
   plan->attention = (Attention){
@@ -203,7 +199,7 @@ static void layer(const Layer *a, const Forward *f, const Cache *c, char *room, 
   meet(team);
   for (int i = QUERY; i <= VALUE; i++) share_all(&p[i], &as[i], at[ROWS_IN], at[Q + i], n);
   meet(team);
-  for (int64_t i = first_item(items); i < end_item(items); i++)
+  for (int64_t i = first_item(items), end = end_item(items); i < end; i++)
     place(a, f, c, at[Q], at[K], at[V], i / heads, i % heads);
   meet(team);
   attend(&plan.attention, (float *)at[SCORES], team);
@@ -220,9 +216,9 @@ static void layer(const Layer *a, const Forward *f, const Cache *c, char *room, 
   for (int t = first; t < shares; t += step) {
     share(&p[GATE], &as[GATE], at[ROWS_MID], at[G], n, t);
     share(&p[UP], &as[UP], at[ROWS_MID], at[U_], n, t);
-    activate(a, at[G], at[U_], &as[DOWN], at[ROWS_DOWN], n, shares, t);
+    int64_t from = first_of(a->inner, as[GATE].unit, shares, t), to = first_of(a->inner, as[GATE].unit, shares, t + 1);
+    activate(a, at[G], at[U_], &as[DOWN], at[ROWS_DOWN], n, from, to);
   }
-  if (as[DOWN].mode == ROUNDED) round_rows(&as[DOWN], at[G], at[ROWS_DOWN], n, team);
   meet(team);
   for (int t = first; t < shares; t += step) {
     share(&p[DOWN], &as[DOWN], at[ROWS_DOWN], at[ADDED], n, t);
@@ -356,7 +352,7 @@ int head_step(const HeadStep *head, const HeadNodes *nodes) {
   return failed;
 }
 
-enum { ABI = 5 };  // counted up when a structure or a parameter changes, here and in structs.py
+enum { ABI = 6 };  // counted up when a structure or a parameter changes, here and in structs.py
 
 // Writes the sizes [7] of the structures in bytes; returns the ABI.
 int describe_abi(int64_t *sizes) {

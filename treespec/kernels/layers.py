@@ -12,7 +12,7 @@ from torch import Tensor
 
 from treespec.kernels.checks import KernelInputError, check_dense, check_rows
 from treespec.kernels.library import load_kernels
-from treespec.kernels.ops import BFLOAT16_FLAGS, PackedWeight, find_stride
+from treespec.kernels.ops import BFLOAT16_FLAGS, Q8_0, PackedWeight, find_stride
 from treespec.kernels.structs import (
     CACHE_FORMAT,
     LAYER_NORMS,
@@ -21,6 +21,9 @@ from treespec.kernels.structs import (
     LayerStruct,
 )
 from treespec.kernels.threads import count_threads
+
+# A layer's products of the same rows: queries, keys and values; gate and up.
+SAME_ROWS = (slice(0, 3), slice(4, 6))
 
 
 @dataclass(frozen=True)
@@ -87,11 +90,12 @@ class LayerWeights:
             (self.hidden, inner),
         )
         found = tuple((product.outputs, product.inputs) for product in self.products)
-        forms = {product.form for product in self.products}
-        if found != sizes or not groups or heads % self.kv_heads or len(forms) > 1:
-            raise KernelInputError(
-                f"a layer's products have sizes {found}, not {sizes}, or differ in form"
-            )
+        if found != sizes or not groups or heads % self.kv_heads:
+            raise KernelInputError(f"a layer's products have sizes {found}, not {sizes}")
+        for same_rows in SAME_ROWS:
+            forms = {min(product.form, Q8_0) for product in self.products[same_rows]}
+            if len(forms) > 1:
+                raise KernelInputError("a layer's products read the same rows in several forms")
         vectors = [*self.biases, *self.norms]
         norm_widths = [self.inputs, self.hidden, self.head_width, self.head_width]
         widths = [product.outputs for product in self.products] + norm_widths
@@ -118,7 +122,7 @@ class LayerWeights:
             scale=self.scale,
             eps=self.eps,
             sign=self.sign,
-            form=self.products[0].form,
+            forms=(ctypes.c_int * LAYER_PRODUCTS)(*[product.form for product in self.products]),
             half=BFLOAT16_FLAGS[self.dtype],
         )
 

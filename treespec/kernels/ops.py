@@ -27,8 +27,12 @@ from treespec.kernels.threads import count_threads
 BFLOAT16_FLAGS = {torch.bfloat16: 1, torch.float32: 0}
 # dtypes of packed weights; kernels.c numbers them in this order
 FLOAT_FORMS = (torch.bfloat16, torch.float16, torch.float32)
-WEIGHT_FORMS = (*FLOAT_FORMS, torch.uint8)
-EIGHT_BITS = 3  # blocks of 32 numbers with a scale (`treespec.kernels.eight_bits`)
+WEIGHT_FORMS = (*FLOAT_FORMS, torch.uint8, torch.uint8, torch.uint8)
+# The forms after those: GGUF's blocks of 32 numbers (`treespec.kernels.eight_bits`), and the bytes of a block.
+Q8_0 = 3
+Q4_0 = 4
+Q4_1 = 5
+BLOCK_BYTES = {Q8_0: 34, Q4_0: 18, Q4_1: 20}
 # kernels.c pads a packed weight to multiples of these numbers of outputs and inputs.
 BLOCK_OUTPUTS = 16
 BLOCK_INPUTS = 32
@@ -40,10 +44,9 @@ class PackedWeight(NamedTuple):
     """A weight [out, in] in the order of the kernels.
 
     Attributes:
-        numbers: [rows * columns], out padded to `BLOCK_OUTPUTS` and in to `BLOCK_INPUTS`; in eight bits with
-            the scales, 34 bytes for 32 numbers.
+        numbers: [rows * columns], out padded to `BLOCK_OUTPUTS` and in to `BLOCK_INPUTS`; of blocks, their bytes.
         outputs, inputs: out and in.
-        form: the index of its dtype in `WEIGHT_FORMS`.
+        form: the index of its dtype in `WEIGHT_FORMS`; `Q8_0`, `Q4_0` or `Q4_1`: of blocks.
     """
 
     numbers: Tensor
@@ -54,8 +57,8 @@ class PackedWeight(NamedTuple):
     def check(self) -> None:
         """Raises KernelInputError if the numbers are not those of such a weight: another dtype, size or device."""
         size = round_up(self.outputs, BLOCK_OUTPUTS) * round_up(self.inputs, BLOCK_INPUTS)
-        if self.form == EIGHT_BITS:
-            size += size // BLOCK_INPUTS * 2
+        if self.form in BLOCK_BYTES:
+            size = size // BLOCK_INPUTS * BLOCK_BYTES[self.form]
         check_dense(self.numbers, "the packed weight", (WEIGHT_FORMS[self.form],), (size,))
 
 

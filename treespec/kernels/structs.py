@@ -8,7 +8,7 @@ from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
 from typing import Any
 
 # Of kernels.c and layer.c; both sides count it up when a structure or a parameter changes.
-ABI_VERSION = 5
+ABI_VERSION = 6
 LAYER_PRODUCTS = 7  # queries, keys, values, output, gate, up, down
 LAYER_NORMS = 4  # before attention, before the MLP, of queries, of keys
 HEAD_NORMS = 3  # of embeddings, of features, of states
@@ -51,7 +51,8 @@ class LayerStruct(ctypes.Structure):
         + list_fields(c_void_p * LAYER_NORMS, "norms")
         + list_fields(c_int64, "inputs hidden heads kv_heads head_width inner")
         + list_fields(c_float, "scale eps sign")
-        + list_fields(c_int, "form half")
+        + list_fields(c_int * LAYER_PRODUCTS, "forms")
+        + list_fields(c_int, "half")
     )
 
 
@@ -114,10 +115,10 @@ KERNEL_PARAMETERS: dict[str, list[Any]] = {
     "pack": [c_void_p, c_void_p, c_int64, c_int64, c_int],
     # packed weight, weight; inputs, outputs; form
     "unpack": [c_void_p, c_void_p, c_int64, c_int64, c_int],
-    # blocks, packed weight; inputs, outputs
-    "pack_eights": [c_void_p, c_void_p, c_int64, c_int64],
-    # packed weight, blocks; inputs, outputs
-    "unpack_eights": [c_void_p, c_void_p, c_int64, c_int64],
+    # blocks, packed weight; inputs, outputs; form
+    "pack_eights": [c_void_p, c_void_p, c_int64, c_int64, c_int],
+    # packed weight, blocks; inputs, outputs; form
+    "unpack_eights": [c_void_p, c_void_p, c_int64, c_int64, c_int],
     # packed weight, another one; outputs, places; their number; inputs, outputs of each weight; form
     "copy_outputs": [c_void_p] * 4 + [c_int64] * 4 + [c_int],
     # the product; x, y; rows

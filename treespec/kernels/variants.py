@@ -67,6 +67,12 @@ KERNEL_VARIANTS = [
         ["-march=armv8.2-a+bf16+dotprod"],
         {"asimd", "asimddp", "bf16"},
     ),
+    Variant(
+        "aarch64-i8mm",
+        "aarch64",
+        ["-march=armv8.2-a+bf16+dotprod+i8mm"],
+        {"asimd", "asimddp", "bf16", "i8mm"},
+    ),
 ]
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias, final
 from treespec.errors import InputError
 from treespec.options import (
     DTYPE_ALIASES,
-    EIGHT_BITS_NAME,
     LOAD_IN,
     LOAD_IN_FORMS,
+    ROUNDED_HERE,
     find_nearest_name,
     join_or,
 )
@@ -99,7 +99,7 @@ class Placement:
     @property
     def is_rounded_here(self) -> bool:
         """Whether treespec itself quantises the weights when transformers has loaded them."""
-        return self.load_in == EIGHT_BITS_NAME
+        return self.load_in in ROUNDED_HERE
 
     def check_package(self) -> None:
         """Raise InputError if the package of the quantiser is not installed."""

@@ -20,7 +20,8 @@ from treespec.demo.fetch import find_model_path
 from treespec.errors import InputError
 from treespec.files.quiet import quiet
 from treespec.model.adapters import apply_adapter
-from treespec.model.cpu.eight_bits import keep_eight_bits, quantize_model
+from treespec.model.cpu.eight_bits import quantize_model
+from treespec.model.cpu.stored_blocks import pack_stored_products
 from treespec.model.folder import (
     MODEL_SIZE_FIELDS,
     check_fields,
@@ -41,6 +42,7 @@ from treespec.model.quantization.load_in import (
     build_foreign_format_error,
     build_quantizer_options,
 )
+from treespec.options import ROUNDED_HERE
 
 # Tensors that older checkpoints hold and no model needs: buffers computed from the config.
 IGNORABLE_BUFFERS = (
@@ -62,10 +64,11 @@ def load_model(path: str, how: Placement = AS_IT_IS) -> PreTrainedModel:
         InputError: the model cannot be loaded, its weights do not fit the config, or they cannot be quantised.
     """
     model = load_stored_model(path, how)
-    if how.is_rounded_here:
-        quantize_model(model)
-    if how.gguf is not None:
-        keep_eight_bits(model)
+    if how.load_in in ROUNDED_HERE:
+        quantize_model(model, how.load_in)
+    folder = find_model_path(path)
+    if how.gguf is not None and not find_adapter_base(folder):  # an adapter changes the weights
+        pack_stored_products(model, cast(Path, find_gguf_file(folder, how)))
     return model
 
 

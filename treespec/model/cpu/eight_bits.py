@@ -1,7 +1,7 @@
-"""Rounds a model's products to eight bits on a CPU (`--load-in q8`), as llama.cpp's Q8_0 does.
+"""Rounds a model's products to eight bits on a CPU (`--load-in q8`), as llama.cpp's Q8_0 does, or to four (`q4`, Q4_0).
 
-Linear layers, the output layer and experts are rounded. Embeddings, norms and routers stay as they are. A GGUF file in
-Q8_0 is packed as it is stored.
+Linear layers, the output layer and experts are rounded; by `q4` the output layer has eight bits. Embeddings, norms and
+routers stay as they are.
 """
 
 from typing import Any
@@ -12,9 +12,9 @@ from transformers.pytorch_utils import Conv1D
 
 from treespec.errors import InputError
 from treespec.kernels.checks import KernelInputError
-from treespec.kernels.eight_bits import BLOCK_NUMBERS, dequantize_blocks, quantize_blocks
+from treespec.kernels.eight_bits import BLOCK_NUMBERS
 from treespec.kernels.library import find_kernels
-from treespec.kernels.ops import EIGHT_BITS
+from treespec.kernels.ops import Q4_0, Q8_0
 from treespec.model.cpu.packed_layers import (
     PackedLinear,
     has_own_code,
@@ -23,10 +23,15 @@ from treespec.model.cpu.packed_layers import (
     pack_experts,
 )
 from treespec.model.cpu.packing import PLAIN_LAYER, list_module_names
+from treespec.options import ROUNDED_HERE
+
+FORMS_OF_NAMES = dict(zip(ROUNDED_HERE, (Q8_0, Q4_0), strict=True))
 
 
-def quantize_model(model: nn.Module) -> None:
-    """Replace the products of a model by ones in eight bits.
+def quantize_model(model: Any, name: str = "q8") -> None:
+    """Replace the products of a model by ones in eight or four bits.
+
+    name: of the form, as `--load-in` takes it.
 
     Raises:
         InputError: the kernels are off, a weight is not on the CPU, or a layer has another width or dtype.
@@ -35,37 +40,46 @@ def quantize_model(model: nn.Module) -> None:
     kernels = find_kernels()
     if kernels.library is None:
         reason = kernels.obstacle
-        raise InputError(f"--load-in q8 is computed by the C kernels, which are off: {reason}")
+        raise InputError(f"--load-in {name} is computed by the C kernels, which are off: {reason}")
     devices = {str(weight.device) for weight in model.parameters()} - {"cpu"}
     if devices:
         raise InputError(
-            f"--load-in q8 is for a CPU, and weights are on {min(devices)}: "
+            f"--load-in {name} is for a CPU, and weights are on {min(devices)}: "
             "add --device-map cpu, or take int8"
         )
-    for name, module in model.named_modules():
-        check_block_width(name, module)
+    for layer_name, module in model.named_modules():
+        check_block_width(layer_name, module, name)
 
     # 2. The layers.
-    if not quantize_layers(model):
+    if not quantize_layers(model, name):
         kind = type(model).__name__
-        raise InputError(f"--load-in q8: {kind} has no linear layers with plain weights")
+        raise InputError(f"--load-in {name}: {kind} has no linear layers with plain weights")
 
 
-def check_block_width(name: str, module: nn.Module) -> None:
-    """Raise InputError unless the inputs of a module's products fill whole blocks. name: of the module."""
+def check_block_width(name: str, module: nn.Module, form_name: str) -> None:
+    """Raise InputError unless the inputs of a module's products fill whole blocks.
+
+    name: of the module. form_name: as for `quantize_model`.
+    """
     for inputs in list_input_widths(module):
         if inputs % BLOCK_NUMBERS and not name.endswith(PLAIN_LAYER):
             raise InputError(
-                f"--load-in q8: {name} has {inputs} inputs, no multiple of {BLOCK_NUMBERS}: take another form"
+                f"--load-in {form_name}: {name} has {inputs} inputs, no multiple of {BLOCK_NUMBERS}: "
+                "take another form"
             )
 
 
 @torch.no_grad()
-def quantize_layers(model: nn.Module) -> int:
+def quantize_layers(model: Any, name: str = "q8") -> int:
     """Replace the products of a model whose inputs fill whole blocks, one layer at a time; others stay.
 
-    Returns how many layers were replaced. Raises InputError for numbers that eight bits do not hold.
+    name: as for `quantize_model`.
+
+    Returns how many layers were replaced. Raises InputError for numbers that blocks do not hold.
     """
+    output_layer = None
+    if hasattr(model, "get_output_embeddings"):
+        output_layer = model.get_output_embeddings()
     names_of_layers = list_module_names(model)
     count = 0
     while names_of_layers:
@@ -74,46 +88,20 @@ def quantize_layers(model: nn.Module) -> int:
         if not widths or any(inputs % BLOCK_NUMBERS for inputs in widths):
             continue
         count += 1
+        form = FORMS_OF_NAMES[name]
+        if layer is output_layer:
+            form = Q8_0
         try:
-            quantized = quantize_layer(layer)
+            quantized = quantize_layer(layer, form)
         except KernelInputError as error:
-            raise InputError(f"--load-in q8: {names[0]}: {error}") from error
-        for name in names:
-            model.set_submodule(name, quantized)
+            raise InputError(f"--load-in {name}: {names[0]}: {error}") from error
+        for layer_name in names:
+            model.set_submodule(layer_name, quantized)
     return count
 
 
-def keep_eight_bits(model: nn.Module) -> None:
-    """Pack the products of a model as a Q8_0 file stored them, if all of them come from such blocks.
-
-    transformers unpacks the blocks to float32, which holds their values exactly, and rounding these gives the same
-    blocks again. Other models stay as they are.
-    """
-    if find_kernels().library is None:
-        return
-    products = [module for module in model.modules() if list_input_widths(module)]
-    if products and all(holds_eight_bits(product) for product in products):
-        quantize_layers(model)
-
-
-def holds_eight_bits(layer: Any) -> bool:
-    """Whether a linear layer's weight is exactly that of blocks in eight bits; False for experts."""
-    if type(layer) is not nn.Linear or layer.weight.dtype != torch.float32:
-        return False
-    if layer.in_features % BLOCK_NUMBERS:
-        return False
-    for rows in (layer.weight[:1], layer.weight):  # most other weights differ in the first row
-        try:
-            blocks = quantize_blocks(rows)
-        except KernelInputError:  # infinite numbers
-            return False
-        if not torch.equal(dequantize_blocks(blocks), rows):
-            return False
-    return True
-
-
 def list_input_widths(layer: Any) -> list[int]:
-    """List the inputs of each product of a layer that eight bits can replace; [] for other layers."""
+    """List the inputs of each product of a layer that blocks can replace; [] for other layers."""
     if not has_own_code(layer):
         return []
     if has_plain_experts(layer):
@@ -129,15 +117,20 @@ def list_input_widths(layer: Any) -> list[int]:
     return []
 
 
-def quantize_layer(layer: Any) -> nn.Module:
-    """Return a linear layer in eight bits, or the module of experts, whose products are now.
+def quantize_layer(layer: Any, form: int) -> nn.Module:
+    """Return a linear layer in a form of `BLOCK_BYTES`, or the module of experts, whose products are now.
 
     Raises KernelInputError.
     """
     if has_plain_experts(layer):
-        pack_experts(layer, EIGHT_BITS)
+        pack_experts(layer, form)
         return layer
     weight = layer.weight
     if isinstance(layer, Conv1D):
         weight = weight.T  # [in, out]
-    return PackedLinear(weight, layer.bias, EIGHT_BITS)
+    return PackedLinear(weight, layer.bias, form)
+
+
+def has_block_products(model: nn.Module) -> bool:
+    """Whether a model has products in eight or four bits."""
+    return any(type(module) is PackedLinear and module.is_rounded for module in model.modules())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from treespec.kernels.layers import LayerStack, LayerWeights
-from treespec.kernels.ops import EIGHT_BITS
+from treespec.kernels.ops import BLOCK_BYTES
 from treespec.model.attention import ATTENTION_NAME
 from treespec.model.cache import LayersAhead, TreeCache
 from treespec.model.cache_layer import TreeLayer
@@ -249,7 +249,7 @@ def compare_with_modules(layer: Any, weights: LayerWeights, number: int) -> None
 
     # 3. The comparison.
     tolerance = FLOAT32_TOLERANCE
-    if weights.products[0].form == EIGHT_BITS:
+    if any(product.form in BLOCK_BYTES for product in weights.products):
         tolerance = EIGHT_BITS_TOLERANCE
     if x.dtype == torch.bfloat16:
         tolerance = 0.0

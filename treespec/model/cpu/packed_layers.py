@@ -4,7 +4,8 @@ weight                              layer             kept as
 with a C compiler, values of
     bfloat16 or half precision      `PackedLinear`    16 bits
     single precision                `PackedLinear`    32 bits
-    any precision, by --load-in q8  `PackedLinear`    8 bits, rounded (`cpu.eight_bits`)
+    any precision, by --load-in q8  `PackedLinear`    8 bits, rounded (`cpu.eight_bits`); q4: 4 bits
+    a GGUF file's blocks            `PackedLinear`    as stored (`cpu.stored_blocks`)
 any other                           unchanged         unchanged
 
 Each expert of a mixture is a `PackedLinear` too, and a router keeps its plain weight next to a packed one.
@@ -45,29 +46,41 @@ class PackedLinear(nn.Module):
 
     A row of the output has the same bits for any number of rows. To code outside, it is a linear layer in float32,
     bfloat16 or half precision: `weight` and `state_dict` unpack, loading and a change of dtype pack again. A layer in
-    eight bits shows its values in float32, which holds them exactly; what is loaded into it is rounded, and a change
-    of dtype changes only its bias.
+    eight or four bits shows its values in float32; what is loaded into it is rounded, and a change of dtype changes
+    only its bias.
 
     Attributes:
         packed: the weight in the order of the kernels.
         bias: [out]; None: no bias.
         dtype: of the weight that was packed.
-        form: of the packed weight (`treespec.kernels.ops.choose_form`, or `EIGHT_BITS`).
+        form: of the packed weight (`treespec.kernels.ops.choose_form`, or a key of `BLOCK_BYTES`).
     """
 
     packed: nn.Parameter
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, form: int) -> None:
-        """weight: [out, in]. form: of the packed weight."""
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, form: int, blocks: Tensor | None = None
+    ) -> None:
+        """Packs a weight.
+
+        Args:
+            weight: [out, in].
+            bias: [out]; None: no bias.
+            form: of the packed weight.
+            blocks: [out, in / 32, bytes] uint8, whose values the weight has. Default: the weight is rounded to blocks.
+        """
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.bias = bias
         self.dtype = weight.dtype
         self.form = form
-        self.pack_weight(weight)
+        if blocks is None:
+            self.pack_weight(weight)
+        else:
+            self.packed = nn.Parameter(pack_blocks(blocks, form).numbers, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]. Only a layer in eight bits has a gradient: that of its weight's values."""
+        """[..., in] -> [..., out]. Only a layer of blocks has a gradient: that of its weight's values."""
         if self.is_rounded and x.requires_grad and torch.is_grad_enabled():
             return RoundedProduct.apply(x, self)
         return kernels.multiply_packed(x, self.read_weight(), self.bias)
@@ -78,12 +91,12 @@ class PackedLinear(nn.Module):
 
     @property
     def is_rounded(self) -> bool:
-        """Whether the layer multiplies in eight bits."""
-        return self.form == kernels.EIGHT_BITS
+        """Whether the weight is in blocks of eight or four bits; the rows are rounded to eight then."""
+        return self.form in kernels.BLOCK_BYTES
 
     @property
     def value_dtype(self) -> torch.dtype:
-        """The dtype of `weight`, which holds its values exactly."""
+        """The dtype of `weight`, which holds its values exactly (those of Q4_1 as GGUF's readers round them)."""
         if self.is_rounded:
             return torch.float32
         return self.dtype
@@ -92,7 +105,7 @@ class PackedLinear(nn.Module):
     def weight(self) -> Tensor:
         """[out, in], a copy: a change of it does not change the layer."""
         if self.is_rounded:
-            return dequantize_blocks(unpack_blocks(self.read_weight()))
+            return dequantize_blocks(unpack_blocks(self.read_weight()), self.form)
         return kernels.unpack_weight(self.read_weight()).to(self.dtype)
 
     def copy_rows(self, rows: Tensor) -> nn.Linear:
@@ -113,7 +126,7 @@ class PackedLinear(nn.Module):
                 f"{tuple(weight.shape)} of {weight.dtype}"
             )
         if self.is_rounded:
-            packed = pack_blocks(quantize_blocks(weight))
+            packed = pack_blocks(quantize_blocks(weight, self.form), self.form)
         else:
             packed = kernels.pack_weight(weight, form)
             self.dtype = weight.dtype
@@ -181,7 +194,7 @@ class PackedLinear(nn.Module):
 
 @final
 class RoundedProduct(torch.autograd.Function):
-    """A product in eight bits, whose gradient is that of the product by the weight's values."""
+    """A product in eight or four bits, whose gradient is that of the product by the weight's values."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, layer: PackedLinear) -> Tensor:

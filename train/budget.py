@@ -167,7 +167,10 @@ def choose_forwards(config: TrainConfig, size: TrainingSize, conversations: int)
 
 
 def estimate_forward_size(config: TrainConfig, size: TrainingSize) -> float:
-    """Estimate the conversations of a forward: as set, or as many of average length as --batch-tokens has room for."""
+    """Estimate the number of conversations in a forward.
+
+    It is as set. With --batch-tokens it is the number of conversations of average length that have room.
+    """
     if config.batch_tokens is None:
         return config.forward_size
     return max(1.0, config.batch_tokens * size.conversations / size.tokens)

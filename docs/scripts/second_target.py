@@ -1,9 +1,9 @@
-"""Walk the guide for Qwen2.5-Coder-0.5B-Instruct from a GGUF file, to the tables of docs/results.md:
+"""Walk the guide for Qwen2.5-Coder-0.5B-Instruct from a GGUF file:
 
     python docs/scripts/second_target.py qwen2.5-coder-0.5b-instruct-q4_k_m.gguf --out runs/coder
 
-Each step is a command of the guide, which is printed first. After a kill the same line goes on: what is complete
-is not done again. Answers, hidden states and `eval` take hours each on two CPU cores.
+Each step is a command of the guide, which is printed first. After a kill the same line goes on: OUT/done names the
+steps that are complete. Answers, hidden states and `eval` take hours each on two CPU cores.
 """
 
 import shlex
@@ -16,53 +16,43 @@ import typer
 
 from treespec.demo.fetch import convert
 
+SUITES = ("humaneval", "mt-bench")
 NEW_TOKENS = "256"  # of an answer, in the training data and in the evaluation
 TEMPERATURE = "0.8"  # of half the answers; the others are greedy
 
 
 def list_commands(out: Path, minutes: int) -> dict[str, list[str]]:
-    """Lists the commands in their order, each by the file that its success leaves. minutes: of the training."""
-    model = ["--target", f"{out}/target"]
-    head = f"{out}/head"
+    """List the commands in their order, by the names of the steps. minutes: of the training."""
+    target = ["--target", f"{out}/target"]
+    head = ["--head", f"{out}/head"]
     questions = f"{out}/questions.jsonl"
-    answers = f"{out}/answers/conversations.jsonl"
-    features = ["--features", f"{out}/features", "--minutes", str(minutes)]
-    drafters = ["--drafter", f"suffix+eagle:{head},suffix"]
+    answers = f"{out}/answers"
     length = ["--max-new-tokens", NEW_TOKENS]
-    temperatures = ["--temperature", f"0,{TEMPERATURE}"]
-    sampling = ["--temperature", TEMPERATURE, "--greedy", "0.5", "--turns", "1"]
-    suites = {}
-    for suite in ("humaneval", "mt-bench"):
-        run = f"{out}/eval-{suite}"
-        suites[f"{run}/report.json"] = [
-            *("treespec", "eval", *model, *drafters, "--questions", suite),
-            *(*length, *temperatures, "--out", run),
-        ]
-        run = f"{out}/tau-{suite}"
-        suites[f"{run}/report.json"] = [
-            *("treespec", "tau", *model, "--head", head, "--questions", suite),
-            *("--limit", "24", "--out", run),
-        ]
-    return {
-        questions: [sys.executable, "docs/scripts/code_prompts.py", questions],
-        f"{out}/answers/done": [
-            *("treespec", "regenerate", *model, "--data", questions, *length, *sampling),
-            *("--out", f"{out}/answers"),
+    commands = {
+        "questions": [sys.executable, "docs/scripts/code_prompts.py", questions],
+        "regenerate": [
+            *("treespec", "regenerate", *target, "--data", questions, "--turns", "1", *length),
+            *("--temperature", TEMPERATURE, "--greedy", "0.5", "--out", answers),
         ],
-        f"{head}/model.safetensors": [
-            *("treespec", "train", *model, "--data", answers, *features, "--out", head)
+        "train": [
+            *("treespec", "train", *target, "--data", f"{answers}/conversations.jsonl"),
+            *("--features", f"{out}/features", "--minutes", str(minutes), "--out", f"{out}/head"),
         ],
-        f"{out}/doctor.html": [
-            *("treespec", "doctor", *model, "--head", head, "--out", f"{out}/doctor.html")
-        ],
-        **suites,
-        f"{out}/certificate.json": [
-            *("treespec", "certify", *model, "--head", head, "--out", f"{out}/certificate.json")
-        ],
-        f"{out}/vllm/config.json": [
-            *("treespec", "export", *model, "--head", head, "--to", "vllm", "--out", f"{out}/vllm")
-        ],
+        "doctor": ["treespec", "doctor", *target, *head, "--out", f"{out}/doctor.html"],
+        "certify": ["treespec", "certify", *target, *head, "--out", f"{out}/certificate.json"],
+        "export": ["treespec", "export", *target, *head, "--to", "vllm", "--out", f"{out}/vllm"],
     }
+    for suite in SUITES:
+        commands[f"eval-{suite}"] = [
+            *("treespec", "eval", *target, "--drafter", f"suffix+eagle:{out}/head,suffix"),
+            *("--questions", suite, *length, "--temperature", f"0,{TEMPERATURE}"),
+            *("--out", f"{out}/eval-{suite}"),
+        ]
+        commands[f"tau-{suite}"] = [
+            *("treespec", "tau", *target, *head, "--questions", suite, "--limit", "24"),
+            *("--out", f"{out}/tau-{suite}"),
+        ]
+    return commands
 
 
 def main(
@@ -71,17 +61,17 @@ def main(
     minutes: Annotated[int, typer.Option(help="of training, hidden states included")] = 180,
 ) -> None:
     """Make the target's folder in bfloat16, then run the commands."""
-    target = out / "target"
-    if not (target / "config.json").exists():
-        out.mkdir(parents=True, exist_ok=True)
-        convert(gguf, target)
-    for result, command in list_commands(out, minutes).items():
-        if Path(result).exists():
+    done = out / "done"
+    done.mkdir(parents=True, exist_ok=True)
+    if not (done / "target").exists():
+        convert(gguf, out / "target")
+        (done / "target").touch()
+    for step, command in list_commands(out, minutes).items():
+        if (done / step).exists():
             continue
         print("$", shlex.join(command), flush=True)
         subprocess.run(command, check=True)
-        if result.endswith("/done"):
-            Path(result).touch()
+        (done / step).touch()
 
 
 if __name__ == "__main__":

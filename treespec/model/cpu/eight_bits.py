@@ -22,7 +22,7 @@ from treespec.model.cpu.packed_layers import (
     has_plain_matrix,
     pack_experts,
 )
-from treespec.model.cpu.packing import PLAIN_LAYER, list_module_names
+from treespec.model.cpu.packing import PLAIN_LAYER, replace_layers
 from treespec.options import ROUNDED_HERE
 
 FORMS_OF_NAMES = dict(zip(ROUNDED_HERE, (Q8_0, Q4_0), strict=True))
@@ -80,24 +80,23 @@ def quantize_layers(model: Any, name: str = "q8") -> int:
     output_layer = None
     if hasattr(model, "get_output_embeddings"):
         output_layer = model.get_output_embeddings()
-    names_of_layers = list_module_names(model)
-    count = 0
-    while names_of_layers:
-        layer, names = names_of_layers.popitem()  # popped, so that its weight can be freed
+    quantized_names = []
+
+    def quantize(layer: Any, layer_name: str) -> nn.Module:
         widths = list_input_widths(layer)
         if not widths or any(inputs % BLOCK_NUMBERS for inputs in widths):
-            continue
-        count += 1
+            return layer
+        quantized_names.append(layer_name)
         form = FORMS_OF_NAMES[name]
         if layer is output_layer:
             form = Q8_0
         try:
-            quantized = quantize_layer(layer, form)
+            return quantize_layer(layer, form)
         except KernelInputError as error:
-            raise InputError(f"--load-in {name}: {names[0]}: {error}") from error
-        for layer_name in names:
-            model.set_submodule(layer_name, quantized)
-    return count
+            raise InputError(f"--load-in {name}: {layer_name}: {error}") from error
+
+    replace_layers(model, quantize)
+    return len(quantized_names)
 
 
 def list_input_widths(layer: Any) -> list[int]:

@@ -1,7 +1,7 @@
 """Replaces the layers of a model by packed ones on a CPU; on a GPU it joins projections that read the same input."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,13 +29,7 @@ def pack(model: nn.Module) -> None:
     are replaced, and linear layers that read the same input become one product.
     """
     on_cpu = any(weight.is_cpu for weight in model.parameters())
-    names_of_layers = list_module_names(model)
-    while names_of_layers:
-        layer, names = names_of_layers.popitem()  # popped, so that its weight can be freed
-        packed = pack_layer(layer, on_cpu)
-        if packed is not layer:
-            for name in names:
-                model.set_submodule(name, packed)
+    replace_layers(model, lambda layer, _: pack_layer(layer, on_cpu))
     if on_cpu:
         if load_kernels() is not None:  # else the plain weights stay where they are
             copy_out_of_files(model)
@@ -44,6 +38,20 @@ def pack(model: nn.Module) -> None:
     for module in model.modules():
         for group in JOINED_PROJECTIONS:
             join([getattr(module, name, None) for name in group])
+
+
+def replace_layers(model: nn.Module, replace: Callable[[Any, str], nn.Module]) -> None:
+    """Replace the modules of a model that may be packed, one at a time: the weight of one is freed before the next.
+
+    replace: returns the new module for a module and its name, or the module itself to keep it.
+    """
+    names_of_layers = list_module_names(model)
+    while names_of_layers:
+        layer, names = names_of_layers.popitem()  # popped, so that its weight can be freed
+        replacement = replace(layer, names[0])
+        if replacement is not layer:
+            for name in names:
+                model.set_submodule(name, replacement)
 
 
 def copy_out_of_files(model: nn.Module) -> None:

@@ -26,7 +26,7 @@ from treespec.kernels.library import find_kernels
 from treespec.kernels.ops import BLOCK_BYTES, CPU_DEVICE, FLOAT_FORMS, Q4_0, Q4_1, Q8_0
 from treespec.model.cpu.eight_bits import BLOCK_NUMBERS, list_input_widths, quantize_layer
 from treespec.model.cpu.packed_layers import PackedLinear
-from treespec.model.cpu.packing import list_module_names
+from treespec.model.cpu.packing import replace_layers
 
 # GGUF's names of formats -> the kernels' forms, torch's dtypes
 BLOCK_FORMS = {"Q8_0": Q8_0, "Q4_0": Q4_0, "Q4_1": Q4_1}
@@ -55,11 +55,12 @@ class StoredWeight:
 
 @torch.no_grad()
 def pack_stored_products(model: nn.Module, file: Path) -> None:
-    """Pack the products of a model as the table above says; without the kernels, or in a file of floats, none.
+    """Pack the products of a model on a CPU as the table above says; without the kernels, or in a file of floats, none.
 
     model: as transformers loaded it from the file.
     """
-    if find_kernels().library is None or find_spec("gguf") is None:
+    dtypes = {weight.dtype for weight in model.parameters() if weight.is_cpu}
+    if not dtypes or find_kernels().library is None or find_spec("gguf") is None:
         return
     import gguf
 
@@ -68,15 +69,8 @@ def pack_stored_products(model: nn.Module, file: Path) -> None:
     tensors = [tensor for tensor in reader.tensors if len(tensor.shape) > 1]
     if {tensor.tensor_type.name for tensor in tensors} <= FLOAT_DTYPES.keys():
         return
-    dtypes = {weight.dtype for weight in model.parameters()}
     weights = index_weights(tensors, dtypes)
-    names_of_layers = list_module_names(model)
-    while names_of_layers:
-        layer, names = names_of_layers.popitem()  # popped, so that its floats can be freed
-        packed = pack_stored_product(layer, weights)
-        if packed is not layer:
-            for name in names:
-                model.set_submodule(name, packed)
+    replace_layers(model, lambda layer, _: pack_stored_product(layer, weights))
 
 
 def index_weights(

@@ -22,34 +22,65 @@ TEMPERATURE = "0.8"  # of half the answers; the others are greedy
 
 
 def list_commands(out: Path, minutes: int) -> dict[str, list[str]]:
-    """List the commands in their order, by the names of the steps. minutes: of the training."""
+    """List the commands in their order, by the names of the steps, as `python` takes them.
+
+    minutes: of the training.
+    """
     target = ["--target", f"{out}/target"]
     head = ["--head", f"{out}/head"]
     questions = f"{out}/questions.jsonl"
     answers = f"{out}/answers"
     length = ["--max-new-tokens", NEW_TOKENS]
     commands = {
-        "questions": [sys.executable, "docs/scripts/code_prompts.py", questions],
+        "questions": ["docs/scripts/code_prompts.py", questions],
         "regenerate": [
-            *("treespec", "regenerate", *target, "--data", questions, "--turns", "1", *length),
+            *(
+                "-m",
+                "treespec",
+                "regenerate",
+                *target,
+                "--data",
+                questions,
+                "--turns",
+                "1",
+                *length,
+            ),
             *("--temperature", TEMPERATURE, "--greedy", "0.5", "--out", answers),
         ],
         "train": [
-            *("treespec", "train", *target, "--data", f"{answers}/conversations.jsonl"),
+            *("-m", "treespec", "train", *target, "--data", f"{answers}/conversations.jsonl"),
             *("--features", f"{out}/features", "--minutes", str(minutes), "--out", f"{out}/head"),
         ],
-        "doctor": ["treespec", "doctor", *target, *head, "--out", f"{out}/doctor.html"],
-        "certify": ["treespec", "certify", *target, *head, "--out", f"{out}/certificate.json"],
-        "export": ["treespec", "export", *target, *head, "--to", "vllm", "--out", f"{out}/vllm"],
+        "doctor": ["-m", "treespec", "doctor", *target, *head, "--out", f"{out}/doctor.html"],
+        "certify": [
+            "-m",
+            "treespec",
+            "certify",
+            *target,
+            *head,
+            "--out",
+            f"{out}/certificate.json",
+        ],
+        "export": [
+            "-m",
+            "treespec",
+            "export",
+            *target,
+            *head,
+            "--to",
+            "vllm",
+            "--out",
+            f"{out}/vllm",
+        ],
     }
     for suite in SUITES:
         commands[f"eval-{suite}"] = [
-            *("treespec", "eval", *target, "--drafter", f"suffix+eagle:{out}/head,suffix"),
+            *("-m", "treespec", "eval", *target, "--drafter", f"suffix+eagle:{out}/head,suffix"),
             *("--questions", suite, *length, "--temperature", f"0,{TEMPERATURE}"),
             *("--out", f"{out}/eval-{suite}"),
         ]
         commands[f"tau-{suite}"] = [
-            *("treespec", "tau", *target, *head, "--questions", suite, "--limit", "24"),
+            *("-m", "treespec", "tau", *target, *head, "--questions", suite, "--limit", "24"),
             *("--out", f"{out}/tau-{suite}"),
         ]
     return commands
@@ -69,8 +100,8 @@ def main(
     for step, command in list_commands(out, minutes).items():
         if (done / step).exists():
             continue
-        print("$", shlex.join(command), flush=True)
-        subprocess.run(command, check=True)
+        print("$ python", shlex.join(command), flush=True)
+        subprocess.run([sys.executable, *command], check=True)
         (done / step).touch()
 
 

@@ -91,9 +91,9 @@ def plan_the_token_before(scheme: Any, p: torch.Tensor, q: torch.Tensor, draws: 
 
 # Faults in what drafts are made from.
 
-read_noise = Noise.get_level
+get_noise_start = Noise.get_start
+compute_noise = Noise.compute_for_tokens
 score_drafts = Sampler.score_tokens
-score_by_kernel = kernels.score_tokens
 update_choice = CacheOrModel.update
 
 
@@ -102,9 +102,9 @@ def recall_with_any_seed(request: Request) -> str | None:
     return request.memory
 
 
-def read_noise_of_three_levels(noise: Noise, depth: int) -> torch.Tensor:
-    """As `Noise.get_level`: all depths beyond 3 have one noise."""
-    return read_noise(noise, min(depth, 3))
+def start_one_of_three_levels(noise: Noise, depth: int) -> int:
+    """As `Noise.get_start`: all depths beyond 3 have one noise."""
+    return get_noise_start(noise, min(depth, 3))
 
 
 def score_as_the_first_tokens(
@@ -116,17 +116,9 @@ def score_as_the_first_tokens(
     return score_drafts(distribution, logits, depth, vocabulary)
 
 
-def score_by_kernel_as_the_first_tokens(
-    logits: torch.Tensor,
-    noise: torch.Tensor,
-    tokens: torch.Tensor | None,
-    factor: float,
-    temperature: float,
-) -> torch.Tensor:
-    """As the kernels' `score_tokens`: half a vocabulary gets the noise of the first tokens."""
-    if tokens is not None:
-        tokens = torch.arange(len(tokens))
-    return score_by_kernel(logits, noise, tokens, factor, temperature)
+def compute_noise_of_the_first_tokens(noise: Noise, depth: int, tokens: torch.Tensor) -> torch.Tensor:
+    """As `Noise.compute_for_tokens`: half a vocabulary gets the noise of the first tokens."""
+    return compute_noise(noise, depth, torch.arange(len(tokens)))
 
 
 def draw_noise_of_the_first_tokens(drafter: TreeDrafter, noises: Sequence[Noise]) -> torch.Tensor:

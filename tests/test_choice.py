@@ -20,13 +20,13 @@ pytestmark = pytest.mark.skipif(kernels.load_kernels() is None, reason="no C com
 def build_distributions(logits, params, seed=None):
     sampler = Sampler(params)
     if seed is not None:
-        sampler.noise = Noise(seed, logits.shape[-1], torch.device("cpu"))
+        sampler.noise = Noise(seed, logits.shape[-1], torch.device("cpu"), kernels.fill_noise)
     return TargetDistributions(logits, sampler)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 1.7])
-@pytest.mark.parametrize("size", [5, 16, 1000, 1003])
+@pytest.mark.parametrize("size", [5, 16, 1000, 9003])
 def test_the_kernel_chooses_the_token_that_torch_chooses(dtype, temperature, size):
     """Logits of few distinct values: many are equal, and of equal ones the first is chosen."""
     logits = torch.randint(-9, 9, (40, size), generator=seeded(size)).div(4).to(dtype)
@@ -64,8 +64,9 @@ def test_the_kernel_scores_draft_tokens_as_torch_does(dtype, temperature, factor
     size = 120 if vocabulary is None else len(vocabulary)
     logits = randn(5, size, generator=seeded(1)).to(dtype)
     sampler = Sampler(SamplingParams(temperature))
-    sampler.noise = Noise(3, 120, torch.device("cpu"))
+    sampler.noise = Noise(3, 120, torch.device("cpu"), kernels.fill_noise)
     expected = sampler.score_tokens(scale_by_sharpness(logits, 1, (2.0, factor)), 1, vocabulary)
     assert can_score_by_kernel(sampler, logits)
-    noise = sampler.noise.get_level(1)
-    assert torch.equal(kernels.score_tokens(logits, noise, vocabulary, factor, temperature), expected)
+    tokens = torch.arange(120) if vocabulary is None else vocabulary
+    noise = sampler.noise.compute_for_tokens(1, tokens)
+    assert torch.equal(kernels.score_tokens(logits, noise, factor, temperature), expected)

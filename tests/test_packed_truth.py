@@ -304,11 +304,11 @@ def test_the_reason_why_a_layer_is_not_fused_is_kept():
 def test_the_kernels_do_not_depend_on_the_default_dtype(default):
     logits = randn(2, 40)
     noise = kernels.fill_noise([3, 4], 40)
-    scores = kernels.score_tokens(logits, noise[0], None, 0.5, 0.7)
+    scores = kernels.score_tokens(logits, noise[0], 0.5, 0.7)
     ranked = kernels.rank_tokens(logits, 4, 0.5)
     with local_torch_dtype(default), torch.device("meta"):
         assert torch.equal(kernels.fill_noise([3, 4], 40), noise)
-        assert torch.equal(kernels.score_tokens(logits, noise[0], None, 0.5, 0.7), scores)
+        assert torch.equal(kernels.score_tokens(logits, noise[0], 0.5, 0.7), scores)
         assert all(map(torch.equal, kernels.rank_tokens(logits, 4, 0.5), ranked))
         model = build_model()
     assert model is not None
@@ -326,8 +326,9 @@ def test_what_does_not_fit_a_kernel_is_refused():
             randn(2, 1536), packed.read_weight()._replace(numbers=packed.packed.to(torch.bfloat16)), None
         ),
         "a short bias": lambda: kernels.multiply_packed(randn(1536), packed.read_weight(), zeros(7)),
-        "noise in double precision": lambda: kernels.choose_token(logits[0], zeros(8).double(), 1.0),
-        "noise that is too short": lambda: kernels.score_tokens(logits, zeros(7), None, 1.0, 1.0),
+        "noise in double precision": lambda: kernels.score_tokens(logits, zeros(8).double(), 1.0, 1.0),
+        "noise that is too short": lambda: kernels.score_tokens(logits, zeros(7), 1.0, 1.0),
+        "tokens of 32 bits": lambda: kernels.fill_noise([1], 8, torch.arange(3, dtype=torch.int32)),
         "more tokens than there are": lambda: kernels.rank_tokens(logits, 9, 1.0),
         "strided logits": lambda: kernels.rank_tokens(randn(8, 2).T, 1, 1.0),
         "a move that leaves the block": lambda: kernels.copy_columns([block], [(0, 4, 1)]),

@@ -167,7 +167,7 @@ def test_the_text_of_a_seed_is_that_of_its_definition(seed):
     ids=["by definition", "by baseline"],
 )
 def test_one_noise_for_all_depths_beyond_3_is_found(monkeypatch, find):
-    faults.plant(monkeypatch, Noise, Noise.get_level, faults.read_noise_of_three_levels)
+    faults.plant(monkeypatch, Noise, Noise.get_start, faults.start_one_of_three_levels)
     with pytest.raises(AssertionError):
         find()
 
@@ -177,8 +177,8 @@ def test_noise_of_the_first_tokens_for_half_a_vocabulary_is_found(monkeypatch, h
     if has_kernels and kernels.load_kernels() is None:
         pytest.skip("no C compiler")
     if has_kernels:
-        fault = faults.score_by_kernel_as_the_first_tokens
-        faults.plant(monkeypatch, kernels, kernels.score_tokens, fault)
+        fault = faults.compute_noise_of_the_first_tokens
+        faults.plant(monkeypatch, Noise, Noise.compute_for_tokens, fault)
     else:
         monkeypatch.setattr("treespec.draft.cycle.can_score_by_kernel", lambda *_: False)
         faults.plant(monkeypatch, Sampler, Sampler.score_tokens, faults.score_as_the_first_tokens)
@@ -195,10 +195,10 @@ def test_noise_of_the_first_tokens_on_an_accelerator_is_found(monkeypatch):
 def test_noise_is_splitmix_and_its_tail_that_of_the_distribution():
     """The first numbers of SplitMix64 from 1234567 are those of its published test."""
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    uniform = (-sample_gumbel([1234567], 3, torch.device("cpu"))[0].double()).exp().neg().exp()
+    uniform = (-sample_gumbel([1234567], 3, device=torch.device("cpu"))[0].double()).exp().neg().exp()
     assert uniform.tolist() == pytest.approx([number / 2**64 for number in published], rel=1e-5)
     assert to_int64(2**63) == -(2**63)
-    many = sample_gumbel([5], 2_000_000, torch.device("cpu"))[0].double()
+    many = sample_gumbel([5], 2_000_000, device=torch.device("cpu"))[0].double()
     for bound in (-2.0, 0.0, 5.0, 10.0):
         above = -math.expm1(-math.exp(-bound))
         error = 5 * math.sqrt(above * (1 - above) / len(many))
@@ -221,7 +221,7 @@ EDGES = [start_of(bits) for bits in (0, 1, 2**53 - 2, 2**53 - 1)]
 
 def test_the_noise_of_every_uniform_number_is_finite():
     """The largest, 2^53 - 1, and a half would round to 1, whose noise is infinite."""
-    lowest, low, high, highest = sample_gumbel(EDGES, 1, torch.device("cpu")).flatten().tolist()
+    lowest, low, high, highest = sample_gumbel(EDGES, 1, device=torch.device("cpu")).flatten().tolist()
     assert lowest == pytest.approx(-math.log(54 * math.log(2)), rel=1e-6)
     assert low == pytest.approx(-math.log(math.log(2**54 / 3)), rel=1e-6)
     assert high == highest == pytest.approx(52 * math.log(2), rel=1e-6)  # doubles below 1 lie 2^-53 apart
@@ -232,9 +232,8 @@ def test_noise_of_the_kernels_is_that_of_torch():
     """To the rounding of logarithms, at sizes within a block and across several, and at both ends."""
     for size in (1, 7, 1024, 3000, 200_000):
         starts = [0, 5, -(2**63) + 7, *EDGES]
-        torch.testing.assert_close(
-            kernels.fill_noise(starts, size), sample_gumbel(starts, size, torch.device("cpu")), rtol=1e-5, atol=1e-6
-        )
+        expected = sample_gumbel(starts, size, device=torch.device("cpu"))
+        torch.testing.assert_close(kernels.fill_noise(starts, size), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture(scope="module")

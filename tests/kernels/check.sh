@@ -50,6 +50,8 @@ for compiler in gcc clang; do
   has $compiler || { echo "skipped $compiler: not installed"; continue; }
   links $compiler || { echo "skipped $compiler: it has no OpenMP (Debian: libomp-dev)"; continue; }
   jobs+=("check '$compiler $best' $compiler -march=$best -O3")
+  # As an installation builds them: with the processor's own instructions, which no level may have all of.
+  [[ $best == native ]] || jobs+=("check '$compiler native' $compiler -march=native -O3")
   for level in "${others[@]}"; do jobs+=("compiles '$compiler $level' $compiler -march=$level -O1"); done
   [[ $compiler == gcc ]] && jobs+=("check 'gcc unsigned weights' gcc -march=${levels[0]} -O2 -DEIGHTS_UNSIGNED")
   links $compiler "${sanitized[@]}" || { echo "skipped the sanitizers of $compiler: not installed"; continue; }

@@ -291,11 +291,13 @@ class DraftCycle:
         self.depths[row] = depth
         if self.noise is None and can_score_by_kernel(sampler, logits):
             assert sampler.noise
-            noise = sampler.noise.get_level(depth)
-            factor = get_sharpness(depth, self.sharpness)
-            temperature = sampler.params.temperature
             vocabulary = self.vocabularies[row]
-            return kernels.score_tokens(logits, noise, vocabulary, factor, temperature)
+            if vocabulary is None:
+                noise = sampler.noise.get_level(depth)
+            else:
+                noise = sampler.noise.compute_for_tokens(depth, vocabulary)
+            factor = get_sharpness(depth, self.sharpness)
+            return kernels.score_tokens(logits, noise, factor, sampler.params.temperature)
         logits = self._scale_logits(sampler, logits, depth)
         if not sampler.noise:
             return logits

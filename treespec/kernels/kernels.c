@@ -219,22 +219,33 @@ INLINE float lnf(float x) {
   return exponent * 0.693147181f + 2 * s * (1 + z * (1.f / 3 + z * (1.f / 5 + z * (1.f / 7 + z / 9))));
 }
 
+// Number `token` of the SplitMix64 stream from `start`: its upper 53 bits.
+INLINE uint64_t draw_bits(uint64_t start, uint64_t token) {
+  uint64_t z = start + (token + 1) * 0x9E3779B97F4A7C15ULL;
+  z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ULL;
+  z = (z ^ z >> 27) * 0x94D049BB133111EBULL;
+  z = (z ^ z >> 31) >> 11;
+  return z - (z == 0x1fffffffffffff);  // the largest would round to 1
+}
+
+// The number of an exponential distribution, -ln u, of these bits of u. Its Gumbel number is -lnf of it.
+INLINE float waiting_time(uint64_t bits) { return -ln((widen(bits) + .5) * 0x1p-53); }
+
 // Rows of Gumbel numbers y [rows, size]: the SplitMix64 streams from `starts` (`treespec.sampling.noise`).
-int noise(const int64_t *starts, float *y, int64_t rows, int64_t size, int threads) {
+// tokens: [size] the tokens whose numbers they are, or NULL: 0, 1, 2, ...
+int noise(const int64_t *starts, const int64_t *tokens, float *y, int64_t rows, int64_t size, int threads) {
   int64_t blocks = (size + 1023) / 1024;
 #pragma omp parallel for num_threads(choose_threads(threads))
   for (int64_t block = 0; block < rows * blocks; block++) {
     int64_t first = block % blocks * 1024, many = MIN(1024, size - first);
-    uint64_t start = starts[block / blocks] + (first + 1) * 0x9E3779B97F4A7C15ULL;
+    uint64_t start = starts[block / blocks];
     float *to = y + block / blocks * size + first;
+    if (tokens) {
 #pragma omp simd
-    for (int64_t i = 0; i < many; i++) {
-      uint64_t z = start + (uint64_t)i * 0x9E3779B97F4A7C15ULL;
-      z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ULL;
-      z = (z ^ z >> 27) * 0x94D049BB133111EBULL;
-      z = (z ^ z >> 31) >> 11;
-      z -= z == 0x1fffffffffffff;  // the largest would round to 1
-      to[i] = -ln((widen(z) + .5) * 0x1p-53);
+      for (int64_t i = 0; i < many; i++) to[i] = waiting_time(draw_bits(start, tokens[first + i]));
+    } else {
+#pragma omp simd
+      for (int64_t i = 0; i < many; i++) to[i] = waiting_time(draw_bits(start, first + i));
     }
 #pragma omp simd
     for (int64_t i = 0; i < many; i++) to[i] = -lnf(to[i]);
@@ -319,7 +330,7 @@ INLINE void tile(const char *x, const char *w, F *sums, int64_t width, int rows,
         UNROLL
         for (int b = 0; b < blocks; b++)
           sum[r][b] = (F)_mm512_dpbf16_ps((__m512)sum[r][b], (__m512bh)_mm512_set1_epi32(two),
-                                          *(const __m512bh *)(w + b * L * width * 2));
+                                          (__m512bh)_mm512_loadu_si512(w + b * L * width * 2));
       }
       continue;
     }
@@ -599,53 +610,103 @@ int rank(const void *logits, float *best, int64_t *tokens, int64_t rows, int64_t
 
 // --- Choice -------------------------------------------------------------------------------------
 
-// Scores of L tokens: logits / temperature, plus noise if there is any.
-INLINE F scores_of(const void *logits, const float *noise, int64_t i, float temperature, int half) {
+INLINE F scaled_logits(const void *logits, int64_t i, float temperature, int half) {
   F x = load(logits, i, half);
   if (temperature != 1) x = x / temperature;
-  if (noise) x += load(noise, i, 0);
   return x;
 }
 
-INLINE float score_of(const void *logits, const float *noise, int64_t i, float temperature, int half) {
+INLINE float scaled_logit(const void *logits, int64_t i, float temperature, int half) {
   float x = get(logits, i, half);
-  if (temperature != 1) x = x / temperature;
-  return noise ? x + noise[i] : x;
+  return temperature == 1 ? x : x / temperature;
 }
 
-// The token with the largest score, of equal ones the first; `size` if a score is NaN. noise: may be NULL.
-int64_t choose(const void *logits, const float *noise, int64_t size, float temperature, int half) {
+// The token with the largest logit / temperature, of equal ones the first; `size` if a logit is NaN.
+static int64_t most_likely(const void *logits, int64_t size, float temperature, int half) {
   F largest = all(-INFINITY);
   I wrong = {};
   float best = -INFINITY;
   int64_t i = 0;
   for (; i + L <= size; i += L) {
-    F x = scores_of(logits, noise, i, temperature, half);
+    F x = scaled_logits(logits, i, temperature, half);
     wrong |= x != x;
     largest = larger(x, largest);
   }
   if (any(wrong)) return size;
   for (int c = 0; c < L; c++) best = largest[c] > best ? largest[c] : best;
   for (; i < size; i++) {
-    float x = score_of(logits, noise, i, temperature, half);
+    float x = scaled_logit(logits, i, temperature, half);
     if (x != x) return size;
     best = x > best ? x : best;
   }
-  for (i = 0; i + L <= size && !any(scores_of(logits, noise, i, temperature, half) == best); ) i += L;
-  while (score_of(logits, noise, i, temperature, half) != best) i++;
+  for (i = 0; i + L <= size && !any(scaled_logits(logits, i, temperature, half) == best); ) i += L;
+  while (scaled_logit(logits, i, temperature, half) != best) i++;
   return i;
 }
 
-// Scores [rows, size] of draft tokens: logits * factor, rounded as logits are, / temperature, plus the noise of each token.
-// tokens: the places [size] of their noise, or NULL: in order.
-int score(const void *logits, const float *noise, const int64_t *tokens, float *scores, int64_t rows, int64_t size,
-          float factor, float temperature, int half) {
+typedef struct { float score; int64_t token; } Scored;
+
+INLINE Scored better(Scored a, Scored b) {  // of equal scores the first token's
+  return b.score > a.score || (b.score == a.score && b.token < a.token) ? b : a;
+}
+
+// The best of the tokens first, first + 1, ... and a choice, by x = logit / temperature plus noise. A token can only
+// be the best if its noise is at least best - x, so its u at least exp(-exp(x - best)), and 1 - u at most
+// exp(x - best). Few are: only their logarithms are computed.
+static Scored choose_in_block(Scored best, const void *logits, uint64_t start, int64_t first, int64_t many,
+                              float temperature, int half) {
+  enum { BLOCK = 256 };
+  float rests[BLOCK];  // 1 - u, rounded down
+  for (int64_t from = first; from < first + many; from += BLOCK) {
+    int64_t count = MIN(BLOCK, first + many - from);
+#pragma omp simd
+    for (int64_t i = 0; i < count; i++) rests[i] = (0x7fffffff - (int32_t)(draw_bits(start, from + i) >> 22)) * 0x1p-31f;
+    for (int64_t i = 0; i < count; i += L) {
+      if (i + L <= count) {
+        float slack = 1e-3f + 1e-6f * fabsf(best.score);  // for what is rounded here and in a score
+        F lead = scaled_logits(logits, from + i, temperature, half) - best.score + slack;
+        F chance = exponential(-larger(-lead, (F){}));
+        if (!any(load(rests, i, 0) <= chance)) continue;
+      }
+      for (int64_t c = from + i; c < from + MIN(i + L, count); c++) {
+        float noise = -lnf(waiting_time(draw_bits(start, c)));
+        best = better(best, (Scored){scaled_logit(logits, c, temperature, half) + noise, c});
+      }
+    }
+  }
+  return best;
+}
+
+// The token with the largest score, of equal ones the first; `size` if a logit is NaN. A score is logit / temperature
+// plus the noise of the stream from `start`. start: may be NULL: without noise.
+int64_t choose(const void *logits, const int64_t *start, int64_t size, float temperature, int half, int threads) {
+  enum { BLOCK = 4096 };
+  int64_t token = most_likely(logits, size, temperature, half);
+  if (!start || token == size) return token;
+  float largest = scaled_logit(logits, token, temperature, half);
+  if (isinf(largest)) return token;
+  Scored best = {largest - lnf(waiting_time(draw_bits(*start, token))), token};
+#pragma omp parallel num_threads(choose_threads(threads)) if (size > BLOCK)
+  {
+    Scored own = best;
+#pragma omp for nowait
+    for (int64_t first = 0; first < size; first += BLOCK)
+      own = choose_in_block(own, logits, *start, first, MIN(BLOCK, size - first), temperature, half);
+#pragma omp critical
+    best = better(best, own);
+  }
+  return best.token;
+}
+
+// Scores [rows, size] of draft tokens: logits * factor, rounded as logits are, / temperature, plus noise [size].
+int score(const void *logits, const float *noise, float *scores, int64_t rows, int64_t size, float factor,
+          float temperature, int half) {
   for (int64_t r = 0; r < rows; r++)
     for (int64_t i = 0; i < size; i++) {
       float x = get(logits, r * size + i, half);
       if (factor != 1) put(&x, 0, x * factor, half), x = get(&x, 0, half);
       if (temperature != 1) x = x / temperature;
-      scores[r * size + i] = x + noise[tokens ? tokens[i] : i];
+      scores[r * size + i] = x + noise[i];
     }
   return DONE;
 }

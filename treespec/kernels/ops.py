@@ -171,15 +171,20 @@ def multiply_packed(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Ten
     return out
 
 
-def fill_noise(starts: Sequence[int], size: int) -> Tensor:
-    """Return [P, size] float32 Gumbel noise of P SplitMix64 streams, as `treespec.sampling.noise`.
+def fill_noise(starts: Sequence[int], size: int, tokens: Tensor | None = None) -> Tensor:
+    """Return [P, N] float32 Gumbel noise of P SplitMix64 streams, as `treespec.sampling.noise`.
 
-    starts: P int64 states. size: numbers of each stream.
+    starts: P int64 states. size: V. tokens: [N] int64 below V, contiguous on a CPU; None: all V, in order.
     """
     states = torch.tensor(starts, dtype=torch.int64, device=CPU_DEVICE)
+    tokens_pointer = None
+    if tokens is not None:
+        size = len(tokens)
+        check_dense(tokens, "tokens", (torch.int64,), (size,))
+        tokens_pointer = tokens.data_ptr()
     noise = torch.empty(len(starts), size, dtype=torch.float32, device=CPU_DEVICE)
-    threads = count_threads()
-    load_kernels().noise(states.data_ptr(), noise.data_ptr(), len(starts), size, threads)
+    pointers = (states.data_ptr(), tokens_pointer, noise.data_ptr())
+    load_kernels().noise(*pointers, len(starts), size, count_threads())
     return noise
 
 
@@ -203,44 +208,33 @@ def rank_tokens(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Ten
     return probs, tokens
 
 
-def choose_token(logits: Tensor, noise: Tensor | None, temperature: float) -> int:
+def choose_token(logits: Tensor, start: int | None, temperature: float) -> int:
     """Return the token with the largest score, logit / temperature + noise: of equal ones the first; V if one is NaN.
 
-    logits: [V] bfloat16 or float32, contiguous on a CPU. noise: [V] float32, contiguous on a CPU; None: none.
-    temperature: above 0.
+    logits: [V] bfloat16 or float32, contiguous on a CPU. start: the int64 state of the noise, as in `fill_noise`;
+    None: none. temperature: above 0.
     """
     check_dense(logits, "logits", BFLOAT16_FLAGS, (len(logits),))
-    noise_pointer = None
-    if noise is not None:
-        check_dense(noise, "noise", (torch.float32,), (len(logits),))
-        noise_pointer = noise.data_ptr()
+    state_pointer = None
+    if start is not None:
+        state_pointer = ctypes.byref(ctypes.c_int64(start))
     half = BFLOAT16_FLAGS[logits.dtype]
     token: int = load_kernels().choose(
-        logits.data_ptr(), noise_pointer, len(logits), temperature, half
+        logits.data_ptr(), state_pointer, len(logits), temperature, half, count_threads()
     )
     return token
 
 
-def score_tokens(
-    logits: Tensor, noise: Tensor, tokens: Tensor | None, factor: float, temperature: float
-) -> Tensor:
+def score_tokens(logits: Tensor, noise: Tensor, factor: float, temperature: float) -> Tensor:
     """Return [F, N] float32 scores: logit * factor, rounded to the dtype of logits, / temperature, plus noise.
 
-    logits: [F, N] bfloat16 or float32. noise: [V] float32. tokens: [N] int64, the token of each column; None: they
-    are all V. All are contiguous on a CPU. temperature: above 0.
+    logits: [F, N] bfloat16 or float32. noise: [N] float32. Both are contiguous on a CPU. temperature: above 0.
     """
     rows, size = logits.shape
     check_dense(logits, "logits", BFLOAT16_FLAGS, (rows, size))
-    noise_size = size
-    if tokens is not None:
-        noise_size = len(noise)  # the caller's vocabulary holds tokens below it
-    check_dense(noise, "noise", (torch.float32,), (noise_size,))
+    check_dense(noise, "noise", (torch.float32,), (size,))
     scores = torch.empty(rows, size, dtype=torch.float32, device=CPU_DEVICE)
-    tokens_pointer = None
-    if tokens is not None:
-        check_dense(tokens, "tokens", (torch.int64,), (size,))
-        tokens_pointer = tokens.data_ptr()
-    pointers = (logits.data_ptr(), noise.data_ptr(), tokens_pointer, scores.data_ptr())
+    pointers = (logits.data_ptr(), noise.data_ptr(), scores.data_ptr())
     half = BFLOAT16_FLAGS[logits.dtype]
     load_kernels().score(*pointers, rows, size, factor, temperature, half)
     return scores

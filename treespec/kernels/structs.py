@@ -8,7 +8,7 @@ from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
 from typing import Any
 
 # Of kernels.c and layer.c; both sides count it up when a structure or a parameter changes.
-ABI_VERSION = 6
+ABI_VERSION = 7
 LAYER_PRODUCTS = 7  # queries, keys, values, output, gate, up, down
 LAYER_NORMS = 4  # before attention, before the MLP, of queries, of keys
 HEAD_NORMS = 3  # of embeddings, of features, of states
@@ -134,14 +134,14 @@ KERNEL_PARAMETERS: dict[str, list[Any]] = {
     "head_step": [ctypes.POINTER(HeadStepStruct), ctypes.POINTER(HeadNodesStruct)],
     # x, weight, y; rows, width; epsilon, half, threads
     "rms_norm": [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_int, c_int],
-    # states, y; rows, width; threads
-    "noise": [c_void_p, c_void_p, c_int64, c_int64, c_int],
+    # states, tokens, y; rows, width; threads
+    "noise": [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int],
     # logits, probabilities, tokens; rows, vocabulary, k; 1 / temperature, half, threads
     "rank": [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_float, c_int, c_int],
-    # logits, noise; vocabulary; temperature, half
-    "choose": [c_void_p, c_void_p, c_int64, c_float, c_int],
-    # logits, noise, tokens, scores; rows, size; factor, temperature, half
-    "score": [c_void_p] * 4 + [c_int64, c_int64, c_float, c_float, c_int],
+    # logits, state of the noise; vocabulary; temperature, half, threads
+    "choose": [c_void_p, c_void_p, c_int64, c_float, c_int, c_int],
+    # logits, noise, scores; rows, size; factor, temperature, half
+    "score": [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_float, c_int],
     # addresses of blocks, moves; their numbers; heads, capacity, bytes, threads
     "copy_columns": [c_char_p, c_char_p, c_int64, c_int64, c_int64, c_int64, c_int64, c_int],
 }

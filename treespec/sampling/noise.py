@@ -33,7 +33,7 @@ LEVEL_SKIP = 0xD1342543DE82EF95  # odd: added from position to position
 # SplitMix64 (Steele et al. 2014): shift and factor of each round.
 SPLITMIX_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 
-Kernel = Callable[[Sequence[int], int], Tensor]
+Kernel = Callable[[Sequence[int], int, Tensor | None], Tensor]
 
 
 @final
@@ -79,19 +79,31 @@ class Noise:
             count = LEVELS_AT_ONCE
             if self.device.type == "cpu":
                 count = 1
-            positions = range(level_position, level_position + count)
-            starts = [to_int64(self.seed + position * LEVEL_SKIP) for position in positions]
-            noise = self.make(starts, self.size).unbind()
-            self.made.update(zip(positions, noise, strict=True))
+            starts = list(map(self.get_start, range(depth, depth + count)))
+            noise = self.make(starts, self.size, None).unbind()
+            self.made.update(enumerate(noise, level_position))
         return self.made[level_position]
 
+    def get_start(self, depth: int) -> int:
+        """Return the int64 state from which the noise of a level is computed, as `get_level`."""
+        return to_int64(self.seed + (self.position + depth) * LEVEL_SKIP)
 
-def sample_gumbel(starts: Sequence[int], size: int, device: torch.device) -> Tensor:
-    """Compute [P, size] float32 independent Gumbel numbers from the SplitMix64 streams of P int64 starts.
+    def compute_for_tokens(self, depth: int, tokens: Tensor) -> Tensor:
+        """Compute [N] float32 the noise of some tokens [N], as `get_level`: less work than all of it."""
+        return self.make([self.get_start(depth)], self.size, tokens)[0]
 
-    The uniform numbers that they are computed from have 53 bits: fewer would cut off the distribution's tail.
+
+def sample_gumbel(
+    starts: Sequence[int], size: int, tokens: Tensor | None = None, *, device: torch.device
+) -> Tensor:
+    """Compute [P, N] float32 independent Gumbel numbers from the SplitMix64 streams of P int64 starts.
+
+    size: V. tokens: [N] the tokens whose numbers they are; None: all V, in order. The uniform numbers that they are computed from have 53 bits: fewer would cut off the distribution's tail.
     """
-    bits = build_splitmix_steps(size, device) + to_device([[start] for start in starts], device)
+    steps = build_splitmix_steps(size, device)
+    if tokens is not None:
+        steps = steps[tokens]
+    bits = steps + to_device([[start] for start in starts], device)
     for shift, factor in SPLITMIX_ROUNDS:
         bits ^= (bits >> shift).bitwise_and_((1 << 64 - shift) - 1)  # a logical shift of int64
         bits *= to_int64(factor)

@@ -159,12 +159,12 @@ def can_choose_by_kernel(p: TargetDistributions) -> bool:
 def choose_by_kernel(p: TargetDistributions, node: int, depth: int) -> int:
     """As `TargetDistributions.choose_output`, in one pass over the node's logits."""
     sampler = p.sampler
-    noise = None
+    start = None
     temperature = 1.0
     if sampler.noise:
-        noise = sampler.noise.get_level(depth)
+        start = sampler.noise.get_start(depth)
         temperature = sampler.params.temperature
-    return kernels.choose_token(p.raw[node], noise, temperature)
+    return kernels.choose_token(p.raw[node], start, temperature)
 
 
 def complete_verdict(verdict: Verdict, depths: Sequence[int], forbidden: Container[int]) -> Verdict:

@@ -10,7 +10,6 @@ from treespec.draft.auto.cost_model import PRIOR_CYCLES, CacheOrModel
 from treespec.draft.heads.eagle import EagleProposer
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.engine.request import Request
-from treespec.kernels import ops as kernels
 from treespec.model.cache import TreeCache
 from treespec.sampling.noise import Noise
 from treespec.sampling.sampler import Sampler

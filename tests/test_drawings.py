@@ -5,6 +5,7 @@ import torch
 from models import seeded, target, zeros
 
 from treespec.draft.forced import ForcedChains
+from treespec.draft.tree_drafter import Observation, join_observations
 from treespec.engine.batch import Batch
 from treespec.engine.request import Request
 from treespec.engine.stats import Stats
@@ -293,6 +294,16 @@ def test_all_nodes_of_a_level_share_the_noise_of_one_position():
     assert sampler.noise.position == 9
     assert torch.equal(sampler.noise.get_level(0), levels[9])
     assert not torch.equal(levels[8], levels[9])
+
+
+def test_observations_of_two_cycles_are_joined_to_one():
+    cycles = [
+        Observation([torch.tensor([[1.0], [2.0]])], [torch.tensor([51, 52, 53])]),
+        Observation([torch.tensor([[3.0]])], [torch.tensor([53, 54])]),
+    ]
+    joined = join_observations(cycles)
+    assert [row.tolist() for row in joined.features] == [[[1.0], [2.0], [3.0]]]
+    assert [row.tolist() for row in joined.tokens] == [[51, 52, 53, 54]]
 
 
 def test_trees_of_two_texts_see_their_texts_and_ancestors():

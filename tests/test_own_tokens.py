@@ -1,5 +1,7 @@
 """A text's own tokens are drafted beside the draft vocabulary, and change no text of the target."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from treespec.draft.forced import to_draft_ids
 from treespec.draft.heads import own_tokens
 from treespec.draft.heads.eagle import EagleProposer
 from treespec.draft.heads.own_tokens import OWN_SHARE, find_first_vocabulary
+from treespec.draft.tree_drafter import Observation, join_observations
 from treespec.draft.vocabulary import restrict
 from treespec.kernels import ops as kernels
 from treespec.kernels.checks import KernelInputError
@@ -99,6 +102,24 @@ def test_a_small_vocabulary_gets_no_own_tokens(monkeypatch):
 def observe_text(proposer, target, text):
     features = target.compute_features(torch.tensor([text[:-1]]))
     proposer.observe([features[0]], [torch.tensor(text)])
+
+
+def test_a_head_that_rested_drafts_as_one_that_saw_every_cycle(pair):
+    target, head = pair
+    features = target.compute_features(torch.tensor([RARE_TEXT]))[0]
+    tokens = torch.tensor([*RARE_TEXT, 5])
+    cycles = []
+    for start, end in itertools.pairwise([0, 4, 5, len(RARE_TEXT)]):
+        cycles.append(Observation([features[start:end]], [tokens[start : end + 1]]))
+    seeing = EagleProposer(head, target)
+    for cycle in cycles:
+        seeing.observe(*cycle)
+    rested = EagleProposer(head, target)
+    rested.observe(*join_observations(cycles))
+    (expected,) = seeing.begin(tokens[-1:])
+    (logits,) = rested.begin(tokens[-1:])
+    assert torch.equal(logits, expected)
+    assert torch.equal(rested.get_vocabulary(0), seeing.get_vocabulary(0))
 
 
 @pytest.mark.parametrize("length", [9, 40])

@@ -41,6 +41,27 @@ class Observation(NamedTuple):
     tokens: Sequence[Tensor]
 
 
+def join_observations(observations: Sequence[Observation]) -> Observation:
+    """Joins the observations of successive cycles into one.
+
+    One sequence, two cycles; the root of the second one is the last token of the first:
+
+        tokens      a b c   and   c d   ->   a b c d
+        features    x y     and   z     ->   x y z
+    """
+    if len(observations) == 1:
+        return observations[0]
+    joined_features = []
+    joined_tokens = []
+    for row, first_tokens in enumerate(observations[0].tokens):
+        features = [cycle.features[row] for cycle in observations]
+        tokens = [first_tokens[:1]]
+        tokens += [cycle.tokens[row][1:] for cycle in observations]
+        joined_features.append(torch.cat(features))
+        joined_tokens.append(torch.cat(tokens))
+    return Observation(joined_features, joined_tokens)
+
+
 @final
 class TreeDrafter(Drafter):
     """Drafts a tree per cycle for each sequence that its proposer observes.
@@ -253,9 +274,10 @@ class TreeDrafter(Drafter):
 
     def _pass_observations_on(self) -> None:
         """Shows the proposer the observations that waited."""
-        for features, tokens in self.unobserved:
-            self.proposer.observe(features, tokens)
-        self.unobserved = []
+        if self.unobserved:
+            joined = join_observations(self.unobserved)
+            self.proposer.observe(joined.features, joined.tokens)
+            self.unobserved = []
 
     def join(self, others: Sequence["TreeDrafter"], row: int | None = None) -> None:
         for drafter in (self, *others):

@@ -5,7 +5,6 @@ docs/architecture.md draws a cycle of two sequences with every tensor. `Decoder`
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import final
 
 import torch
@@ -180,9 +179,8 @@ def observe(
     features = []
     for output, verdict in zip(outputs, verdicts, strict=True):
         features.append(select_features(output.features, verdict.path))
-    counts = list(map(len, step_tokens))
-    tokens = torch.tensor(list(chain.from_iterable(step_tokens)), dtype=torch.int64, device="cpu")
-    batch.drafter.observe(features, tokens.split(counts))
+    tokens = [torch.tensor(row, dtype=torch.int64, device="cpu") for row in step_tokens]
+    batch.drafter.observe(features, tokens)
 
 
 def compute_argmax(drafted: DraftedTrees, outputs: Sequence[TreeOutput]) -> list[Tensor | None]:

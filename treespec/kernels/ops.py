@@ -183,8 +183,9 @@ def fill_noise(starts: Sequence[int], size: int, tokens: Tensor | None = None) -
         check_dense(tokens, "tokens", (torch.int64,), (size,))
         tokens_pointer = tokens.data_ptr()
     noise = torch.empty(len(starts), size, dtype=torch.float32, device=CPU_DEVICE)
-    pointers = (states.data_ptr(), tokens_pointer, noise.data_ptr())
-    load_kernels().noise(*pointers, len(starts), size, count_threads())
+    load_kernels().noise(
+        states.data_ptr(), tokens_pointer, noise.data_ptr(), len(starts), size, count_threads()
+    )
     return noise
 
 

@@ -98,7 +98,9 @@ def sample_gumbel(
 ) -> Tensor:
     """Compute [P, N] float32 independent Gumbel numbers from the SplitMix64 streams of P int64 starts.
 
-    size: V. tokens: [N] the tokens whose numbers they are; None: all V, in order. The uniform numbers that they are computed from have 53 bits: fewer would cut off the distribution's tail.
+    The uniform numbers that they are computed from have 53 bits: fewer would cut off the distribution's tail.
+
+    size: V. tokens: [N] the tokens whose numbers they are; None: all V, in order.
     """
     steps = build_splitmix_steps(size, device)
     if tokens is not None:

@@ -106,6 +106,7 @@ class TrainingRun:
             for name in self.head.optional & parameters.keys()
         }
         head = copy.deepcopy(self.head, shared)
+        vars(head).pop("forward", None)  # accelerate's, whose outputs are in float32
         for name, parameter in head.named_parameters():
             if name not in head.optional:
                 parameter.data = parameter.data.to(self.target.dtype)

@@ -180,6 +180,14 @@ def test_a_loss_that_is_huge_or_rises_gets_a_comment(losses, comment, tmp_path, 
     assert comment in said
 
 
+def test_a_loss_that_rises_because_further_draft_steps_begin_gets_none(tmp_path, capsys):
+    meter = Meter(Accelerator(cpu=True), tmp_path / "metrics.jsonl", Place())
+    for step, (loss, parts) in enumerate([(1.0, ["first"]), (9.0, ["first", "second"]), (8.0, ["first", "second"])]):
+        meter.count([Loss(torch.tensor(loss), dict.fromkeys(["tokens", *parts], torch.tensor(1.0)))])
+        meter.write_line(step, 1.0 + step, 0.5, 0.1)
+    assert "lower" not in capsys.readouterr().out
+
+
 def test_minutes_count_the_preparation_up_to_a_half():
     assert count_preparation(20, 300.0) == 300
     assert count_preparation(20, 3000.0) == 600

@@ -29,7 +29,7 @@ LINE_EVERY_SECONDS = (
 LARGE_LOSS = (
     1000.0  # a random head's is about ten times its --token-weight, and some of the features
 )
-RISE_FACTOR = 4.0  # further draft steps, which begin amid a run, multiply the loss by 2.5
+RISE_FACTOR = 4.0
 
 
 @final
@@ -49,6 +49,7 @@ class Meter:
         self.since = place.seconds
         self.printed = -math.inf
         self.lowest_loss = math.inf
+        self.parts = 0  # of the lowest loss
         self.has_commented = False
         if accelerator.is_main_process:
             write_text(path, "".join(iterate_lines_until(path, place.step)))
@@ -104,10 +105,16 @@ class Meter:
                 write_training_report(
                     self.path.parent, f"Step {step:,}, {progress:.0%} of the run, {remaining} left"
                 )
-        self.describe_loss(line["total"])
+        self.describe_loss(line["total"], len(line))
 
-    def describe_loss(self, loss: float) -> None:
-        """Print once what a very large or a rising loss means."""
+    def describe_loss(self, loss: float, parts: int) -> None:
+        """Print once what a very large or a rising loss means.
+
+        parts: of the line. Further draft steps, which begin amid a run, bring new ones, and a larger loss.
+        """
+        if parts > self.parts:
+            self.parts = parts
+            self.lowest_loss = loss
         self.lowest_loss = min(self.lowest_loss, loss)
         comment = ""
         if loss > LARGE_LOSS:

@@ -113,8 +113,8 @@ def test_the_bound_is_of_each_key(wide):
 
 
 def test_a_text_that_is_tokenised_ends_with_the_grace_period(wide, monkeypatch):
-    monkeypatch.setattr("treespec.text.pieces.PIECE_CHARACTERS", 500)
-    monkeypatch.setattr("treespec.text.pieces.OVERLAP_CHARACTERS", 250)
+    monkeypatch.setattr("treespec.text.pieces.PIECE_CHARACTERS", 60)
+    monkeypatch.setattr("treespec.text.pieces.OVERLAP_CHARACTERS", 30)
     body = {"messages": [{"role": "user", "content": "the user asks a question " * 14_000}]}
     answers = []
     with serving(wide, grace=0.1) as state:

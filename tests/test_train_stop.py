@@ -96,6 +96,6 @@ def test_before_the_first_step_the_sentence_says_what_is_kept(config, monkeypatc
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, interrupt_call(getattr(owner, name), 1))
-            assert treespec(f"{line} --batch-size 2 --max-steps 1") == 130
+            assert treespec(f"{line} --batch-size 2 --max-steps 1 --mixed-precision no") == 130
         words = f"\nStopped. No step was saved: the same command begins at step 1{kept}\n"
         assert capsys.readouterr().err.endswith(words)

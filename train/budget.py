@@ -25,7 +25,8 @@ SHARED_OPTIONS: dict[str, object] = {"learning_rate": 1e-3, "warm_up": 30}
 BUDGET_OPTIONS: dict[
     str, dict[str, object]
 ] = {  # by the kind of head; other kinds have their own recipe
-    "eagle": SHARED_OPTIONS | {"first_weights": "fitted", "bias": False, "token_weight": 10.0},
+    "eagle": SHARED_OPTIONS
+    | {"first_weights": "fitted", "bias": False, "token_weight": 10.0, "unrolled_steps": 3},
     "eagle3": SHARED_OPTIONS,
     "eagle4": {"warm_up": 30, "first_weights": "fitted"},
     "medusa": SHARED_OPTIONS,
@@ -54,7 +55,7 @@ OPTIONS_OF_A_RUN = (  # that `choose_recipe` may set
         "warm_up",
         "token_weight",
     ),
-    *("bias", "draft_vocab"),
+    *("bias", "draft_vocab", "unrolled_steps"),
 )
 # Shapes and samples with `--recipe published`, read on 2026-11-30. DFlash: SpecForge's configs and NeMo AutoModel's
 # defaults, five layers, block 16, 512 anchors. P-EAGLE: speculators' defaults, four layers, a ratio of 0.7.

@@ -119,8 +119,8 @@ class TrainConfig(StepOptions, Eagle3Options, TargetOptions):
         choices=TOKEN_LOSS_NAMES,
     )
     unrolled_steps: int | None = option(
-        "eagle, eagle3: draft steps to train over, from step 2 on its own features; default: 1 for "
-        "eagle, 3 for eagle3; dflash, dspark, domino, p-eagle: levels of a block; default: 8, published: 15 for dflash",
+        "eagle, eagle3: draft steps to train over, from step 2 on its own features; default: 3, published: 1 for "
+        "eagle; dflash, dspark, domino, p-eagle: levels of a block; default: 8, published: 15 for dflash",
         None,
         least=1,
         most=64,

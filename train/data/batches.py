@@ -7,8 +7,8 @@ conversations, batches of two, two processes (an epoch leaves out the rest, here
     conversation     1   3     0   4     2
     process          p0  p1    p0  p1
 
-With --batch-tokens each process takes as many conversations as fit, padded to the longest one. Six conversations, at
-most eight tokens in a process, two processes:
+With --batch-tokens the sizes of batches differ. A batch is padded to its longest conversation and then has at most that
+number of tokens. Six conversations, at most eight tokens in a process, two processes:
 
     length           1   2     3   4     5   6
     conversation     1   3     0   4     2   5

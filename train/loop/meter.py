@@ -29,7 +29,7 @@ LINE_EVERY_SECONDS = (
 LARGE_LOSS = (
     1000.0  # a random head's is about ten times its --token-weight, and some of the features
 )
-RISE_FACTOR = 4.0
+RISE_FACTOR = 4.0  # of a loss that has risen, over the lowest one so far
 
 
 @final

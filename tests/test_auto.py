@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from commands import complains
-from drafters import linear_cost, source_of
+from drafters import linear_cost, source_of, suffix_cache
 from models import TableConfig, TableModel, random_head, target
 
 from treespec.api.engine import Engine
@@ -15,9 +15,12 @@ from treespec.draft.auto.builder import AutoBuilder, count_expansions, plan_tree
 from treespec.draft.auto.cost import find_best_size
 from treespec.draft.auto.cost_model import CostModel, limit_sum
 from treespec.draft.calibration import Calibration
+from treespec.draft.heads.eagle import EagleProposer
 from treespec.draft.lookup.matches import merge_continuations
 from treespec.draft.lookup.one_hot import keep_profitable_nodes
 from treespec.draft.pairing import check_fit
+from treespec.draft.source import DraftSource
+from treespec.draft.tree_drafter import TreeDrafter
 from treespec.model.target import Target
 from treespec.sampling.params import SamplingParams
 from treespec.trees.dynamic import AutoTree
@@ -172,6 +175,30 @@ def test_drafting_stops_where_it_costs_more_and_resumes_in_smaller_batches(name)
     assert sum(short.drafted) <= 0.3 * short.cycles
     assert sum(long.drafted) > long.cycles - short.cycles
     assert texts[0].committed[len(prompt) :] == wanted[:-1]
+
+
+def build_hopeless_spec():
+    """A random head and the text beside it, where every node costs as much as a token."""
+    model = target("llama")
+    head = EagleProposer(random_head(model), model)
+    source = DraftSource(head, suffix_cache())
+    return Spec(model, source, "auto", times=lambda texts: linear_cost(node=0.009))
+
+
+@pytest.mark.parametrize("texts, most_asked", [(3, 0.4), (1, 1.0)])
+def test_a_batch_whose_drafts_bring_nothing_is_asked_ever_more_rarely(monkeypatch, texts, most_asked):
+    """Texts of 150 tokens, the same as one token at a time. A text alone is asked in every cycle."""
+    asked = []
+    begin = TreeDrafter._begin_drafts
+    monkeypatch.setattr(TreeDrafter, "_begin_drafts", lambda *args: asked.append(1) or begin(*args))
+    spec = build_hopeless_spec()
+    prompts = [[5, 6, 7 + text] for text in range(texts)]
+    options = {"max_new_tokens": 150, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+    outputs = spec.generate(prompts, **options)
+    cycles = max(output.stats.cycles for output in outputs)
+    assert 0.1 * cycles <= len(asked) <= most_asked * cycles
+    wanted = spec.baseline().generate(prompts, **options)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in wanted]
 
 
 def test_the_batch_decides_the_trees_and_never_the_text():

@@ -5,7 +5,7 @@ import torch
 from models import seeded, target, zeros
 
 from treespec.draft.forced import ForcedChains
-from treespec.draft.tree_drafter import Observation, join_observations
+from treespec.draft.postponed import Observation, join_observations
 from treespec.engine.batch import Batch
 from treespec.engine.request import Request
 from treespec.engine.stats import Stats

@@ -15,7 +15,7 @@ from treespec.draft.forced import to_draft_ids
 from treespec.draft.heads import own_tokens
 from treespec.draft.heads.eagle import EagleProposer
 from treespec.draft.heads.own_tokens import OWN_SHARE, find_first_vocabulary
-from treespec.draft.tree_drafter import Observation, join_observations
+from treespec.draft.postponed import Observation, join_observations
 from treespec.draft.vocabulary import restrict
 from treespec.kernels import ops as kernels
 from treespec.kernels.checks import KernelInputError

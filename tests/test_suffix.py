@@ -14,7 +14,10 @@ from models import prompt, target
 from training import tokenizer
 
 from treespec.api.engine import Engine
+from treespec.draft.auto.cost import CycleCost
+from treespec.draft.auto.cost_model import CacheOrModel
 from treespec.draft.lookup.matches import find_longest_match, merge_continuations
+from treespec.draft.lookup.one_hot import keep_profitable_nodes
 from treespec.draft.lookup.suffix import Suffix
 from treespec.draft.lookup.suffix_cache import SuffixCache, SuffixCaches
 from treespec.draft.registry import SuffixOptions
@@ -79,6 +82,33 @@ def test_a_longer_match_drafts_more_and_unlikely_paths_are_left_out():
     thrice = np.array([1, 2, 5, 1, 3, 5, 1, 3, 6, 1])
     assert suffix(percent=1, growth=9).draft(thrice).tokens[:2] == [3, 2]
     assert suffix(percent=10, growth=9).draft(thrice).tokens == [3]
+
+
+def test_the_drawn_guess_of_one_token_can_pay():
+    drafter = suffix()
+    drafter.set_least_scores([0.0, 0.19, 0.31])
+    assert drafter._can_pay(length=1, nodes=2)
+    drafter.set_least_scores([0.0, 0.21, 0.31])
+    assert not drafter._can_pay(length=1, nodes=2)
+
+
+def test_no_guess_that_would_be_drafted_is_left_out():
+    """600 guesses in random texts at six costs; those left out are not drafted beside a head that drafts nothing."""
+    random = np.random.default_rng(0)
+    left_out = 0
+    for node, batch in ((0.02, 1), (0.2, 1), (0.5, 1), (0.02, 4), (0.05, 16), (0.2, 4)):
+        cost = CycleCost((1, 64), (1.0, 1.0 + 63 * node), overhead=0.05).select_batch_size(batch)
+        for _ in range(100):
+            text = random.integers(4, size=30)
+            guess = keep_profitable_nodes(suffix().draft(text), cost)
+            nodes = 1 + len(guess.tokens)
+            is_drafted = nodes > 1 and CacheOrModel().should_use_cache(guess.score, nodes, cost)
+            pruning = suffix()
+            pruning.set_least_scores(cost.least_scores)
+            is_left_out = not pruning.draft(text).tokens
+            left_out += is_left_out
+            assert not (is_drafted and is_left_out)
+    assert left_out > 50
 
 
 def test_what_was_answered_before_is_drafted_whole():

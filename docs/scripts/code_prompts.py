@@ -1,8 +1,8 @@
-"""Write questions about code for `treespec regenerate`: `python docs/scripts/code_prompts.py --help`.
+"""Write questions for `treespec regenerate`, most of them about code: `python docs/scripts/code_prompts.py --help`.
 
 One part asks for functions in the manner of MBPP ("Write a Python function that …"), put together from lists of tasks
-and of forms; the other takes the questions about code out of ShareGPT. HumanEval's own functions are kept out, because
-`treespec eval --questions humaneval` measures on them.
+and of forms; the others take the questions about code, and those about anything else, out of ShareGPT. HumanEval's own
+functions are kept out, because `treespec eval --questions humaneval` measures on them.
 """
 
 import itertools
@@ -90,28 +90,32 @@ def list_function_prompts() -> Iterator[str]:
             yield next(forms).format(task=words, name=name, argument=argument)
 
 
-def list_shared_prompts(path: Path, longest: int) -> Iterator[str]:
-    """List the questions of ShareGPT's conversations whose first question is about code, in English."""
+def list_shared_prompts(path: Path, longest: int, about_code: bool) -> Iterator[str]:
+    """List the first questions of ShareGPT's conversations, in English: those about code, or the others."""
     for line in path.open(encoding="utf-8"):
         turns = json.loads(line)["conversations"]
         questions = [turn["value"] for turn in turns if turn["from"] == "human"]
         first = questions[0] if questions else ""
-        if len(first) <= longest and CODE_MARKS.search(first) and matches_filter(first, "english"):
+        has_marks = CODE_MARKS.search(first) is not None
+        if len(first) <= longest and has_marks == about_code and matches_filter(first, "english"):
             yield first
 
 
 def write_prompts(
     out: Path,
     functions: Annotated[int, typer.Option(help="questions for functions")] = 1400,
-    shared: Annotated[int, typer.Option(help="conversations of ShareGPT")] = 1400,
+    shared: Annotated[int, typer.Option(help="questions of ShareGPT about code")] = 1400,
+    general: Annotated[int, typer.Option(help="questions of ShareGPT about anything else")] = 1200,
     longest: Annotated[int, typer.Option(help="characters of a first question of ShareGPT")] = 1500,
     seed: int = 0,
 ) -> None:
     """Write the questions, shuffled, as rows of `messages`."""
     draw = random.Random(seed)
     function_prompts = list(list_function_prompts())
-    shared_prompts = list(list_shared_prompts(find_data_file("sharegpt"), longest))
-    rows = draw.sample(function_prompts, functions) + draw.sample(shared_prompts, shared)
+    sharegpt = find_data_file("sharegpt")
+    rows = draw.sample(function_prompts, functions)
+    for number, about_code in ((shared, True), (general, False)):
+        rows += draw.sample(list(list_shared_prompts(sharegpt, longest, about_code)), number)
     draw.shuffle(rows)
     with out.open("w", encoding="utf-8") as file:
         for number, question in enumerate(rows):

@@ -78,6 +78,9 @@ class TreeBuilder:
         """Whether the sequence drafts nothing in this cycle. gain: the mean of the batch's `predict_gain`."""
         return False
 
+    def pass_cycle(self) -> None:
+        """Take note of a cycle without drafts in which it was not asked."""
+
     def grow(
         self,
         root: Tensor,

@@ -8,7 +8,7 @@ tree of the cache has one-hot distributions. So every verifier stays lossless.
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -20,9 +20,10 @@ from treespec.draft.builders import TreeBuilder
 from treespec.draft.calibration import Calibration
 from treespec.draft.cycle import Batching, DraftCycle
 from treespec.draft.drafter import Drafter, GrowthKey, Proposer, RowHolder
-from treespec.draft.forced import list_forced_chains
+from treespec.draft.forced import ForcedChains, list_forced_chains
 from treespec.draft.lookup.one_hot import OneHotDrafter
 from treespec.draft.pairing import ProposerInfo, check_fit
+from treespec.draft.postponed import Observation, Postponed
 from treespec.model.cache import TreeCache
 from treespec.sampling.noise import Noise
 from treespec.sampling.params import SamplingParams
@@ -31,35 +32,12 @@ from treespec.trees.shape import Policy
 from treespec.trees.tree import TokenTree
 from treespec.verify.scheme import Scheme
 
-MOST_UNOBSERVED = 64  # cycles
-
-
-class Observation(NamedTuple):
-    """The arguments of `observe`: by sequence the features [n, H] of committed positions, and their tokens [n + 1]."""
-
-    features: Sequence[Tensor]
-    tokens: Sequence[Tensor]
-
-
-def join_observations(observations: Sequence[Observation]) -> Observation:
-    """Joins the observations of successive cycles into one.
-
-    One sequence, two cycles; the root of the second one is the last token of the first:
-
-        tokens      a b c   and   c d   ->   a b c d
-        features    x y     and   z     ->   x y z
-    """
-    if len(observations) == 1:
-        return observations[0]
-    joined_features = []
-    joined_tokens = []
-    for row, first_tokens in enumerate(observations[0].tokens):
-        features = [cycle.features[row] for cycle in observations]
-        tokens = [first_tokens[:1]]
-        tokens += [cycle.tokens[row][1:] for cycle in observations]
-        joined_features.append(torch.cat(features))
-        joined_tokens.append(torch.cat(tokens))
-    return Observation(joined_features, joined_tokens)
+# Asking each sequence of a batch takes several percent of a cycle in which each gets one token. Where fewer draft
+# tokens of a sequence and cycle are accepted, the batch is asked only once in so many cycles.
+LEAST_ACCEPTED = 0.06
+WAKE_EVERY = 8
+FIRST_ACCEPTED = 0.15  # of a batch that was not asked yet
+ACCEPTED_DECAY = 0.9  # factor of the weight of earlier cycles, for each cycle
 
 
 @final
@@ -74,8 +52,11 @@ class TreeDrafter(Drafter):
         cache: a suffix cache that drafts for the same sequences, with probabilities; None: none.
         cycle: the present cycle, which `draft_trees` begins.
         rests: whether the proposer drafted nothing for any sequence in the last cycle.
-        unobserved: what `observe` was given while the proposer rests. Passed on in every cycle, it would cost time for
-            nothing.
+        accepted: draft tokens of a sequence and cycle, a decayed mean over the cycles that were asked.
+        sleeps: whether no sequence is asked in the present cycle.
+        slept: successive cycles of that kind.
+        postponed: what `observe` was given while the proposer rests.
+        postponed_for_cache: what it was given while the drafter sleeps; None without a suffix cache.
 
     Raises:
         InputError: policy and scheme do not go together, or the tree is deeper than the proposer drafts.
@@ -107,7 +88,11 @@ class TreeDrafter(Drafter):
         self.cache = cache
         self.states = [self._build_tree_builder()]
         self.rests = False
-        self.unobserved: list[Observation] = []
+        self.accepted = FIRST_ACCEPTED
+        self.sleeps = False
+        self.slept = 0
+        self.postponed = Postponed(proposer)
+        self.postponed_for_cache = Postponed(cache) if cache else None
 
     @torch.no_grad()
     def draft_trees(
@@ -131,6 +116,14 @@ class TreeDrafter(Drafter):
             now=now,
         )
         self.cycle = cycle
+        self.sleeps = self._should_sleep(chains)
+        if self.sleeps:
+            self.rests = True
+            self.slept += 1
+            for builder in self.states:
+                builder.pass_cycle()
+            return cycle.build_undrafted_trees()
+        self.slept = 0
         self._choose_cached_trees(cycle)
 
         # 2. Draft logits for the children of the roots, and the trees below them.
@@ -148,10 +141,18 @@ class TreeDrafter(Drafter):
                 trees[row] = offer
         return chains.prepend_to(trees, self.scheme, generators)
 
+    def _should_sleep(self, chains: ForcedChains) -> bool:
+        """Whether no sequence is asked in this cycle."""
+        if len(self.states) == 1 or any(forced.ids for forced in chains.forced):
+            return False
+        return self.accepted < LEAST_ACCEPTED and self.slept < WAKE_EVERY - 1
+
     def _choose_cached_trees(self, cycle: DraftCycle) -> None:
         """Takes the suffix cache's tree for each sequence where it predicts more than the draft model."""
         if not self.cache or not can_pay_in_cache(self.cache.cost):
             return
+        assert self.postponed_for_cache
+        self.postponed_for_cache.show()
         for row, forced in enumerate(cycle.chains.forced):
             if forced.ends:
                 continue
@@ -186,7 +187,7 @@ class TreeDrafter(Drafter):
             return [None] * batch
 
         # 2. The draft logits of the others.
-        self._pass_observations_on()
+        self.postponed.show()
         started = cycle.now()
         root_logits = list(self.proposer.begin(roots, cache))
         cycle.forward_seconds += cycle.now() - started
@@ -266,30 +267,36 @@ class TreeDrafter(Drafter):
         return self.policy.timed
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
-        if self.cache:
-            self.cache.observe(features, tokens)
-        self.unobserved.append(Observation(features, tokens))
-        if not self.rests or len(self.unobserved) == MOST_UNOBSERVED:
-            self._pass_observations_on()
+        observation = Observation(features, tokens)
+        self.postponed.add(observation)
+        if not self.rests:
+            self.postponed.show()
+        if self.postponed_for_cache:
+            self.postponed_for_cache.add(observation)
+            if not self.sleeps:
+                self.postponed_for_cache.show()
 
-    def _pass_observations_on(self) -> None:
-        """Shows the proposer the observations that waited."""
-        if self.unobserved:
-            joined = join_observations(self.unobserved)
-            self.proposer.observe(joined.features, joined.tokens)
-            self.unobserved = []
+    def _show_postponed(self) -> None:
+        """Shows proposer and suffix cache all that they have not seen."""
+        self.postponed.show()
+        if self.postponed_for_cache:
+            self.postponed_for_cache.show()
 
     def join(self, others: Sequence["TreeDrafter"], row: int | None = None) -> None:
         for drafter in (self, *others):
-            drafter._pass_observations_on()
+            drafter._show_postponed()
         self.rests = False
         super().join(others, row)
 
     def select(self, rows: Sequence[int]) -> None:
-        self._pass_observations_on()
+        self._show_postponed()
         super().select(rows)
 
     def update(self, paths: Sequence[Sequence[int]]) -> None:
+        if self.sleeps:
+            return
+        accepted = sum(map(len, paths)) / len(paths)
+        self.accepted += (1 - ACCEPTED_DECAY) * (accepted - self.accepted)
         for row, path in enumerate(paths):
             if not self.cycle.offers[row]:
                 builder = self.states[row]
@@ -299,8 +306,9 @@ class TreeDrafter(Drafter):
                 builder.update([node - chain_length for node in path[chain_length:]])
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        self._pass_observations_on()
+        self._show_postponed()
         self.rests = False
+        self.sleeps = False
         self.proposer.rewind(lengths)
         self.states = [self._build_tree_builder() for _ in lengths]
         if self.cache:

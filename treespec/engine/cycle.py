@@ -5,6 +5,7 @@ docs/architecture.md draws a cycle of two sequences with every tensor. `Decoder`
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import final
 
 import torch
@@ -179,7 +180,8 @@ def observe(
     features = []
     for output, verdict in zip(outputs, verdicts, strict=True):
         features.append(select_features(output.features, verdict.path))
-    tokens = [torch.tensor(row, dtype=torch.int64, device="cpu") for row in step_tokens]
+    all_tokens = torch.tensor(list(chain(*step_tokens)), dtype=torch.int64, device="cpu")
+    tokens = all_tokens.split(list(map(len, step_tokens)))
     batch.drafter.observe(features, tokens)
 
 
@@ -205,10 +207,9 @@ def compute_argmax(drafted: DraftedTrees, outputs: Sequence[TreeOutput]) -> list
 def select_features(features: Tensor, path: Sequence[int]) -> Tensor:
     """Return [1 + len(path), H] the features of the root and of a path. features: [N, H]."""
     count = 1 + len(path)
-    nodes = [0, *path]
-    if nodes == list(range(count)):
+    if list(path) == list(range(1, count)):
         return features[:count]  # a view: nothing is copied
-    return features[to_device(nodes, features.device)]
+    return features[to_device([0, *path], features.device)]
 
 
 def emit(

@@ -310,6 +310,10 @@ class AutoBuilder(TreeBuilder):
         model = self.models.current
         return model.should_skip_cycle(gain * model.plain)
 
+    def pass_cycle(self) -> None:
+        if self.models:
+            self.models.current.idle += 1
+
     def build_graph_key(self) -> StaticTree | None:
         assert self.models
         model = self.models.current

@@ -30,6 +30,9 @@ CONTEXT_STEP = 512  # further tokens after which the cost of a longer text is de
 LAST_SLOPE_NODES = 1_000_000  # nodes up to which T is extrapolated with its last slope
 FLAT_RATIO = 1.1  # T(n) / T(1) of the check below which T counts as flat
 LARGEST_GIVEN_TREE = 256  # nodes
+# By how much drafts must seem faster than one-token decoding. In a batch each sequence's tokens are observed and
+# turned into text one after the other, and the forward attends to other texts' columns: the model knows neither.
+BATCH_MARGIN = 0.15
 ROW_PRICE_NODES = 7  # nodes over which the cost of one more row of a draft level is averaged
 
 
@@ -116,12 +119,18 @@ class CycleCost:
         prices: list[float] = self.compute_forward_price(np.arange(1, self.nodes[-1] + 1)).tolist()
         return prices
 
+    @property
+    def least_speed(self) -> float:
+        """Tokens per second that drafts must seem to exceed."""
+        if self.batch > 1:
+            return self.baseline_speed * (1 + BATCH_MARGIN)
+        return self.baseline_speed
+
     @cached_property
-    def least_probability(self) -> float:
-        """The acceptance probability below which no number of draft tokens pays for its time."""
-        extra_seconds = np.array(self.forward_prices[1:]) - self.forward_prices[0]
-        seconds_per_token = extra_seconds / np.arange(1, len(self.forward_prices))
-        return float(seconds_per_token.min() * self.baseline_speed)
+    def least_scores(self) -> list[float]:
+        """By the number of given draft tokens, from 0: accepted tokens that are worth the time, and no more."""
+        seconds = np.array(self.forward_prices) + self.overhead
+        return [0.0, *(seconds[1:] * self.least_speed - 1).tolist()]
 
     @cached_property
     def fastest_accepted_speed(self) -> float:

@@ -37,9 +37,6 @@ MAX_CORRECTION = 1.5
 MAX_CHILD_PROBABILITY = 0.98  # of a node's children together
 FIRST_MEAN_NODES = 2.0  # of a sequence's tree in a batch, before its first one
 MEAN_NODES_DECAY = 0.9  # of earlier trees in their mean size
-# By how much drafts must seem faster than one-token decoding. In a batch each sequence's tokens are observed and
-# turned into text one after the other, and the forward attends to other texts' columns: the model knows neither.
-BATCH_MARGIN = 0.15
 SMALLEST_FLOAT = float(np.finfo(float).tiny)  # of a divisor
 RETRY_CYCLES = (
     8  # cycles without drafts before drafting is tried again, if it is nearly fast enough
@@ -190,9 +187,7 @@ class CostModel:
             self.prior_cycles = FITTED_SPEED_CYCLES
         self.plain = cost.baseline_speed
         self.mean_nodes = FIRST_MEAN_NODES
-        self.worthwhile_speed = self.plain
-        if batch > 1:
-            self.worthwhile_speed *= 1 + BATCH_MARGIN
+        self.worthwhile_speed = cost.least_speed
         self.rate_correction = corrections.by_rates
         self.logit_correction = corrections.by_law
         self.corrects = self.logit_correction
@@ -327,14 +322,7 @@ def can_pay_in_cache(cost: CycleCost | None) -> bool:
     """
     if cost is None:
         return True
-    return cost.fastest_accepted_speed > get_least_speed(cost)
-
-
-def get_least_speed(cost: CycleCost) -> float:
-    """Returns the tokens per second that the drafts of a suffix cache must seem to exceed."""
-    if cost.batch > 1:
-        return cost.baseline_speed * (1 + BATCH_MARGIN)
-    return cost.baseline_speed
+    return cost.fastest_accepted_speed > cost.least_speed
 
 
 @final
@@ -364,7 +352,7 @@ class CacheOrModel:
             seconds = PRIOR_CYCLES * cost.predict_cycle(3, 2)
         model_speed = self.tokens / seconds
         cache_seconds = float(cost.compute_forward_price(nodes)) + cost.overhead
-        return (1 + score) / cache_seconds > max(get_least_speed(cost), model_speed)
+        return (1 + score) / cache_seconds > max(cost.least_speed, model_speed)
 
     def update(self, accepted: int, seconds: float | None) -> None:
         """Learns from a cycle of the draft model. accepted: tokens. seconds: modelled; None: unknown."""

@@ -55,8 +55,11 @@ class TextDrafter(ABC):
         text: [T] int64, the sequence so far; its memory is used again after the call.
         """
 
-    def set_least_probability(self, probability: float) -> None:
-        """Called before `draft`: if no draft token is as likely as this, none pays, and nothing may be returned."""
+    def set_least_scores(self, scores: Sequence[float]) -> None:
+        """Called before `draft`. A guess whose expected accepted tokens are too few may be left out.
+
+        scores: by the number of draft tokens, from 0: accepted tokens that are worth the time, and no more.
+        """
         return
 
     def learn_argmax(self, argmax: np.ndarray) -> None:
@@ -185,7 +188,7 @@ class OneHotDrafter(Drafter):
         cost = self.cost
         if cost is None:
             return state.drafter.draft(state.text.get_with_tail(last))
-        state.drafter.set_least_probability(cost.least_probability)
+        state.drafter.set_least_scores(cost.least_scores)
         guess = state.drafter.draft(state.text.get_with_tail(last))
         return keep_profitable_nodes(guess, cost)
 

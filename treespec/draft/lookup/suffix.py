@@ -43,7 +43,8 @@ class Suffix(TextDrafter):
     Attributes:
         seen: tokens of the sequence at the last guess.
         last: the last guess.
-        least_probability: of a draft token that pays for its time.
+        least_scores: by the number of draft tokens: the expected accepted ones that a guess must exceed; (): any
+            guess pays.
         predicted, correct: [6] decayed counts of guesses, and of right ones, by band of match length.
     """
 
@@ -53,15 +54,15 @@ class Suffix(TextDrafter):
         self.cache: SuffixCache | None = None  # None: it drafts only from its sequence
         self.seen = 0
         self.last = Guess()
-        self.least_probability = 0.0
+        self.least_scores: Sequence[float] = ()
         self.predicted = [PRIOR_GUESSES for _ in PRIOR_MATCH_RATES]
         self.correct = [PRIOR_GUESSES * rate for rate in PRIOR_MATCH_RATES]
 
     def new(self) -> "Suffix":
         return Suffix(self.options, self.caches)
 
-    def set_least_probability(self, probability: float) -> None:
-        self.least_probability = probability
+    def set_least_scores(self, scores: Sequence[float]) -> None:
+        self.least_scores = scores
 
     def enter(self, cache: str | None) -> None:
         self.cache = None
@@ -88,14 +89,32 @@ class Suffix(TextDrafter):
     def _guess(self, tokens: np.ndarray, text: np.ndarray) -> Guess:
         options = self.options
         length, match_ends = find_longest_match(tokens, text, options.longest)
-        if not length or self.predict_match_rate(length) < self.least_probability:
+        nodes = min(options.nodes, options.growth * length)
+        if not length or not self._can_pay(length, nodes):
             return NO_GUESS
         newest_ends = match_ends[::-1][:NEWEST_MATCHES].tolist()
         continuations = [tokens[end : end + options.nodes].tolist() for end in newest_ends]
-        nodes = min(options.nodes, options.growth * length)
         return merge_continuations(
             continuations, nodes, length, self.predict_match_rate, options.percent / 100
         )
+
+    def _can_pay(self, length: int, nodes: int) -> bool:
+        """Whether a guess can be worth its time: at best it is a chain. length: of the match. nodes: of the guess.
+
+        predicted rates      .2    .2 · .4       after a match of one token, of two tokens
+        expected accepted    .2    .2 + .08      of a guess of one token, of two
+        least scores         .19   .31           the guess of one token can pay
+        """
+        if not self.least_scores:
+            return True
+        reach = 1.0
+        score = 0.0
+        for depth, least_score in enumerate(self.least_scores[1 : 1 + nodes]):
+            reach *= self.predict_match_rate(length + depth)
+            score += reach
+            if score > least_score:
+                return True
+        return False
 
     def predict_match_rate(self, length: int) -> float:
         """Returns Pr(one of the children is right) after a match of `length` tokens."""

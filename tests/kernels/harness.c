@@ -592,8 +592,11 @@ static void check_head_step(int kind, int form, int half, int64_t own) {
   raw.a.norms[BEFORE_ATTENTION] = NULL, raw.c.first = 0;
   void *input = kind == EAGLE ? packed_of(weights(2 * hidden * hidden, form, 0.3f), 2 * hidden, hidden, form) : NULL;
   void *output = packed_of(weights(hidden * DRAFTED, form, 0.3f), hidden, DRAFTED, form);
+  void *embedding = form < Q8_0 ? numbers(VOCABULARY * hidden, half, 1)
+                                : packed_of(weights(hidden * VOCABULARY, form, 1), hidden, VOCABULARY, form);
   HeadStep step = {raw.a, {input, NULL, 2 * hidden, hidden, form, half, 0, 0},
-                   {output, numbers(DRAFTED, half, 1), hidden, DRAFTED, form, half, 0, 0}, numbers(VOCABULARY * hidden, half, 1),
+                   {output, numbers(DRAFTED, half, 1), hidden, DRAFTED, form, half, 0, 0},
+                   {embedding, NULL, hidden, VOCABULARY, form, half, 0, 0},
                    .adds_normed = kind == ADDS_NORMED, .gives_normed = kind == GIVES_NORMED};
   for (int i = QUERY; i <= VALUE && kind != EAGLE; i++) {  // they read pairs
     step.layer.in = 2 * hidden;
@@ -636,7 +639,9 @@ static void check_head_step(int kind, int form, int half, int64_t own) {
     int64_t turned = TURNED * size_of(half), place = i < 2 ? i : NODES + i - 2;
     int64_t own_token = (i < 2 ? 0 : own) + tokens[i] - DRAFTED;
     int64_t token = tokens[i] < DRAFTED ? vocabulary[tokens[i]] : own_vocabulary[own_token];
-    memcpy((char *)pairs + 2 * i * row, (const char *)step.embedding + token * row, row);
+    char *pair = (char *)pairs + 2 * i * row;
+    if (form < Q8_0) memcpy(pair, (const char *)embedding + token * row, row);
+    else DEMAND(read_outputs(embedding, &token, pair, 1, hidden, VOCABULARY, form, half, 3) == DONE, "form %d", form);
     memcpy((char *)pairs + (2 * i + 1) * row, (const char *)nodes.features + parents[i] * row, row);
     if (kind != EAGLE) {
       const void *feature = row_at(nodes.features, parents[i] * hidden, half);

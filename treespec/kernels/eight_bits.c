@@ -137,6 +137,32 @@ static void copy_eights(const void *packed, void *to, int64_t output, int64_t pl
       to_scales[scale_place(place, b, count, form) + h * L] = scales[scale_place(output, b, count, form) + h * L];
 }
 
+// Reads an output of a packed weight as a row [in] of floats; `half`: of bfloat16.
+static void read_eights(const void *packed, int64_t output, void *row, int64_t in, int64_t out, int form, int half) {
+  int64_t count = in / EIGHTS_BLOCK;
+  const uint16_t *scales = eights_scales(packed, in, out, form);
+  for (int64_t b = 0; b < count; b++) {
+    uint16_t halves[L] = {};
+    float floats[L];
+    for (int64_t h = 0; h < halves_of(form); h++) halves[h] = scales[scale_place(output, b, count, form) + h * L];
+    *(F *)floats = from_halves(*(const H *)halves);
+    for (int64_t i = b * EIGHTS_BLOCK; i < (b + 1) * EIGHTS_BLOCK; i++) {
+      int number = number_at(packed, output, i, in, form) - (form == Q4_0 ? 8 : 0);
+      float value = number * floats[0];
+      put(row, i, form == Q4_1 ? value + floats[1] : value, half);
+    }
+  }
+}
+
+// Reads outputs [many] of a packed weight in blocks as rows [many, in].
+int read_outputs(const void *packed, const int64_t *outputs, void *rows, int64_t many, int64_t in, int64_t out, int form,
+                 int half, int threads) {
+  int64_t bytes = in * (half ? 2 : 4);
+#pragma omp parallel for num_threads(many < 64 ? 1 : choose_threads(threads))
+  for (int64_t r = 0; r < many; r++) read_eights(packed, outputs[r], (char *)rows + r * bytes, in, out, form, half);
+  return DONE;
+}
+
 // --- Rows -------------------------------------------------------------------------------------------
 // A row lies as numbers [in], scales [in / 32], and the sum of the numbers of each block [in / 32]; then as numbers [in]
 // of eight bits, where weights of eight bits take others.

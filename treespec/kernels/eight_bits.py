@@ -18,6 +18,7 @@ from treespec.kernels.checks import KernelInputError, check_dense
 from treespec.kernels.huge_pages import allocate_huge_pages
 from treespec.kernels.library import load_kernels
 from treespec.kernels.ops import (
+    BFLOAT16_FLAGS,
     BLOCK_BYTES,
     BLOCK_OUTPUTS,
     CPU_DEVICE,
@@ -27,6 +28,7 @@ from treespec.kernels.ops import (
     PackedWeight,
     round_up,
 )
+from treespec.kernels.threads import count_threads
 
 BLOCK_NUMBERS = 32
 LARGEST_NUMBER = 127  # of Q8_0
@@ -146,3 +148,27 @@ def unpack_blocks(weight: PackedWeight) -> Tensor:
     sizes = (weight.inputs, weight.outputs, weight.form)
     load_kernels().unpack_eights(weight.numbers.data_ptr(), blocks.data_ptr(), *sizes)
     return blocks
+
+
+def read_outputs(weight: PackedWeight, outputs: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rows [N, in] of a packed weight in blocks, as `dequantize_blocks` does, rounded to a dtype.
+
+    outputs: [N] int64 on the CPU, the numbers of the rows. dtype: of any floats.
+
+    Raises KernelInputError for a weight of floats, and for outputs that it does not have.
+    """
+    weight.check()
+    check_dense(outputs, "outputs", (torch.int64,), (len(outputs),))
+    if weight.form not in BLOCK_BYTES:
+        raise KernelInputError(f"a packed weight of form {weight.form} has no blocks")
+    if len(outputs) and not 0 <= outputs.min() <= outputs.max() < weight.outputs:
+        raise KernelInputError(
+            f"a packed weight has {weight.outputs} outputs, from {outputs.min()} to {outputs.max()} are read"
+        )
+    written_dtype = dtype if dtype in BFLOAT16_FLAGS else torch.float32
+    rows = torch.empty(len(outputs), weight.inputs, dtype=written_dtype, device=CPU_DEVICE)
+    pointers = (weight.numbers.data_ptr(), outputs.data_ptr(), rows.data_ptr())
+    sizes = (len(outputs), weight.inputs, weight.outputs)
+    flags = (weight.form, BFLOAT16_FLAGS[written_dtype], count_threads())
+    load_kernels().read_outputs(*pointers, *sizes, *flags)
+    return rows.to(dtype)

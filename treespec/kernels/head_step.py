@@ -33,7 +33,7 @@ class HeadWeights:
 
     Attributes:
         layer: the decoder layer.
-        embedding: [V, H].
+        embedding: [V, H]; or packed in blocks, with V outputs of H inputs.
         output: H -> Vd.
         output_bias: [Vd]; None: no bias.
         fc: 2 H -> H; None: the layer's attention reads embedding and feature, and its output is added to the feature.
@@ -44,7 +44,7 @@ class HeadWeights:
     """
 
     layer: LayerWeights
-    embedding: Tensor
+    embedding: Tensor | PackedWeight
     output: PackedWeight
     output_bias: Tensor | None
     fc: PackedWeight | None = None
@@ -70,8 +70,11 @@ class HeadWeights:
 
         # 2. The others.
         check_product(self.output, self.output_bias, (self.output.outputs, hidden), layer.dtype)
-        embedding_shape = (len(self.embedding), hidden)
-        check_dense(self.embedding, "the embedding", (layer.dtype,), embedding_shape)
+        if isinstance(self.embedding, PackedWeight):
+            check_product(self.embedding, None, (self.embedding.outputs, hidden), layer.dtype)
+        else:
+            embedding_shape = (len(self.embedding), hidden)
+            check_dense(self.embedding, "the embedding", (layer.dtype,), embedding_shape)
         for norm in self.norms:
             if norm is not None:
                 check_dense(norm, "a norm", (layer.dtype,), (hidden,))
@@ -89,11 +92,19 @@ class HeadWeights:
             layer=self.layer.fields,
             fc=fc,
             output=build_product(self.output, self.output_bias, self.layer.dtype),
-            embedding=self.embedding.data_ptr(),
+            embedding=build_embedding(self.embedding, self.layer.dtype),
             norms=list_addresses(HEAD_NORMS, self.norms),
             adds_normed_feature=self.adds_normed_feature,
             returns_normed_states=self.returns_normed_states,
         )
+
+
+def build_embedding(embedding: Tensor | PackedWeight, dtype: torch.dtype) -> LinearStruct:
+    """Returns the fields of an embedding for C. Its rows stand in the place of a weight, if it is not packed."""
+    if isinstance(embedding, PackedWeight):
+        return build_product(embedding, None, dtype)
+    rows, width = embedding.shape
+    return LinearStruct(weight=embedding.data_ptr(), inputs=width, outputs=rows)
 
 
 def build_product(weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> LinearStruct:

@@ -260,7 +260,7 @@ enum { OF_EMBEDDINGS, OF_FEATURES, OF_STATES, HEAD_NORMS };
 typedef struct {
   Layer layer;
   Linear input, output;           // without a weight of `input` the layer reads the pair [embedding, feature] itself
-  const void *embedding;          // [V, hidden]
+  Linear embedding;               // V outputs of `hidden` inputs, packed in blocks; in other forms rows [V, hidden]
   const void *norms[HEAD_NORMS];  // weights [hidden]; NULL for none
   int64_t adds_normed, gives_normed;  // whether the feature is added normed; whether the states are given normed
 } HeadStep;
@@ -288,6 +288,15 @@ static void copy_row(const HeadStep *head, int norm, const void *from, void *to)
   else memcpy(to, from, a->hidden * (a->half ? 2 : 4));
 }
 
+// Copies the embedding of a token, as `copy_row`.
+static void copy_embedding(const HeadStep *head, int64_t token, void *to) {
+  const Linear *e = &head->embedding;
+  int64_t row = e->in * (head->layer.half ? 2 : 4);
+  if (e->form < Q8_0) { copy_row(head, OF_EMBEDDINGS, (const char *)e->weight + token * row, to); return; }
+  read_eights(e->weight, token, to, e->in, e->out, e->form, head->layer.half);
+  if (head->norms[OF_EMBEDDINGS]) copy_row(head, OF_EMBEDDINGS, to, to);
+}
+
 int head_step(const HeadStep *head, const HeadNodes *nodes) {
   // 1. Pairs [embedding, feature], and room for what the input gives, or else the features that are added, and for what
   // the output reads. Angles lie as [B, N].
@@ -309,7 +318,7 @@ int head_step(const HeadStep *head, const HeadNodes *nodes) {
       int64_t place = (b * n + i - nodes->starts[b]) * angles, position = nodes->positions[i];
       const char *feature = (const char *)nodes->features + nodes->parents[i] * row;
       char *pair = pairs + 2 * i * row;
-      copy_row(head, OF_EMBEDDINGS, (const char *)head->embedding + token * row, pair);
+      copy_embedding(head, token, pair);
       copy_row(head, OF_FEATURES, feature, pair + row);
       if (!input.weight) memcpy(x + i * row, head->adds_normed ? pair + row : feature, row);
       memcpy(cos + place, (const char *)nodes->cos + position * angles, angles);
@@ -352,7 +361,7 @@ int head_step(const HeadStep *head, const HeadNodes *nodes) {
   return failed;
 }
 
-enum { ABI = 7 };  // counted up when a structure or a parameter changes, here and in structs.py
+enum { ABI = 8 };  // counted up when a structure or a parameter changes, here and in structs.py
 
 // Writes the sizes [7] of the structures in bytes; returns the ABI.
 int describe_abi(int64_t *sizes) {

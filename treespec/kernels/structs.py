@@ -8,7 +8,7 @@ from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
 from typing import Any
 
 # Of kernels.c and layer.c; both sides count it up when a structure or a parameter changes.
-ABI_VERSION = 7
+ABI_VERSION = 8
 LAYER_PRODUCTS = 7  # queries, keys, values, output, gate, up, down
 LAYER_NORMS = 4  # before attention, before the MLP, of queries, of keys
 HEAD_NORMS = 3  # of embeddings, of features, of states
@@ -81,8 +81,7 @@ class HeadStepStruct(ctypes.Structure):
 
     _fields_ = (
         list_fields(LayerStruct, "layer")
-        + list_fields(LinearStruct, "fc output")
-        + list_fields(c_void_p, "embedding")
+        + list_fields(LinearStruct, "fc output embedding")
         + list_fields(c_void_p * HEAD_NORMS, "norms")
         + list_fields(c_int64, "adds_normed_feature returns_normed_states")
     )
@@ -121,6 +120,8 @@ KERNEL_PARAMETERS: dict[str, list[Any]] = {
     "unpack_eights": [c_void_p, c_void_p, c_int64, c_int64, c_int],
     # packed weight, another one; outputs, places; their number; inputs, outputs of each weight; form
     "copy_outputs": [c_void_p] * 4 + [c_int64] * 4 + [c_int],
+    # packed weight, outputs, rows; their number; inputs, outputs of the weight; form, half, threads
+    "read_outputs": [c_void_p] * 3 + [c_int64] * 3 + [c_int] * 3,
     # the product; x, y; rows
     "linear": [ctypes.POINTER(LinearStruct), c_void_p, c_void_p, c_int64],
     "attention": [ctypes.POINTER(AttentionStruct)],

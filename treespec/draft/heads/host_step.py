@@ -17,10 +17,11 @@ from treespec.heads.eagle3 import Eagle3Head
 from treespec.kernels.checks import KernelInputError
 from treespec.kernels.head_step import HeadWeights
 from treespec.kernels.layers import LayerWeights
-from treespec.kernels.ops import BFLOAT16_FLAGS
+from treespec.kernels.ops import BFLOAT16_FLAGS, PackedWeight
 from treespec.model.cpu.decoder_block import UnfusableError
 from treespec.model.cpu.fused_layers import FusedHeadForward
 from treespec.model.cpu.head_step import HeadStep
+from treespec.model.cpu.packed_embedding import PackedEmbedding
 from treespec.model.cpu.packed_layers import PackedLinear, PackedNorm, has_own_code
 from treespec.model.target import Target
 
@@ -63,7 +64,8 @@ def read_head(head: Any, target: Target) -> HeadWeights:
     layer_weights = read_fused_layer(layer)
     output = head.lm_head
     if output is None:
-        output = target.output_path.find_product(embedding[:1], head.output)
+        row = head.embed_tokens(torch.zeros(1, dtype=torch.int64, device="cpu"))
+        output = target.output_path.find_product(row, head.output)
     check_packed(output, "the output layer", dtype)
     parts: dict[str, Any] = {
         "layer": layer_weights,
@@ -85,8 +87,10 @@ def read_head(head: Any, target: Target) -> HeadWeights:
     )
 
 
-def read_embedding(embedding: Any) -> Tensor:
+def read_embedding(embedding: Any) -> Tensor | PackedWeight:
     """Returns the weight of an embedding. Raises UnfusableError unless it only copies rows."""
+    if type(embedding) is PackedEmbedding and has_own_code(embedding):
+        return embedding.read_weight()
     is_plain = type(embedding) is nn.Embedding and embedding.max_norm is None
     if not is_plain or not has_own_code(embedding):
         raise UnfusableError("its embedding does more than copy rows")

@@ -93,7 +93,7 @@ class Suffix(TextDrafter):
         if not length or not self._can_pay(length, nodes):
             return NO_GUESS
         newest_ends = match_ends[::-1][:NEWEST_MATCHES].tolist()
-        continuations = [tokens[end : end + options.nodes].tolist() for end in newest_ends]
+        continuations = [tokens[end : end + nodes].tolist() for end in newest_ends]
         return merge_continuations(
             continuations, nodes, length, self.predict_match_rate, options.percent / 100
         )

@@ -155,7 +155,7 @@ def is_exact(direct: DirectDecoder) -> bool:
     # 1. Random tokens and a tree.
     decoder = direct.decoder
     random = torch.Generator().manual_seed(0)
-    rows = decoder.embed_tokens.weight.shape[0]
+    rows = decoder.embed_tokens.num_embeddings
     tokens = torch.randint(rows, (2, TRIAL_NODES), generator=random, device="cpu")
     starts = torch.tensor([[0], [TRIAL_PLACE]], dtype=torch.int64, device="cpu")
     places = starts + torch.arange(TRIAL_NODES, device="cpu")

@@ -1,7 +1,7 @@
 """Rounds a model's products to eight bits on a CPU (`--load-in q8`), as llama.cpp's Q8_0 does, or to four (`q4`, Q4_0).
 
-Linear layers, the output layer and experts are rounded; by `q4` the output layer has eight bits. Embeddings, norms and
-routers stay as they are.
+Linear layers, the output layer and experts are rounded; by `q4` the output layer has eight bits. An embedding that is
+tied to the output layer reads its rows (`cpu.packed_embedding`). Other embeddings, norms and routers stay as they are.
 """
 
 from typing import Any

@@ -1,0 +1,104 @@
+"""A tied embedding of a model in eight or four bits reads the rows of its output layer: the weight is held once."""
+
+import copy
+
+import pytest
+import torch
+import transformers as hf
+from models import GROUPED, as_undrafted, random_head, random_model, seeded
+from test_head_step import build_eagle3, draft_levels, random_frontiers, run_as_modules
+from torch import nn
+
+from treespec.api.spec import Spec
+from treespec.draft.heads.loading import build_proposer
+from treespec.kernels import eight_bits
+from treespec.kernels import ops as kernels
+from treespec.kernels.checks import KernelInputError
+from treespec.model.cpu.eight_bits import quantize_layers, quantize_model
+from treespec.model.cpu.fused_layers import fuse
+from treespec.model.cpu.packed_embedding import PackedEmbedding, sharing_tied_rows
+from treespec.model.cpu.packing import pack
+from treespec.model.target import Target
+
+pytestmark = pytest.mark.skipif(kernels.load_kernels() is None, reason="no C compiler")
+FORMS = {"Q8_0": kernels.Q8_0, "Q4_0": kernels.Q4_0, "Q4_1": kernels.Q4_1}
+WIDE = GROUPED | {"hidden_size": 64, "intermediate_size": 96}
+HEADS = {"eagle": random_head, "eagle3": build_eagle3}
+
+
+def build_model(dtype=torch.bfloat16, tied=True, kind=hf.LlamaConfig):
+    model = random_model(kind(**WIDE, tie_word_embeddings=tied)).to(dtype)
+    if tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    with sharing_tied_rows(model):
+        quantize_model(model)
+    return model
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_the_rows_of_a_packed_weight_are_its_values(name, dtype):
+    """To the bit, of blocks with any numbers and scales; of one row and of more than one thread reads."""
+    form = FORMS[name]
+    blocks = torch.randint(0, 256, (50, 3, kernels.BLOCK_BYTES[form]), generator=seeded(3), dtype=torch.uint8)
+    scales = torch.randn(50, 3, 2, generator=seeded(4)).half().view(torch.uint8)
+    blocks[..., : 4 if name == "Q4_1" else 2] = scales[..., : 4 if name == "Q4_1" else 2]
+    packed = eight_bits.pack_blocks(blocks, form)
+    values = eight_bits.dequantize_blocks(blocks, form).to(dtype)
+    for outputs in ([], [49], [7, 0, 7], torch.randint(50, (300,), generator=seeded(5)).tolist()):
+        rows = eight_bits.read_outputs(packed, torch.tensor(outputs, dtype=torch.int64), dtype)
+        assert torch.equal(rows, values[outputs])
+
+
+def test_rows_that_a_weight_does_not_have_are_refused():
+    packed = eight_bits.pack_blocks(eight_bits.quantize_blocks(torch.ones(5, 32)))
+    for outputs in ([5], [0, -1]):
+        with pytest.raises(KernelInputError, match="has 5 outputs"):
+            eight_bits.read_outputs(packed, torch.tensor(outputs), torch.float32)
+    floats = kernels.pack_weight(torch.ones(5, 32), kernels.choose_form(torch.ones(5, 32)))
+    with pytest.raises(KernelInputError, match="no blocks"):
+        eight_bits.read_outputs(floats, torch.tensor([0]), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_tied_embedding_has_the_values_of_the_output_layer_and_no_memory(dtype):
+    model = build_model(dtype)
+    embedding = model.get_input_embeddings()
+    assert type(embedding) is PackedEmbedding
+    assert not list(embedding.parameters())
+    values = model.lm_head.weight.to(dtype)
+    tokens = torch.tensor([[3, 0], [63, 3]])
+    assert torch.equal(embedding(tokens), values[tokens])
+    assert torch.equal(embedding.weight, values)
+    assert torch.equal(model.state_dict()["model.embed_tokens.weight"], values)
+    twin = copy.deepcopy(model)
+    assert twin.get_input_embeddings().tied == (twin.lm_head,)
+    assert twin.float().get_input_embeddings()(tokens).dtype == torch.float32
+
+
+def test_an_embedding_of_its_own_and_one_that_scales_stay():
+    assert type(build_model(tied=False).get_input_embeddings()) is nn.Embedding
+    scaling = build_model(kind=hf.Gemma3TextConfig)
+    assert type(scaling.get_input_embeddings()) is not PackedEmbedding
+
+
+@pytest.mark.parametrize("build_head", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_heads_step_reads_the_rows_as_its_modules_do(build_head, dtype):
+    """And the target's texts are those of one token at a time."""
+    target = Target(build_model(dtype))
+    head = build_head(target).to(dtype)
+    head.embed_tokens = None  # as in a checkpoint without one
+    head.share_embedding(target.model.get_input_embeddings())
+    quantize_layers(head)
+    for module in (target.model, head):
+        pack(module)
+        fuse(module)
+    proposer = build_proposer(head, target)
+    assert isinstance(proposer.head_step.weights.embedding, kernels.PackedWeight)
+    frontiers = list(random_frontiers(64))
+    found = draft_levels(proposer, frontiers, (40, 1, 3))
+    expected = draft_levels(run_as_modules(proposer), frontiers, (40, 1, 3))
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    as_undrafted(Spec(target, proposer, "4x2"), [[5, 6, 7, 8]], 20)

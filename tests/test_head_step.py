@@ -5,8 +5,9 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 from head_files import build_eagle31
-from models import CONFIGS, randn, random_head, random_model, seeded
+from models import CONFIGS, GROUPED, randn, random_head, random_model, seeded
 
 from treespec.draft.drafter import Frontier
 from treespec.draft.heads import own_tokens
@@ -15,7 +16,9 @@ from treespec.draft.heads.host_step import log_refusal
 from treespec.draft.heads.loading import build_proposer
 from treespec.draft.vocabulary import restrict
 from treespec.kernels import ops as kernels
+from treespec.model.cpu.eight_bits import quantize_model
 from treespec.model.cpu.fused_layers import fuse
+from treespec.model.cpu.packed_embedding import sharing_tied_rows
 from treespec.model.cpu.packing import pack
 from treespec.model.target import Target
 
@@ -246,6 +249,31 @@ def test_a_window_leaves_out_the_columns_before_the_first_that_a_node_sees():
     assert first == 1
     assert draw(mask[:, 0]) == ["..xxx", "xx..x"]
     assert apply_window(texts, 6, np.array([5, 3]), 6, torch.float32) == (texts, 0)
+
+
+@packed
+@pytest.mark.parametrize("build_head", [random_head, build_eagle3], ids=["eagle", "eagle3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_one_call_reads_embeddings_in_blocks_as_the_modules(build_head, dtype):
+    """Of a target in eight bits, whose embedding has the rows of its output layer."""
+    model = random_model(hf.LlamaConfig(**GROUPED | {"hidden_size": 64, "intermediate_size": 96})).to(dtype)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    with sharing_tied_rows(model):
+        quantize_model(model)
+    target = Target(model)
+    head = build_head(target).to(dtype)
+    head.embed_tokens = None  # as in a checkpoint without one
+    head.share_embedding(model.get_input_embeddings())
+    for module in (model, head):
+        pack(module)
+        fuse(module)
+    proposer = build_proposer(head, target)
+    assert isinstance(proposer.head_step.weights.embedding, kernels.PackedWeight)
+    frontiers = list(random_frontiers(64))
+    found = draft_levels(proposer, frontiers, (40, 1, 3))
+    expected = draft_levels(run_as_modules(proposer), frontiers, (40, 1, 3))
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
 
 
 def draw(mask):

@@ -6,15 +6,13 @@ import pytest
 import torch
 import transformers as hf
 from models import GROUPED, as_undrafted, random_head, random_model, seeded
-from test_head_step import build_eagle3, draft_levels, random_frontiers, run_as_modules
 from torch import nn
 
 from treespec.api.spec import Spec
-from treespec.draft.heads.loading import build_proposer
 from treespec.kernels import eight_bits
 from treespec.kernels import ops as kernels
 from treespec.kernels.checks import KernelInputError
-from treespec.model.cpu.eight_bits import quantize_layers, quantize_model
+from treespec.model.cpu.eight_bits import quantize_model
 from treespec.model.cpu.fused_layers import fuse
 from treespec.model.cpu.packed_embedding import PackedEmbedding, sharing_tied_rows
 from treespec.model.cpu.packing import pack
@@ -23,7 +21,6 @@ from treespec.model.target import Target
 pytestmark = pytest.mark.skipif(kernels.load_kernels() is None, reason="no C compiler")
 FORMS = {"Q8_0": kernels.Q8_0, "Q4_0": kernels.Q4_0, "Q4_1": kernels.Q4_1}
 WIDE = GROUPED | {"hidden_size": 64, "intermediate_size": 96}
-HEADS = {"eagle": random_head, "eagle3": build_eagle3}
 
 
 def build_model(dtype=torch.bfloat16, tied=True, kind=hf.LlamaConfig):
@@ -82,23 +79,9 @@ def test_an_embedding_of_its_own_and_one_that_scales_stay():
     assert type(scaling.get_input_embeddings()) is not PackedEmbedding
 
 
-@pytest.mark.parametrize("build_head", HEADS.values(), ids=HEADS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_heads_step_reads_the_rows_as_its_modules_do(build_head, dtype):
-    """And the target's texts are those of one token at a time."""
-    target = Target(build_model(dtype))
-    head = build_head(target).to(dtype)
-    head.embed_tokens = None  # as in a checkpoint without one
-    head.share_embedding(target.model.get_input_embeddings())
-    quantize_layers(head)
-    for module in (target.model, head):
-        pack(module)
-        fuse(module)
-    proposer = build_proposer(head, target)
-    assert isinstance(proposer.head_step.weights.embedding, kernels.PackedWeight)
-    frontiers = list(random_frontiers(64))
-    found = draft_levels(proposer, frontiers, (40, 1, 3))
-    expected = draft_levels(run_as_modules(proposer), frontiers, (40, 1, 3))
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
-    as_undrafted(Spec(target, proposer, "4x2"), [[5, 6, 7, 8]], 20)
+def test_drafts_change_no_token_of_a_target_that_holds_its_weight_once():
+    model = build_model()
+    pack(model)
+    fuse(model)
+    target = Target(model)
+    as_undrafted(Spec(target, random_head(target).bfloat16(), "4x2"), [[5, 6, 7, 8]], 20)

@@ -26,11 +26,14 @@ def join_observations(observations: Sequence[Observation]) -> Observation:
     """
     if len(observations) == 1:
         return observations[0]
-    roots = [tokens[:1] for tokens in observations[0].tokens]
-    following = [[tokens[1:] for tokens in cycle.tokens] for cycle in observations]
-    rows_of_features = zip(*[cycle.features for cycle in observations], strict=True)
-    rows_of_tokens = zip(roots, *following, strict=True)
-    return Observation(list(map(torch.cat, rows_of_features)), list(map(torch.cat, rows_of_tokens)))
+    joined_features = []
+    joined_tokens = []
+    for row, first_tokens in enumerate(observations[0].tokens):
+        tokens = [first_tokens[:1]]
+        tokens += [cycle.tokens[row][1:] for cycle in observations]
+        joined_tokens.append(torch.cat(tokens))
+        joined_features.append(torch.cat([cycle.features[row] for cycle in observations]))
+    return Observation(joined_features, joined_tokens)
 
 
 @final

@@ -180,7 +180,9 @@ def observe(
     features = []
     for output, verdict in zip(outputs, verdicts, strict=True):
         features.append(select_features(output.features, verdict.path))
-    all_tokens = torch.tensor(list(chain(*step_tokens)), dtype=torch.int64, device="cpu")
+    all_tokens = torch.tensor(
+        list(chain.from_iterable(step_tokens)), dtype=torch.int64, device="cpu"
+    )
     tokens = all_tokens.split(list(map(len, step_tokens)))
     batch.drafter.observe(features, tokens)
 

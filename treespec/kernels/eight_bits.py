@@ -167,8 +167,15 @@ def read_outputs(weight: PackedWeight, outputs: Tensor, dtype: torch.dtype) -> T
         )
     written_dtype = dtype if dtype in BFLOAT16_FLAGS else torch.float32
     rows = torch.empty(len(outputs), weight.inputs, dtype=written_dtype, device=CPU_DEVICE)
-    pointers = (weight.numbers.data_ptr(), outputs.data_ptr(), rows.data_ptr())
-    sizes = (len(outputs), weight.inputs, weight.outputs)
-    flags = (weight.form, BFLOAT16_FLAGS[written_dtype], count_threads())
-    load_kernels().read_outputs(*pointers, *sizes, *flags)
+    load_kernels().read_outputs(
+        weight.numbers.data_ptr(),
+        outputs.data_ptr(),
+        rows.data_ptr(),
+        len(outputs),
+        weight.inputs,
+        weight.outputs,
+        weight.form,
+        BFLOAT16_FLAGS[written_dtype],
+        count_threads(),
+    )
     return rows.to(dtype)

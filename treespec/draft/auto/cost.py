@@ -129,8 +129,10 @@ class CycleCost:
     @cached_property
     def least_scores(self) -> list[float]:
         """By the number of given draft tokens, from 0: accepted tokens that are worth the time, and no more."""
-        seconds = np.array(self.forward_prices) + self.overhead
-        return [0.0, *(seconds[1:] * self.least_speed - 1).tolist()]
+        scores = (np.array(self.forward_prices) + self.overhead) * self.least_speed - 1
+        scores[0] = 0.0
+        least_scores: list[float] = scores.tolist()
+        return least_scores
 
     @cached_property
     def fastest_accepted_speed(self) -> float:

@@ -210,6 +210,8 @@ def test_a_gguf_file_is_packed_as_it_is_stored(plain, kind, dtype):
         blocks = eight_bits.unpack_blocks(layer.read_weight())
         assert torch.equal(blocks.flatten(1), torch.from_numpy(stored))
     assert read.lm_head.form == FORMS[kind]
+    (embedding,) = read.get_input_embeddings().products
+    assert embedding.form == kernels.Q8_0  # as `write_gguf` stores it
 
 
 def test_each_product_of_a_mixed_gguf_file_follows_its_tensor(plain, caplog):

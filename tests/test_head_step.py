@@ -18,7 +18,6 @@ from treespec.draft.vocabulary import restrict
 from treespec.kernels import ops as kernels
 from treespec.model.cpu.eight_bits import quantize_model
 from treespec.model.cpu.fused_layers import fuse
-from treespec.model.cpu.packed_embedding import sharing_tied_rows
 from treespec.model.cpu.packing import pack
 from treespec.model.target import Target
 
@@ -258,8 +257,7 @@ def test_one_call_reads_embeddings_in_blocks_as_the_modules(build_head, dtype):
     """Of a target in eight bits, whose embedding has the rows of its output layer."""
     model = random_model(hf.LlamaConfig(**GROUPED | {"hidden_size": 64, "intermediate_size": 96})).to(dtype)
     model.lm_head.weight = model.model.embed_tokens.weight
-    with sharing_tied_rows(model):
-        quantize_model(model)
+    quantize_model(model)
     target = Target(model)
     head = build_head(target).to(dtype)
     head.embed_tokens = None  # as in a checkpoint without one

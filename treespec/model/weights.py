@@ -21,7 +21,6 @@ from treespec.errors import InputError
 from treespec.files.quiet import quiet
 from treespec.model.adapters import apply_adapter
 from treespec.model.cpu.eight_bits import quantize_model
-from treespec.model.cpu.packed_embedding import sharing_tied_rows
 from treespec.model.cpu.stored_blocks import pack_stored_products
 from treespec.model.folder import (
     MODEL_SIZE_FIELDS,
@@ -65,12 +64,11 @@ def load_model(path: str, how: Placement = AS_IT_IS) -> PreTrainedModel:
         InputError: the model cannot be loaded, its weights do not fit the config, or they cannot be quantised.
     """
     model = load_stored_model(path, how)
+    if how.load_in in ROUNDED_HERE:
+        quantize_model(model, how.load_in)
     folder = find_model_path(path)
-    with sharing_tied_rows(model):
-        if how.load_in in ROUNDED_HERE:
-            quantize_model(model, how.load_in)
-        if how.gguf is not None and not find_adapter_base(folder):  # an adapter changes the weights
-            pack_stored_products(model, cast(Path, find_gguf_file(folder, how)))
+    if how.gguf is not None and not find_adapter_base(folder):  # an adapter changes the weights
+        pack_stored_products(model, cast(Path, find_gguf_file(folder, how)))
     return model
 
 

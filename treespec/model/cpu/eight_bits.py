@@ -1,7 +1,7 @@
 """Rounds a model's products to eight bits on a CPU (`--load-in q8`), as llama.cpp's Q8_0 does, or to four (`q4`, Q4_0).
 
-Linear layers, the output layer and experts are rounded; by `q4` the output layer has eight bits. An embedding that is
-tied to the output layer reads its rows (`cpu.packed_embedding`). Other embeddings, norms and routers stay as they are.
+Linear layers, experts, the output layer and the embedding are rounded; by `q4` the last two have eight bits. Norms,
+routers and embeddings that do more than copy rows stay as they are.
 """
 
 from typing import Any
@@ -15,6 +15,7 @@ from treespec.kernels.checks import KernelInputError
 from treespec.kernels.eight_bits import BLOCK_NUMBERS
 from treespec.kernels.library import find_kernels
 from treespec.kernels.ops import Q4_0, Q8_0
+from treespec.model.cpu.packed_embedding import EMBEDDING, replace_products
 from treespec.model.cpu.packed_layers import (
     PackedLinear,
     has_own_code,
@@ -22,7 +23,7 @@ from treespec.model.cpu.packed_layers import (
     has_plain_matrix,
     pack_experts,
 )
-from treespec.model.cpu.packing import PLAIN_LAYER, replace_layers
+from treespec.model.cpu.packing import PLAIN_LAYER
 from treespec.options import ROUNDED_HERE
 
 FORMS_OF_NAMES = dict(zip(ROUNDED_HERE, (Q8_0, Q4_0), strict=True))
@@ -88,14 +89,14 @@ def quantize_layers(model: Any, name: str = "q8") -> int:
             return layer
         quantized_names.append(layer_name)
         form = FORMS_OF_NAMES[name]
-        if layer is output_layer:
+        if layer is output_layer or layer_name == EMBEDDING:
             form = Q8_0
         try:
             return quantize_layer(layer, form)
         except KernelInputError as error:
             raise InputError(f"--load-in {name}: {layer_name}: {error}") from error
 
-    replace_layers(model, quantize)
+    replace_products(model, quantize)
     return len(quantized_names)
 
 

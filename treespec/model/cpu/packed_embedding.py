@@ -5,8 +5,7 @@ rounded    embedding [V, H] of floats,  output layer [V, H] in blocks: two
 here       rows of the output layer,    output layer [V, H] in blocks: one
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -15,26 +14,32 @@ from torch import Tensor, nn
 from treespec.kernels.eight_bits import read_outputs
 from treespec.kernels.ops import PackedWeight
 from treespec.model.cpu.packed_layers import PackedLinear, has_own_code
+from treespec.model.cpu.packing import replace_layers
+from treespec.model.quantization.layers import is_plain
+
+EMBEDDING = "the embedding"  # its name as a product
 
 
 @final
 class PackedEmbedding(nn.Module):
-    """`nn.Embedding` for inference on a CPU, whose rows are those of a packed output layer in blocks.
+    """`nn.Embedding` for inference on a CPU, whose rows are those of a product in blocks.
 
-    To code outside it is an embedding of floats: `weight` and `state_dict` unpack. Loading changes nothing here: the
-    output layer is loaded.
+    To code outside it is an embedding of floats: `weight` and `state_dict` unpack, loading packs again. One that is
+    tied loads nothing: the output layer is loaded.
 
     Attributes:
-        tied: the output layer, in a tuple, so that it is no part of this module.
+        products: the product, in a tuple, so that it is no part of this module.
+        is_tied: whether it is the output layer.
         num_embeddings, embedding_dim: V, H.
         dtype: of the rows.
     """
 
-    def __init__(self, output: PackedLinear, dtype: torch.dtype) -> None:
+    def __init__(self, product: PackedLinear, dtype: torch.dtype, is_tied: bool) -> None:
         super().__init__()
-        self.tied = (output,)
-        self.num_embeddings = output.out_features
-        self.embedding_dim = output.in_features
+        self.products = (product,)
+        self.is_tied = is_tied
+        self.num_embeddings = product.out_features
+        self.embedding_dim = product.in_features
         self.dtype = dtype
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -44,17 +49,19 @@ class PackedEmbedding(nn.Module):
 
     def read_weight(self) -> PackedWeight:
         """Returns the packed weight, as the kernels take it."""
-        (output,) = self.tied
-        return output.read_weight()
+        (product,) = self.products
+        return product.read_weight()
 
     @property
     def weight(self) -> Tensor:
         """[V, H], a copy: a change of it does not change the layer."""
-        (output,) = self.tied
-        return output.weight.to(self.dtype)
+        (product,) = self.products
+        return product.weight.to(self.dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PackedEmbedding":
-        """Applies `fn` of `Module.to`, `float` and the like; the output layer refuses other devices."""
+        """Applies `fn` of `Module.to`, `float` and the like; other devices are refused."""
+        if not self.is_tied:
+            self.products[0]._apply(fn)
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device="cpu")).dtype
         return self
 
@@ -64,32 +71,43 @@ class PackedEmbedding(nn.Module):
         """Writes `weight`, as `nn.Embedding` does."""
         destination[f"{prefix}weight"] = self.weight
 
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
-        """Reads nothing."""
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *more: Any) -> None:
+        """Reads `weight`, as the product does; nothing if it is tied."""
+        if not self.is_tied:
+            self.products[0]._load_from_state_dict(state_dict, prefix, *more)
 
 
-@contextmanager
-def sharing_tied_rows(model: Any) -> Iterator[None]:
-    """Let the embedding read the rows of the output layer, if the two are tied and the block rounds that layer.
+def replace_products(model: Any, replace: Callable[[Any, str], nn.Module]) -> None:
+    """Replace the products of a model, then its embedding, if it only copies rows.
 
-    Embeddings that scale, and those with hooks, stay as they are.
+    replace: as for `replace_layers`. It packs an embedding that is not tied to the output layer as a linear layer
+        without bias, named EMBEDDING.
     """
+    # 1. The products. An embedding that scales, or has hooks, does more than copy rows.
     embedding: Any = None
-    output: Any = None
     if hasattr(model, "get_output_embeddings"):
         embedding = model.get_input_embeddings()
-        output = model.get_output_embeddings()
-    is_tied = (
+    copies_rows = (
         type(embedding) is nn.Embedding
         and embedding.max_norm is None
         and has_own_code(embedding)
-        and type(output) is nn.Linear
-        and output.bias is None
-        and output.weight is embedding.weight
+        and is_plain(embedding)
     )
-    yield
-    if not is_tied:
+    output = model.get_output_embeddings() if copies_rows else None
+    is_tied = getattr(output, "weight", None) is getattr(embedding, "weight", embedding)
+    replace_layers(model, replace)
+
+    # 2. The embedding.
+    if not copies_rows:
         return
-    output = model.get_output_embeddings()
-    if type(output) is PackedLinear and output.is_rounded:
-        model.set_input_embeddings(PackedEmbedding(output, embedding.weight.dtype))
+    product: Any = None
+    if is_tied:
+        product = model.get_output_embeddings()
+    else:
+        rows, width = embedding.weight.shape
+        layer = nn.Linear(width, rows, bias=False, device="meta")
+        layer.weight = embedding.weight
+        product = replace(layer, EMBEDDING)
+    if type(product) is PackedLinear and product.is_rounded and product.bias is None:
+        dtype = embedding.weight.dtype
+        model.set_input_embeddings(PackedEmbedding(product, dtype, is_tied))

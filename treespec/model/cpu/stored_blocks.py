@@ -25,8 +25,8 @@ from treespec.kernels.eight_bits import dequantize_blocks
 from treespec.kernels.library import find_kernels
 from treespec.kernels.ops import BLOCK_BYTES, CPU_DEVICE, FLOAT_FORMS, Q4_0, Q4_1, Q8_0
 from treespec.model.cpu.eight_bits import BLOCK_NUMBERS, list_input_widths, quantize_layer
+from treespec.model.cpu.packed_embedding import replace_products
 from treespec.model.cpu.packed_layers import PackedLinear
-from treespec.model.cpu.packing import replace_layers
 
 # GGUF's names of formats -> the kernels' forms, torch's dtypes
 BLOCK_FORMS = {"Q8_0": Q8_0, "Q4_0": Q4_0, "Q4_1": Q4_1}
@@ -70,7 +70,7 @@ def pack_stored_products(model: nn.Module, file: Path) -> None:
     if {tensor.tensor_type.name for tensor in tensors} <= FLOAT_DTYPES.keys():
         return
     weights = index_weights(tensors, dtypes)
-    replace_layers(model, lambda layer, _: pack_stored_product(layer, weights))
+    replace_products(model, lambda layer, _: pack_stored_product(layer, weights))
 
 
 def index_weights(

@@ -1,12 +1,11 @@
-"""A tied embedding of a model in eight or four bits reads the rows of its output layer: the weight is held once."""
+"""The embedding of a model in eight or four bits: rows of a product. If it is tied, the weight is held once."""
 
 import copy
 
 import pytest
 import torch
 import transformers as hf
-from models import GROUPED, as_undrafted, random_head, random_model, seeded
-from torch import nn
+from models import GROUPED, as_undrafted, close, random_head, random_model, seeded
 
 from treespec.api.spec import Spec
 from treespec.kernels import eight_bits
@@ -14,7 +13,7 @@ from treespec.kernels import ops as kernels
 from treespec.kernels.checks import KernelInputError
 from treespec.model.cpu.eight_bits import quantize_model
 from treespec.model.cpu.fused_layers import fuse
-from treespec.model.cpu.packed_embedding import PackedEmbedding, sharing_tied_rows
+from treespec.model.cpu.packed_embedding import PackedEmbedding
 from treespec.model.cpu.packing import pack
 from treespec.model.target import Target
 
@@ -23,12 +22,11 @@ FORMS = {"Q8_0": kernels.Q8_0, "Q4_0": kernels.Q4_0, "Q4_1": kernels.Q4_1}
 WIDE = GROUPED | {"hidden_size": 64, "intermediate_size": 96}
 
 
-def build_model(dtype=torch.bfloat16, tied=True, kind=hf.LlamaConfig):
+def build_model(dtype=torch.bfloat16, tied=True, load_in="q8", kind=hf.LlamaConfig):
     model = random_model(kind(**WIDE, tie_word_embeddings=tied)).to(dtype)
     if tied:
         model.lm_head.weight = model.model.embed_tokens.weight
-    with sharing_tied_rows(model):
-        quantize_model(model)
+    quantize_model(model, load_in)
     return model
 
 
@@ -69,12 +67,29 @@ def test_a_tied_embedding_has_the_values_of_the_output_layer_and_no_memory(dtype
     assert torch.equal(embedding.weight, values)
     assert torch.equal(model.state_dict()["model.embed_tokens.weight"], values)
     twin = copy.deepcopy(model)
-    assert twin.get_input_embeddings().tied == (twin.lm_head,)
+    assert twin.get_input_embeddings().products == (twin.lm_head,)
     assert twin.float().get_input_embeddings()(tokens).dtype == torch.float32
 
 
-def test_an_embedding_of_its_own_and_one_that_scales_stay():
-    assert type(build_model(tied=False).get_input_embeddings()) is nn.Embedding
+@pytest.mark.parametrize("load_in", ["q8", "q4"])
+def test_an_embedding_of_its_own_is_rounded_to_eight_bits(load_in):
+    """It can be saved and loaded, and has another dtype if the model gets one."""
+    torch.manual_seed(1)
+    model = build_model(tied=False, load_in=load_in)
+    embedding = model.get_input_embeddings()
+    (product,) = embedding.products
+    assert product.form == kernels.Q8_0
+    assert product is not model.lm_head
+    plain = random_model(hf.LlamaConfig(**WIDE, tie_word_embeddings=False)).to(torch.bfloat16)
+    close(embedding.weight.float(), plain.model.embed_tokens.weight.float(), 0.01)
+    other = build_model(tied=False, load_in=load_in)
+    other.get_input_embeddings().products[0].pack_weight(torch.ones(64, 64))
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other.get_input_embeddings().weight, embedding.weight)
+    assert other.float().get_input_embeddings()(torch.tensor([3])).dtype == torch.float32
+
+
+def test_an_embedding_that_scales_stays():
     scaling = build_model(kind=hf.Gemma3TextConfig)
     assert type(scaling.get_input_embeddings()) is not PackedEmbedding
 

@@ -177,26 +177,27 @@ def test_drafting_stops_where_it_costs_more_and_resumes_in_smaller_batches(name)
     assert texts[0].committed[len(prompt) :] == wanted[:-1]
 
 
-def build_hopeless_spec():
+def build_hopeless_spec(tree):
     """A random head and the text beside it, where every node costs as much as a token."""
     model = target("llama")
     head = EagleProposer(random_head(model), model)
     source = DraftSource(head, suffix_cache())
-    return Spec(model, source, "auto", times=lambda texts: linear_cost(node=0.009))
+    return Spec(model, source, tree, "gumbel", times=lambda texts: linear_cost(node=0.009))
 
 
-@pytest.mark.parametrize("texts, most_asked", [(3, 0.4), (1, 1.0)])
-def test_a_batch_whose_drafts_bring_nothing_is_asked_ever_more_rarely(monkeypatch, texts, most_asked):
-    """Texts of 150 tokens, the same as one token at a time. A text alone is asked in every cycle."""
+@pytest.mark.parametrize("texts, tree, shares", [(3, "auto", (0.1, 0.4)), (1, "auto", (1, 1)), (3, "2x1", (1, 1))])
+def test_a_batch_whose_drafts_bring_nothing_is_rarely_asked(monkeypatch, texts, tree, shares):
+    """Texts of 150 tokens, the same as one token at a time. A text alone, and a tree that is named, in every cycle."""
     asked = []
     begin = TreeDrafter._begin_drafts
     monkeypatch.setattr(TreeDrafter, "_begin_drafts", lambda *args: asked.append(1) or begin(*args))
-    spec = build_hopeless_spec()
+    spec = build_hopeless_spec(tree)
     prompts = [[5, 6, 7 + text] for text in range(texts)]
     options = {"max_new_tokens": 150, "temperature": 1.0, "seed": 3, "ignore_eos": True}
     outputs = spec.generate(prompts, **options)
     cycles = max(output.stats.cycles for output in outputs)
-    assert 0.1 * cycles <= len(asked) <= most_asked * cycles
+    least, most = shares
+    assert least * cycles <= len(asked) <= most * cycles
     wanted = spec.baseline().generate(prompts, **options)
     assert [output.token_ids for output in outputs] == [output.token_ids for output in wanted]
 

@@ -142,8 +142,10 @@ class TreeDrafter(Drafter):
         return chains.prepend_to(trees, self.scheme, generators)
 
     def _should_sleep(self, chains: ForcedChains) -> bool:
-        """Whether no sequence is asked in this cycle."""
-        if len(self.states) == 1 or any(forced.ids for forced in chains.forced):
+        """Whether no sequence is asked in this cycle. A tree that is named is drafted in each."""
+        if not self.policy.timed or len(self.states) == 1:
+            return False
+        if any(forced.ids for forced in chains.forced):
             return False
         return self.accepted < LEAST_ACCEPTED and self.slept < WAKE_EVERY - 1
 

@@ -30,6 +30,8 @@ from treespec.train.losses.tokens import CHUNK_LOGITS_ELSEWHERE
 
 VOCAB = 151_936
 LAYERS = 36
+LAYERS_OF_HEADS = {"dflash": 5, "p-eagle": 4}  # as published
+P_EAGLE_LEVELS = 8
 STATE_BYTES = 16  # of a parameter: weight, gradient and AdamW's two moments in float32
 LOSS_ROW_BYTES = 36  # of a chunk's logit (`treespec.train.losses.tokens.choose_chunk_rows`)
 
@@ -127,9 +129,9 @@ def count_bytes(
     return live
 
 
-def count_validation_peak(tokens: int, levels: int, rows_at_once: int) -> int:
-    """Count the peak of a validation of DFlash over a conversation, in bfloat16, in parts of that many block rows."""
-    head = build_head("dflash", levels, 5).to(torch.bfloat16)
+def count_validation_peak(kind: str, tokens: int, levels: int, rows_at_once: int) -> int:
+    """Count the peak of a validation of a head over a conversation, in bfloat16, in parts of that many block rows."""
+    head = build_head(kind, levels, LAYERS_OF_HEADS[kind]).to(torch.bfloat16)
     text = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
     rows = tokens - 2
     features = torch.empty(1, rows, head.feature_size, dtype=torch.bfloat16, device="meta")
@@ -142,7 +144,10 @@ def count_validation_peak(tokens: int, levels: int, rows_at_once: int) -> int:
             if size < rows:
                 end = min(first + size, rows)
                 anchors = SampledRows.from_range(first, end, rows, levels).to_device(text.device)
-            computed = head.compute_levels(text, features, head.embed_tokens, anchors)
+            if kind == "p-eagle":
+                computed = head.compute_levels(text, features, DRAFT_STEPS, anchors)
+            else:
+                computed = head.compute_levels(text, features, head.embed_tokens, anchors)
             parts.append([level.clone() for level in computed[:DRAFT_STEPS]])
         for level in zip(*parts, strict=True):
             torch.cat(level, dim=1)
@@ -154,11 +159,13 @@ def main(
 ) -> None:
     """Print the table: DFlash by anchors (0: all), P-EAGLE of eight levels by its ratio (1: all)."""
     mask = torch.ones(tokens, dtype=torch.bool, device="cpu")
-    cases = [("dflash", 5, RowSampling(levels, anchors=int(count))) for count in anchors.split(",")]
-    cases += [("p-eagle", 4, RowSampling(8, ratio=float(ratio))) for ratio in ratios.split(",")]
+    cases = [("dflash", RowSampling(levels, anchors=int(count))) for count in anchors.split(",")]
+    cases += [
+        ("p-eagle", RowSampling(P_EAGLE_LEVELS, ratio=float(ratio))) for ratio in ratios.split(",")
+    ]
     rows = []
-    for kind, layers, sampling in cases:
-        head = build_head(kind, sampling.levels, layers)
+    for kind, sampling in cases:
+        head = build_head(kind, sampling.levels, LAYERS_OF_HEADS[kind])
         sample: SampledRows | None = None
         name = f"{kind}, every row"
         if sampling.anchors or sampling.ratio < 1:
@@ -191,10 +198,11 @@ def main(
         rows,
     )
     rows = []
-    for name, rows_at_once in (("every row", levels * 2 * tokens), ("in parts", MAX_BLOCK_ROWS)):
-        peak = count_validation_peak(tokens, levels, rows_at_once)
-        rows.append([name, f"{peak / 1e9:.1f}"])
-    show(["validation of dflash", "peak"], rows)
+    for kind, its_levels in (("dflash", levels), ("p-eagle", P_EAGLE_LEVELS)):
+        for name, rows_at_once in (("every row", 32 * tokens), ("in parts", MAX_BLOCK_ROWS)):
+            peak = count_validation_peak(kind, tokens, its_levels, rows_at_once)
+            rows.append([f"{kind}, {name}", f"{peak / 1e9:.1f}"])
+    show(["validation", "peak"], rows)
 
 
 if __name__ == "__main__":

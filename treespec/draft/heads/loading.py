@@ -25,6 +25,7 @@ from treespec.heads.conditional import ConditionalBlockHead
 from treespec.heads.dflash import DFlashHead
 from treespec.heads.folder import find_head_folder
 from treespec.heads.head import Config, Head
+from treespec.heads.p_eagle import PEagleHead
 from treespec.heads.registry import HEAD_KINDS
 from treespec.heads.sampled_rows import SampledRows
 from treespec.model.quantization.layers import get_embedding_table, get_embedding_width, is_plain
@@ -159,7 +160,8 @@ def iterate_states(
     inputs = features[None, : len(tokens) - 2].to(device, head.dtype)
     counts = torch.ones(inputs.shape[:2], dtype=torch.bool, device=device)
     run_head = partial(head, tokens[None].to(device), inputs, counts, steps, target.embed_tokens)
-    if not isinstance(head, DFlashHead) or head.block * inputs.shape[1] <= MAX_BLOCK_ROWS:
+    drafts_blocks = isinstance(head, DFlashHead | PEagleHead)
+    if not drafts_blocks or head.block * inputs.shape[1] <= MAX_BLOCK_ROWS:
         for states in run_head():
             yield states[:rows]
         return
@@ -168,7 +170,10 @@ def iterate_states(
     for first in range(0, rows, size):
         end = min(first + size, rows)
         anchors = SampledRows.from_range(first, end, inputs.shape[1], steps)
-        parts.append(run_head(anchors.to_device(device)))
+        levels = list(run_head(anchors.to_device(device)))
+        if isinstance(head, PEagleHead):
+            levels[0] = levels[0][first:end]  # it computes level 1 from all rows
+        parts.append(levels)
     for level in zip(*parts, strict=True):
         yield torch.cat(level)
 

@@ -19,7 +19,7 @@ from measure import show
 from treespec.model.tokenizers import load_tokenizer
 from treespec.train.budget import choose_step_conversations
 
-SAMPLE = 200  # conversations whose tokens are counted
+SAMPLE_ROWS = 200  # conversations whose tokens are counted
 
 
 def measure_conversation(target: str, data: Path) -> float:
@@ -28,7 +28,7 @@ def measure_conversation(target: str, data: Path) -> float:
     assert tokenizer is not None
     lengths = []
     with data.open(encoding="utf-8") as file:
-        for line in itertools.islice(file, SAMPLE):
+        for line in itertools.islice(file, SAMPLE_ROWS):
             messages = json.loads(line)["messages"]
             text = tokenizer.apply_chat_template(messages, tokenize=False)
             lengths.append(len(tokenizer(text).input_ids))

@@ -15,7 +15,7 @@ from treespec.kernels.checks import KernelInputError
 from treespec.kernels.eight_bits import BLOCK_NUMBERS
 from treespec.kernels.library import find_kernels
 from treespec.kernels.ops import Q4_0, Q8_0
-from treespec.model.cpu.packed_embedding import EMBEDDING, replace_products
+from treespec.model.cpu.packed_embedding import EMBEDDING_PRODUCT, replace_products
 from treespec.model.cpu.packed_layers import (
     PackedLinear,
     has_own_code,
@@ -89,7 +89,7 @@ def quantize_layers(model: Any, name: str = "q8") -> int:
             return layer
         quantized_names.append(layer_name)
         form = FORMS_OF_NAMES[name]
-        if layer is output_layer or layer_name == EMBEDDING:
+        if layer is output_layer or layer_name == EMBEDDING_PRODUCT:
             form = Q8_0
         try:
             return quantize_layer(layer, form)

@@ -17,7 +17,7 @@ from treespec.model.cpu.packed_layers import PackedLinear, has_own_code
 from treespec.model.cpu.packing import replace_layers
 from treespec.model.quantization.layers import is_plain
 
-EMBEDDING = "the embedding"  # its name as a product
+EMBEDDING_PRODUCT = "the embedding"  # its name as a product
 
 
 @final
@@ -81,7 +81,7 @@ def replace_products(model: Any, replace: Callable[[Any, str], nn.Module]) -> No
     """Replace the products of a model, then its embedding, if it only copies rows.
 
     replace: as for `replace_layers`. It packs an embedding that is not tied to the output layer as a linear layer
-        without bias, named EMBEDDING.
+        without bias, named EMBEDDING_PRODUCT.
     """
     # 1. The products. An embedding that scales, or has hooks, does more than copy rows.
     embedding: Any = None
@@ -107,7 +107,7 @@ def replace_products(model: Any, replace: Callable[[Any, str], nn.Module]) -> No
         rows, width = embedding.weight.shape
         layer = nn.Linear(width, rows, bias=False, device="meta")
         layer.weight = embedding.weight
-        product = replace(layer, EMBEDDING)
+        product = replace(layer, EMBEDDING_PRODUCT)
     if type(product) is PackedLinear and product.is_rounded and product.bias is None:
         dtype = embedding.weight.dtype
         model.set_input_embeddings(PackedEmbedding(product, dtype, is_tied))

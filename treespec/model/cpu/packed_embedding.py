@@ -1,8 +1,8 @@
-"""The embedding of a model whose output layer has the same weight, in eight or four bits, so that it is held once.
+"""The embedding of a model in eight or four bits: rows of a product. One that is tied to the output layer is held once.
 
-before     embedding [V, H] of floats,  output layer [V, H] of floats: one tensor, "tied"
-rounded    embedding [V, H] of floats,  output layer [V, H] in blocks: two
-here       rows of the output layer,    output layer [V, H] in blocks: one
+the model has                      packed
+an embedding and an output layer   two weights in blocks
+one weight for both, "tied"        the output layer in blocks, whose rows are the embedding
 """
 
 from collections.abc import Callable

@@ -80,6 +80,7 @@ def test_an_embedding_of_its_own_is_rounded_to_eight_bits(load_in):
     (product,) = embedding.products
     assert product.form == kernels.Q8_0
     assert product is not model.lm_head
+    assert sum(weight is product.packed for weight in model.parameters()) == 1
     plain = random_model(hf.LlamaConfig(**WIDE, tie_word_embeddings=False)).to(torch.bfloat16)
     close(embedding.weight.float(), plain.model.embed_tokens.weight.float(), 0.01)
     other = build_model(tied=False, load_in=load_in)

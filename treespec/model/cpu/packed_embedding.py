@@ -30,6 +30,7 @@ class PackedEmbedding(nn.Module):
     Attributes:
         products: the product, in a tuple, so that it is no part of this module.
         is_tied: whether it is the output layer.
+        packed: the product's weight, if it is of this embedding alone.
         num_embeddings, embedding_dim: V, H.
         dtype: of the rows.
     """
@@ -41,6 +42,8 @@ class PackedEmbedding(nn.Module):
         self.num_embeddings = product.out_features
         self.embedding_dim = product.in_features
         self.dtype = dtype
+        if not is_tied:
+            self.packed = product.packed
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[...] int64 -> [..., H]."""
@@ -74,7 +77,9 @@ class PackedEmbedding(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *more: Any) -> None:
         """Reads `weight`, as the product does; nothing if it is tied."""
         if not self.is_tied:
-            self.products[0]._load_from_state_dict(state_dict, prefix, *more)
+            (product,) = self.products
+            product._load_from_state_dict(state_dict, prefix, *more)
+            self.packed = product.packed
 
 
 def replace_products(model: Any, replace: Callable[[Any, str], nn.Module]) -> None:

@@ -31,7 +31,6 @@ class PEagleHead(Eagle3Head, BlockHead):
     """P-EAGLE's head. config: EAGLE-3's fields, `levels` and `mask_token_id`. Raises ValueError as `Eagle3Head`."""
 
     kind: str = "p-eagle"
-    block: int  # rows of a block
     known_as: ClassVar[str] = "a P-EAGLE head"
 
     def __init__(self, config: Config) -> None:

@@ -160,8 +160,10 @@ def iterate_states(
     inputs = features[None, : len(tokens) - 2].to(device, head.dtype)
     counts = torch.ones(inputs.shape[:2], dtype=torch.bool, device=device)
     run_head = partial(head, tokens[None].to(device), inputs, counts, steps, target.embed_tokens)
-    drafts_blocks = isinstance(head, DFlashHead | PEagleHead)
-    if not drafts_blocks or head.block * inputs.shape[1] <= MAX_BLOCK_ROWS:
+    if (
+        not isinstance(head, DFlashHead | PEagleHead)
+        or head.block * inputs.shape[1] <= MAX_BLOCK_ROWS
+    ):
         for states in run_head():
             yield states[:rows]
         return

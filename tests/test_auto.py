@@ -182,7 +182,8 @@ def build_hopeless_spec(tree):
     model = target("llama")
     head = EagleProposer(random_head(model), model)
     source = DraftSource(head, suffix_cache())
-    return Spec(model, source, tree, "gumbel", times=lambda texts: linear_cost(node=0.009))
+    cost = linear_cost(node=0.009)
+    return Spec(model, source, tree, "gumbel", times=cost.select_batch_size)
 
 
 @pytest.mark.parametrize("texts, tree, shares", [(3, "auto", (0.1, 0.4)), (1, "auto", (1, 1)), (3, "2x1", (1, 1))])

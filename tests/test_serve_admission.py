@@ -76,7 +76,7 @@ def test_forty_requests_that_were_left_hold_nobody_up(keyed, name):
 
 
 def test_another_key_waits_for_one_answer_though_sixty_wait(wide):
-    body = {"messages": MESSAGES, "max_tokens": 12, "temperature": 0}
+    body = {"messages": MESSAGES, "max_tokens": 60, "temperature": 0}
     with serving(wide, api_key=KEYS, batch=2, queue=60) as state:
         done = []
 

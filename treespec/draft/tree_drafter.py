@@ -143,7 +143,7 @@ class TreeDrafter(Drafter):
 
     def _should_sleep(self, chains: ForcedChains) -> bool:
         """Whether no sequence is asked in this cycle. A tree that is named is drafted in each."""
-        if not self.policy.timed or len(self.states) == 1:
+        if not self.policy.timed or not self.times or self.times(len(self.states)).batch == 1:
             return False
         if any(forced.ids for forced in chains.forced):
             return False

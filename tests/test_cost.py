@@ -271,7 +271,7 @@ def test_batch_sizes_have_their_own_speed_and_pauses_but_share_corrections():
     assert among.logit_correction is alone.logit_correction
     assert among.should_skip_cycle(among.plain)
     assert (among.idle, alone.idle) == (1, 0)
-    assert among.gap == 2 * 8 * alone.gap  # eight wait for a trial of one
+    assert among.gap == 8 * alone.gap
     assert models.select_for_batch(1) is alone
     assert models.select_for_batch(8) is among
     same = CostModels(lambda batch: by_batch[1])

@@ -196,7 +196,7 @@ class CostModel:
         self.idle = 0
         self.trials = 0
         self.trying = False
-        self.gap = RETRY_CYCLES * batch * (2 if batch > 1 else 1)
+        self.gap = RETRY_CYCLES * batch
 
     @property
     def cycle_seconds(self) -> float:

@@ -46,11 +46,13 @@ def test_the_rows_of_a_packed_weight_are_its_values(name, dtype):
 
 
 def test_rows_that_a_weight_does_not_have_are_refused():
-    packed = eight_bits.pack_blocks(eight_bits.quantize_blocks(torch.ones(5, 32)))
+    packed = eight_bits.pack_blocks(eight_bits.quantize_blocks(torch.ones(5, 32, dtype=torch.float32)))
     for outputs in ([5], [0, -1]):
         with pytest.raises(KernelInputError, match="has 5 outputs"):
             eight_bits.read_outputs(packed, torch.tensor(outputs), torch.float32)
-    floats = kernels.pack_weight(torch.ones(5, 32), kernels.choose_form(torch.ones(5, 32)))
+    floats = kernels.pack_weight(
+        torch.ones(5, 32, dtype=torch.float32), kernels.choose_form(torch.ones(5, 32, dtype=torch.float32))
+    )
     with pytest.raises(KernelInputError, match="no blocks"):
         eight_bits.read_outputs(floats, torch.tensor([0]), torch.float32)
 
@@ -84,7 +86,7 @@ def test_an_embedding_of_its_own_is_rounded_to_eight_bits(load_in):
     plain = random_model(hf.LlamaConfig(**WIDE, tie_word_embeddings=False)).to(torch.bfloat16)
     close(embedding.weight.float(), plain.model.embed_tokens.weight.float(), 0.01)
     other = build_model(tied=False, load_in=load_in)
-    other.get_input_embeddings().products[0].pack_weight(torch.ones(64, 64))
+    other.get_input_embeddings().products[0].pack_weight(torch.ones(64, 64, dtype=torch.float32))
     other.load_state_dict(model.state_dict())
     assert torch.equal(other.get_input_embeddings().weight, embedding.weight)
     assert other.float().get_input_embeddings()(torch.tensor([3])).dtype == torch.float32

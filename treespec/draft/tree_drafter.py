@@ -32,8 +32,8 @@ from treespec.trees.shape import Policy
 from treespec.trees.tree import TokenTree
 from treespec.verify.scheme import Scheme
 
-# Asking each sequence of a batch takes several percent of a cycle in which each gets one token. Where fewer draft
-# tokens of a sequence and cycle are accepted, the batch is asked only once in so many cycles.
+# Asking each sequence of a batch takes several percent of a cycle in which each gets one token. If a sequence accepts
+# fewer draft tokens than this in a cycle, on average, the batch is asked in every eighth cycle.
 LEAST_ACCEPTED = 0.06
 WAKE_EVERY = 8
 FIRST_ACCEPTED = 0.15  # of a batch that was not asked yet
@@ -92,7 +92,9 @@ class TreeDrafter(Drafter):
         self.sleeps = False
         self.slept = 0
         self.postponed = Postponed(proposer)
-        self.postponed_for_cache = Postponed(cache) if cache else None
+        self.postponed_for_cache: Postponed | None = None
+        if cache:
+            self.postponed_for_cache = Postponed(cache)
 
     @torch.no_grad()
     def draft_trees(

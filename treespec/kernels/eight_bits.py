@@ -165,7 +165,9 @@ def read_outputs(weight: PackedWeight, outputs: Tensor, dtype: torch.dtype) -> T
         raise KernelInputError(
             f"a packed weight has {weight.outputs} outputs, from {outputs.min()} to {outputs.max()} are read"
         )
-    written_dtype = dtype if dtype in BFLOAT16_FLAGS else torch.float32
+    written_dtype = torch.float32
+    if dtype in BFLOAT16_FLAGS:
+        written_dtype = dtype
     rows = torch.empty(len(outputs), weight.inputs, dtype=written_dtype, device=CPU_DEVICE)
     load_kernels().read_outputs(
         weight.numbers.data_ptr(),

@@ -88,24 +88,19 @@ def replace_products(model: Any, replace: Callable[[Any, str], nn.Module]) -> No
     replace: as for `replace_layers`. It packs an embedding that is not tied to the output layer as a linear layer
         without bias, named EMBEDDING_PRODUCT.
     """
-    # 1. The products. An embedding that scales, or has hooks, does more than copy rows.
-    embedding: Any = None
-    if hasattr(model, "get_output_embeddings"):
-        embedding = model.get_input_embeddings()
-    copies_rows = (
-        type(embedding) is nn.Embedding
-        and embedding.max_norm is None
-        and has_own_code(embedding)
-        and is_plain(embedding)
-    )
-    output = model.get_output_embeddings() if copies_rows else None
-    is_tied = getattr(output, "weight", None) is getattr(embedding, "weight", embedding)
+    # 1. The products.
+    if not hasattr(model, "get_output_embeddings"):
+        replace_layers(model, replace)
+        return
+    embedding: Any = model.get_input_embeddings()
+    output: Any = model.get_output_embeddings()
+    is_rows = copies_rows(embedding)
+    is_tied = is_rows and isinstance(output, nn.Linear) and output.weight is embedding.weight
     replace_layers(model, replace)
 
     # 2. The embedding.
-    if not copies_rows:
+    if not is_rows:
         return
-    product: Any = None
     if is_tied:
         product = model.get_output_embeddings()
     else:
@@ -116,3 +111,10 @@ def replace_products(model: Any, replace: Callable[[Any, str], nn.Module]) -> No
     if type(product) is PackedLinear and product.is_rounded and product.bias is None:
         dtype = embedding.weight.dtype
         model.set_input_embeddings(PackedEmbedding(product, dtype, is_tied))
+
+
+def copies_rows(embedding: Any) -> bool:
+    """Whether an embedding only copies rows of floats: it scales none, and has no hooks."""
+    if type(embedding) is not nn.Embedding or embedding.max_norm is not None:
+        return False
+    return has_own_code(embedding) and is_plain(embedding)

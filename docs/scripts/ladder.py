@@ -1,4 +1,4 @@
-"""Train kinds of heads by several learning rates and budgets, and print a row for each run:
+"""Train kinds of heads by several budgets, optimizers and learning rates, and print a row for each run:
 
     python docs/scripts/ladder.py --data answers/conversations.jsonl --out runs/ladder --kinds eagle --visits 300000
 
@@ -35,25 +35,20 @@ def measure_conversation(target: str, data: Path) -> float:
     return sum(lengths) / len(lengths)
 
 
-def run_training(target: str, data: Path, folder: Path, kind: str, rate: str, steps: int) -> Path:
+def run_training(
+    target: str, data: Path, folder: Path, kind: str, optimizer: str, rate: str, steps: int
+) -> Path:
     """Train a head, unless it is there. Returns its folder."""
-    out = folder / f"{kind}-{steps}-{rate}"
+    out = folder / f"{kind}-{steps}-{optimizer}-{rate}"
     if (out / "training" / "result.json").exists():
         return out
     command = ["train", "--target", target, "--data", str(data), "--head", kind]
-    command += ["--features", str(folder / f"features-{kind}"), "--out", str(out)]
-    command += ["--learning-rate", rate, "--max-steps", str(steps), "--validate-every", "0"]
-    command += ["--no-calibrate"]
+    command += ["--features", str(folder / "features"), "--out", str(out)]
+    command += ["--optimizer", optimizer, "--learning-rate", rate, "--max-steps", str(steps)]
+    command += ["--validate-every", "0", "--no-calibrate"]
     print("$ treespec", shlex.join(command), flush=True)
     subprocess.run([sys.executable, "-m", "treespec", *command], check=True)
     return out
-
-
-def read_seconds(head: Path) -> float:
-    """Read the seconds of a training, without its validation."""
-    lines = (head / "training" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    seconds = [json.loads(line).get("seconds", 0.0) for line in lines]
-    return float(max(seconds))
 
 
 def main(
@@ -62,23 +57,22 @@ def main(
     target: str = "demo",
     kinds: str = "eagle,eagle3,medusa,p-eagle,dflash",
     visits: Annotated[str, typer.Option(help="token visits of a run")] = "300000,1000000",
+    optimizers: Annotated[str, typer.Option(help="adamw, muon or both")] = "adamw",
     rates: Annotated[str, typer.Option(help="highest learning rates")] = "3e-4,1e-3,3e-3",
 ) -> None:
     """Train the heads, and print the table."""
     tokens = measure_conversation(target, data)
     rows = []
-    for budget, kind, rate in itertools.product(
-        map(int, visits.split(",")), kinds.split(","), rates.split(",")
+    for budget, kind, optimizer, rate in itertools.product(
+        map(int, visits.split(",")), kinds.split(","), optimizers.split(","), rates.split(",")
     ):
         steps = max(1, round(budget / tokens / choose_step_conversations(budget)))
-        head = run_training(target, data, out, kind, rate, steps)
+        head = run_training(target, data, out, kind, optimizer, rate, steps)
         result = json.loads((head / "training" / "result.json").read_text(encoding="utf-8"))
-        agreement = [f"{100 * share:.1f}" for share in result["agreement"]]
+        agreement = [f"{100 * share:.1f}" for share in result["agreement"][:3]]
         length = f"{result['acceptance_length']:.2f}"
-        rows.append(
-            [kind, f"{budget:,}", rate, f"{read_seconds(head):.0f}", *agreement[:3], length]
-        )
-    columns = ["head", "token visits", "rate", "seconds", "step 1, %", "step 2", "step 3"]
+        rows.append([kind, f"{budget:,}", optimizer, rate, *agreement, length])
+    columns = ["head", "token visits", "optimizer", "rate", "step 1, %", "step 2", "step 3"]
     show([*columns, "tokens a cycle"], rows)
 
 

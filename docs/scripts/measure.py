@@ -44,6 +44,7 @@ from treespec.verify.verdict import as_step, finish_step
 app = typer.Typer(help=__doc__, add_completion=False)
 CPU = torch.device("cpu")
 CONTEXT = 192  # tokens in the cache before a tree
+TEXTS_PER_ROW = 3  # of a batch
 
 
 @app.callback()
@@ -208,8 +209,8 @@ def floor(
 
     The cells: both speeds, the median of the rounds' ratios, and the tokens of a forward. The time of prompts does
     not count.
-    sizes: the numbers of texts that are decoded together. hard: also a long prompt of `long` tokens, a head that
-    knows nothing, and drafts from the text alone.
+    sizes: the numbers of texts that are decoded together; when one of three times as many ends, the next one enters.
+    hard: also a long prompt of `long` tokens, a head that knows nothing, and drafts from the text alone.
     """
     # 1. The ways to draft: the default, a head with random weights, only the text.
     spec = load(target)
@@ -218,9 +219,12 @@ def floor(
     drafting = {"its head": spec}
     batches = list(map(int, sizes.split(",")))
     questions = []
-    for number in range(max(batches)):
+    for number in range(TEXTS_PER_ROW * max(batches)):
         questions.append([{"role": "user", "content": f"Tell me about the number {number}."}])
-    cases = [("its head", f"{batch} at a time", questions[:batch]) for batch in batches]
+    cases = []
+    for batch in batches:
+        texts = questions[: TEXTS_PER_ROW * batch]
+        cases.append(("its head", f"{batch} at a time", texts, batch))
     if hard:
         blank = Spec(spec.target, blank_head, verifier="auto")
         text = list(range(300, 300 + long))  # an ascending list of tokens: nothing repeats
@@ -228,19 +232,21 @@ def floor(
             "a head that knows nothing": blank,
             "the text alone": load(target, drafter="suffix"),
         }
-        cases.append(("its head", f"a prompt of {long} tokens", [text]))
-        cases.append(("a head that knows nothing", "1 at a time", questions[:1]))
-        cases.append(("the text alone", "1 at a time", questions[:1]))
+        cases.append(("its head", f"a prompt of {long} tokens", [text], 1))
+        cases.append(("a head that knows nothing", "1 at a time", questions[:TEXTS_PER_ROW], 1))
+        cases.append(("the text alone", "1 at a time", questions[:TEXTS_PER_ROW], 1))
 
     # 2. Each case at each temperature; both sides take turns.
     rows = []
-    for drafter, case, prompts in cases:
+    for drafter, case, prompts, batch in cases:
         cells = []
         for temperature in map(float, temperatures.split(",")):
             taus: list[float] = []
             sides = {
-                "auto": partial(decode_rate, drafting[drafter], prompts, tokens, temperature, taus),
-                "one": partial(decode_rate, spec.baseline(), prompts, tokens, temperature),
+                "auto": partial(
+                    decode_rate, drafting[drafter], prompts, batch, tokens, temperature, taus
+                ),
+                "one": partial(decode_rate, spec.baseline(), prompts, batch, tokens, temperature),
             }
             rates = measure_rounds(sides, rounds)
             ratios = map(operator.truediv, rates["auto"], rates["one"])
@@ -373,20 +379,16 @@ class LongCounts:
 
 
 def decode_rate(
-    spec: Spec, prompts: list[Any], tokens: int, temperature: float, taus: list[float] | None = None
-) -> float:
-    """Decode all prompts in one batch. Returns tokens per second, prompts apart.
+    spec: Spec, prompts: list[Any], batch: int, tokens: int, temperature: float,
+    taus: list[float] | None = None,
+) -> float:  # fmt: skip
+    """Decode prompts, `batch` at a time. Returns tokens per second, prompts apart.
 
     taus: where the tokens of a forward are appended, a text's mean. Default: None, nowhere.
     """
     outputs = spec.generate(
-        prompts,
-        max_new_tokens=tokens,
-        temperature=temperature,
-        seed=1,
-        memory=None,
-        ignore_eos=True,
-    )
+        prompts, batch=batch, max_new_tokens=tokens, temperature=temperature, seed=1, memory=None, ignore_eos=True
+    )  # fmt: skip
     decoded = sum(output.stats.new_tokens for output in outputs)
     seconds = sum(output.stats.seconds["total"] for output in outputs)
     if taus is not None:

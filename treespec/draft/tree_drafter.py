@@ -13,6 +13,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from treespec.draft.asking import AskingSchedule
 from treespec.draft.auto.builder import AutoBuilder
 from treespec.draft.auto.cost import CostBy
 from treespec.draft.auto.cost_model import can_pay_in_cache
@@ -32,13 +33,6 @@ from treespec.trees.shape import Policy
 from treespec.trees.tree import TokenTree
 from treespec.verify.scheme import Scheme
 
-# Asking each sequence of a batch takes several percent of a cycle in which each gets one token. If a sequence accepts
-# fewer draft tokens than this in a cycle, on average, the batch is asked in every eighth cycle.
-LEAST_ACCEPTED = 0.06
-WAKE_EVERY = 8
-FIRST_ACCEPTED = 0.15  # of a batch that was not asked yet
-ACCEPTED_DECAY = 0.9  # factor of the weight of earlier cycles, for each cycle
-
 
 @final
 class TreeDrafter(Drafter):
@@ -52,9 +46,8 @@ class TreeDrafter(Drafter):
         cache: a suffix cache that drafts for the same sequences, with probabilities; None: none.
         cycle: the present cycle, which `draft_trees` begins.
         rests: whether the proposer drafted nothing for any sequence in the last cycle.
-        accepted: draft tokens of a sequence and cycle, a decayed mean over the cycles that were asked.
+        asking: which cycles of a batch draft.
         sleeps: whether no sequence is asked in the present cycle.
-        slept: successive cycles of that kind.
         postponed: what `observe` was given while the proposer rests.
         postponed_for_cache: what it was given while the drafter sleeps; None without a suffix cache.
 
@@ -88,9 +81,8 @@ class TreeDrafter(Drafter):
         self.cache = cache
         self.states = [self._build_tree_builder()]
         self.rests = False
-        self.accepted = FIRST_ACCEPTED
+        self.asking = AskingSchedule()
         self.sleeps = False
-        self.slept = 0
         self.postponed = Postponed(proposer)
         self.postponed_for_cache: Postponed | None = None
         if cache:
@@ -118,14 +110,12 @@ class TreeDrafter(Drafter):
             now=now,
         )
         self.cycle = cycle
-        self.sleeps = self._should_sleep(chains)
+        self.sleeps = self._may_sleep(chains) and not self.asking.begin_cycle()
         if self.sleeps:
             self.rests = True
-            self.slept += 1
             for builder in self.states:
                 builder.pass_cycle()
             return cycle.build_undrafted_trees()
-        self.slept = 0
         self._choose_cached_trees(cycle)
 
         # 2. Draft logits for the children of the roots, and the trees below them.
@@ -143,13 +133,11 @@ class TreeDrafter(Drafter):
                 trees[row] = offer
         return chains.prepend_to(trees, self.scheme, generators)
 
-    def _should_sleep(self, chains: ForcedChains) -> bool:
-        """Whether no sequence is asked in this cycle. A tree that is named is drafted in each."""
-        if not self.policy.timed or not self.times or self.times(len(self.states)).batch == 1:
+    def _may_sleep(self, chains: ForcedChains) -> bool:
+        """Whether a cycle may go without drafts. A tree that is named is drafted in each."""
+        if not self.policy.timed or not self.times:
             return False
-        if any(forced.ids for forced in chains.forced):
-            return False
-        return self.accepted < LEAST_ACCEPTED and self.slept < WAKE_EVERY - 1
+        return not any(forced.ids for forced in chains.forced)
 
     def _choose_cached_trees(self, cycle: DraftCycle) -> None:
         """Takes the suffix cache's tree for each sequence where it predicts more than the draft model."""
@@ -299,8 +287,7 @@ class TreeDrafter(Drafter):
     def update(self, paths: Sequence[Sequence[int]]) -> None:
         if self.sleeps:
             return
-        accepted = sum(map(len, paths)) / len(paths)
-        self.accepted += (1 - ACCEPTED_DECAY) * (accepted - self.accepted)
+        self.asking.learn(paths)
         for row, path in enumerate(paths):
             if not self.cycle.offers[row]:
                 builder = self.states[row]
@@ -312,6 +299,7 @@ class TreeDrafter(Drafter):
     def rewind(self, lengths: Sequence[int]) -> None:
         self._show_postponed()
         self.rests = False
+        self.asking = AskingSchedule()
         self.sleeps = False
         self.proposer.rewind(lengths)
         self.states = [self._build_tree_builder() for _ in lengths]

@@ -15,6 +15,7 @@ from treespec.trees.tree import to_device
 
 BITS_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 MAX_SPARE_FACTOR = 4  # a block with more than this many times the rows in use is replaced
+FEW_ROWS = 5  # a block of so few is kept
 
 
 class ColumnMove(NamedTuple):
@@ -176,7 +177,7 @@ class TreeLayer(CacheLayerMixin):
         """Whether the allocation can hold these rows at this capacity, and is not far too large for them."""
         if not self.allocation or capacity != self.capacity:
             return False
-        return rows <= len(self.allocation[0]) <= MAX_SPARE_FACTOR * rows
+        return rows <= len(self.allocation[0]) <= max(MAX_SPARE_FACTOR * rows, FEW_ROWS)
 
     def _copy_rows(
         self, rows: Sequence[int], block: tuple[Tensor, ...], first: int, in_place: bool
@@ -198,6 +199,10 @@ class TreeLayer(CacheLayerMixin):
         if not self.storage or not sources:
             return
         end = min(self.length, block[0].shape[2])
+        if len(sources) == 1:
+            for states, old in zip(block, self.storage, strict=True):
+                states[places[0], :, :end] = old[sources[0], :, :end]
+            return
         source_rows = to_device(sources, block[0].device)
         place_rows = to_device(places, block[0].device)
         for states, old in zip(block, self.storage, strict=True):

@@ -1,0 +1,40 @@
+"""When a batch is asked for drafts: seldom while drafts bring nothing, in each cycle again once they do."""
+
+import pytest
+
+from treespec.draft.asking import AskingSchedule
+
+
+def run_cycles(schedule: AskingSchedule, paths: list[list[int]], cycles: int) -> list[int]:
+    """The cycles in which a batch that accepts these paths is asked."""
+    asked = []
+    for cycle in range(cycles):
+        if schedule.begin_cycle():
+            asked.append(cycle)
+            schedule.learn(paths)
+    return asked
+
+
+def test_the_waits_are_those_of_the_drawing():
+    asked = run_cycles(AskingSchedule(accepted=0.08), [[], []], 60)
+    assert asked == [0, 1, 2, 10, 26, 58]  # waits of 7, 15 and 31 cycles
+
+
+@pytest.mark.parametrize("texts", [1, 4])
+def test_a_batch_without_accepted_drafts_is_asked_in_fewer_than_one_of_ten_cycles(texts):
+    asked = run_cycles(AskingSchedule(), [[]] * texts, 1000)
+    assert len(asked) < 100
+    assert max(b - a for a, b in zip(asked, asked[1:], strict=False)) == 32
+
+
+def test_accepted_drafts_end_the_waiting():
+    schedule = AskingSchedule()
+    run_cycles(schedule, [[], []], 500)
+    (first, *rest) = run_cycles(schedule, [[1, 2], []], 64)
+    assert first < 32
+    assert rest == list(range(first + 1, 64))
+
+
+def test_one_text_is_asked_for_half_as_many_accepted_tokens_as_each_of_several():
+    assert run_cycles(AskingSchedule(accepted=0.05), [[]], 5) == [0, 1, 2, 3, 4]
+    assert run_cycles(AskingSchedule(accepted=0.05), [[], []], 5) == [0]

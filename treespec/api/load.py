@@ -18,6 +18,7 @@ from treespec.engine.synonyms import accept_synonyms
 from treespec.errors import InputError
 from treespec.files.locks import alone_with
 from treespec.heads.folder import find_head_folder
+from treespec.kernels.freed_memory import return_freed_memory
 from treespec.model.adapters import unwrap_adapter
 from treespec.model.cpu.direct_decoder import build_direct_decoder
 from treespec.model.cpu.eight_bits import has_block_products, quantize_layers
@@ -180,6 +181,7 @@ def load_parsed(
                 quantize_layers(module)
             pack(module)
             fuse(module)
+    return_freed_memory()
     if sources:
         warn_if_not_bit_exact(model)
     return model, sources

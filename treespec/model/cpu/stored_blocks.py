@@ -32,6 +32,8 @@ from treespec.model.cpu.packed_layers import PackedLinear
 BLOCK_FORMS = {"Q8_0": Q8_0, "Q4_0": Q4_0, "Q4_1": Q4_1}
 FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
+COMPARED_ROWS = 4096  # of a weight and of the file, unpacked at a time
+
 
 @dataclass(frozen=True)
 class StoredWeight:
@@ -39,15 +41,25 @@ class StoredWeight:
 
     Attributes:
         form: of its blocks, Q8_0, Q4_0 or Q4_1; None: floats.
-        rows: [out, in / 32, bytes] uint8 blocks, or [out, in] floats.
+        data: [out, bytes] uint8, in the file.
+        dtype: of floats; None: blocks.
     """
 
     form: int | None
-    rows: Tensor
+    data: np.ndarray
+    dtype: torch.dtype | None = None
+
+    def read_rows(self, rows: slice) -> Tensor:
+        """Copy some rows out of the file: blocks [n, in / 32, bytes] uint8, or floats [n, in]."""
+        data = torch.from_numpy(np.array(self.data[rows]))
+        if self.form is None:
+            assert self.dtype is not None
+            return data.view(self.dtype)
+        return data.unflatten(1, (-1, BLOCK_BYTES[self.form]))
 
     def read_values(self, rows: slice, dtype: torch.dtype) -> Tensor:
         """Return the values [n, in] of some rows as transformers unpacks them."""
-        values = self.rows[rows]
+        values = self.read_rows(rows)
         if self.form is not None:
             values = dequantize_blocks(values, self.form)
         return values.to(dtype)
@@ -93,14 +105,12 @@ def index_weights(
 
 def read_stored_weight(tensor: Any, name: str) -> StoredWeight:
     """Return a matrix of a GGUF file. tensor: of gguf's reader. name: of its format."""
-    inputs, outputs = map(int, tensor.shape)  # GGUF lists the innermost size first
-    data = torch.from_numpy(
-        np.array(tensor.data).view(np.uint8)
-    )  # a copy: the file is mapped to be read only
+    _, outputs = map(int, tensor.shape)  # GGUF lists the innermost size first
+    data = tensor.data.view(np.uint8).reshape(outputs, -1)
     form = BLOCK_FORMS.get(name)
     if form is None:
-        return StoredWeight(None, data.view(FLOAT_DTYPES[name]).view(outputs, inputs))
-    return StoredWeight(form, data.view(outputs, inputs // BLOCK_NUMBERS, BLOCK_BYTES[form]))
+        return StoredWeight(None, data, FLOAT_DTYPES[name])
+    return StoredWeight(form, data)
 
 
 def pack_stored_product(layer: Any, weights: dict[bytes, list[StoredWeight]]) -> nn.Module:
@@ -131,18 +141,22 @@ def match_rows(stored: StoredWeight, weight: Tensor) -> Tensor | None:
 
     llama.cpp's converter puts the rows of some projections in another order, which transformers undoes.
     """
-    if len(stored.rows) != len(weight):
+    if len(stored.data) != len(weight):
         return None
-    values = stored.read_values(slice(None), weight.dtype)
-    if values.shape != weight.shape:
-        return None
-    if torch.equal(values, weight):
-        return stored.rows
+    every_row = slice(None)
+
+    # 1. The same rows, a few thousand at a time: the floats of a whole output layer take memory and time.
+    ranges = [slice(first, first + COMPARED_ROWS) for first in range(0, len(weight), COMPARED_ROWS)]
+    if all(torch.equal(stored.read_values(rows, weight.dtype), weight[rows]) for rows in ranges):
+        return stored.read_rows(every_row)
+
+    # 2. The same rows in another order.
+    values = stored.read_values(every_row, weight.dtype)
     places = {hash_row(row): place for place, row in enumerate(values)}
     order = [places.get(hash_row(row), -1) for row in weight.detach()]
     if min(order) < 0:
         return None
-    return stored.rows[torch.tensor(order, dtype=torch.int64, device=CPU_DEVICE)]
+    return stored.read_rows(every_row)[torch.tensor(order, dtype=torch.int64, device=CPU_DEVICE)]
 
 
 def hash_row(row: Tensor) -> bytes:

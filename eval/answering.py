@@ -272,9 +272,8 @@ def build_answerer(spec: Spec, system: System, config: EvalConfig) -> Answerer:
 
     def generate_outputs(asks: Sequence[PromptRequest]) -> list[Output]:
         seeds: list[Seed] = [ask.seed for ask in asks]
-        if (
-            has_cache_folder
-        ):  # with a number as its seed, a completion would not be drafted from earlier ones
+        # With a number as its seed, a completion would not be drafted from earlier ones.
+        if has_cache_folder:
             seeds = [torch.Generator().manual_seed(ask.seed) for ask in asks]
         prompts = [ask.ids for ask in asks]
         return spec.generate(

@@ -34,14 +34,12 @@ MIN_COMPLETIONS = 2  # a standard error needs two
 MIN_GAIN_SHARE = 0.005  # a change that raises agreement by less names no fault
 WHOLE_FAULT_SHARE = 0.1  # a change that raises agreement by so much explains the whole fault
 MIN_LOG_Q = -14.0  # log q is clamped here: a draft vocabulary may lack the token
-OVERCONFIDENCE_RATIO = (
-    2.0  # if mean confidence exceeds agreement by this factor, the head has another target
-)
+# If mean confidence exceeds agreement by this factor, the head has another target.
+OVERCONFIDENCE_RATIO = 2.0
 MIN_FEATURE_GAIN = 0.05  # agreement that the right features add to the tokens' own, at least
 MIN_CERTAIN_AGREEMENT = 0.8  # agreement where the target is certain; published heads have more
-MIN_SHARPENING_GAIN = (
-    1.03  # ratio of accepted drafts, sharper over calibrated, that makes a new factor pay
-)
+# Ratio of accepted drafts, sharper over calibrated, that makes a new factor pay.
+MIN_SHARPENING_GAIN = 1.03
 NO_FAULT = "No usual fault shows"
 
 

@@ -47,9 +47,8 @@ METHODS_BY_REQUEST = (
     EARLY_EXIT_METHOD,
     "MTP",
 )  # asked only if `--peers` names them: they need a model made for them
-BATCHES_PER_GROUP = (
-    4  # a group has several batches, so that a new question can replace a finished one
-)
+# A group has several batches, so that a new question can replace a finished one.
+BATCHES_PER_GROUP = 4
 
 
 @dataclass(frozen=True)

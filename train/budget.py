@@ -22,9 +22,8 @@ MIN_STEP_CONVERSATIONS = 2
 TOKENS_PER_SECOND_ON_CPU = 500  # order of magnitude, for a budget in minutes
 TOKENS_PER_SECOND_ELSEWHERE = 50_000
 SHARED_OPTIONS: dict[str, object] = {"learning_rate": 1e-3, "warm_up": 30}
-BUDGET_OPTIONS: dict[
-    str, dict[str, object]
-] = {  # by the kind of head; other kinds have their own recipe
+# By the kind of head; other kinds have their own recipe.
+BUDGET_OPTIONS: dict[str, dict[str, object]] = {
     "eagle": SHARED_OPTIONS
     | {"first_weights": "fitted", "bias": False, "token_weight": 10.0, "unrolled_steps": 3},
     "eagle3": SHARED_OPTIONS,
@@ -37,25 +36,20 @@ BUDGET_OPTIONS: dict[
     "domino": {},
     "p-eagle": {},
 }
-RESTRICTED_KINDS = (
-    "eagle",
-    "eagle3",
-    "dflash",
-    "dspark",
-    "domino",
-    "p-eagle",
-)  # their loss is over the draft vocabulary
-OPTIONS_OF_A_RUN = (  # that `choose_recipe` may set
-    *(
-        "recipe",
-        "first_weights",
-        "batch_size",
-        "accumulate",
-        "learning_rate",
-        "warm_up",
-        "token_weight",
-    ),
-    *("bias", "draft_vocab", "unrolled_steps"),
+# Kinds whose loss is over the draft vocabulary.
+RESTRICTED_KINDS = ("eagle", "eagle3", "dflash", "dspark", "domino", "p-eagle")
+# Options that `choose_recipe` may set.
+OPTIONS_OF_A_RUN = (
+    "recipe",
+    "first_weights",
+    "batch_size",
+    "accumulate",
+    "learning_rate",
+    "warm_up",
+    "token_weight",
+    "bias",
+    "draft_vocab",
+    "unrolled_steps",
 )
 # Shapes and samples with `--recipe published`, read on 2026-11-30. DFlash: SpecForge's configs and NeMo AutoModel's
 # defaults, five layers, block 16, 512 anchors. P-EAGLE: speculators' defaults, four layers, a ratio of 0.7.

@@ -30,9 +30,8 @@ from treespec.train.data.prepare import Data
 from treespec.train.record import Validation
 
 MAX_MOMENT_STATES = 30_000  # there are H^2 moments
-RECALLED_TOKENS = (
-    8  # the most likely tokens whose recall is measured: a tree seldom draws more children
-)
+# The most likely tokens whose recall is measured: a tree seldom draws more children.
+RECALLED_TOKENS = 8
 
 
 def list_stages(config: TrainConfig) -> list[TrainConfig]:

@@ -31,9 +31,8 @@ from treespec.train.sharding import load_sharded_target
 
 SAFETENSORS_FILE = "model.safetensors"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
-FLOAT32_MEMORY_FACTOR = (
-    4  # a target of 16 bits takes twice its files in float32; half of the memory stays free
-)
+# A target of 16 bits takes twice its files in float32; half of the memory stays free.
+FLOAT32_MEMORY_FACTOR = 4
 
 
 def choose_precision(config: TrainConfig) -> str:

@@ -16,9 +16,8 @@ from treespec.train.record import Validation, explain_no_validation
 # Tokens per step that a chain is predicted to commit on held-out text. Its head drafts all tokens of the chain in every
 # step, so it must commit more than the τ of decoding (treespec.cli.endings), where `auto` drafts only when that pays.
 GOOD_PREDICTED_CHAIN = 1.5
-MIN_PREDICTED_CHAIN = (
-    1.2  # below it a step cost more than it brought on every machine that was tried
-)
+# Below it a step cost more than it brought on every machine that was tried.
+MIN_PREDICTED_CHAIN = 1.2
 MIN_POSITIONS = 200  # held-out positions; fewer cannot tell a good head from a bad one
 MIN_DATA_TOKENS = 100_000  # answer tokens; a million is good
 MANY_PASSES = 10  # over the same text; further ones bring the head little but the text by heart

@@ -24,9 +24,8 @@ from treespec.text.conversations import read_conversations
 from treespec.text.encoding import Example, encode_conversations
 
 SAMPLE = 4096  # tokens of the vocabulary in a step's loss, besides those of the answers
-START_SCALE = (
-    0.05  # standard deviation of the embeddings, so that all tokens are about as likely at first
-)
+# Standard deviation of the embeddings, so that all tokens are about as likely at first.
+START_SCALE = 0.05
 WARM_UP = 0.05  # share of the time in which the learning rate rises; then it falls to 0
 
 

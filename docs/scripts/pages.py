@@ -33,9 +33,8 @@ from treespec.verify.registry import SCHEMES, load_verifier
 ROOT = Path(__file__).resolve().parents[2]
 PART = re.compile(r"(<!-- begin: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 WORDS = tomllib.loads(Path(__file__).with_name("words.toml").read_text("utf-8"))
-HEAD = (
-    "head:ORGANISATION/HEAD"  # a head on the hub may be of any kind, so no pairing rule refuses it
-)
+# A head on the hub may be of any kind, so no pairing rule refuses it.
+HEAD = "head:ORGANISATION/HEAD"
 SHAPES = ("chain:2", "2x2", "dynamic", "auto", "ddtree")
 SHOWN = {"chain:2": "chain", "2x2": "static"}  # tree -> the kind of tree that it is an example of
 FIVE_TOKENS = torch.tensor(  # p, q

@@ -39,9 +39,8 @@ from treespec.verify.rrs import RRSWithoutReplacement
 from treespec.verify.scheme import Scheme
 
 RRS_WITHOUT_REPLACEMENT = RRSWithoutReplacement()
-MIN_SELECTION_MASS = (
-    1e-9  # added to the selection weight of each draw of y, so that the weights' sum is not 0
-)
+# Added to the selection weight of each draw of y, so that the weights' sum is not 0.
+MIN_SELECTION_MASS = 1e-9
 Form = Callable[["Nodes", int, Scheme], Tensor]  # computes the shares [n, k] of k draws at n nodes
 
 

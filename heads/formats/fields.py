@@ -207,9 +207,8 @@ EAGLE_PROJECTS_TABLE = ONE_LAYER_TABLE.extend(
     used=("bias", "own_output", "draft_vocab_size", "truncated_vocab_size", "eagle_fc_bias"),
     only={"is_causal": (True,)},
 )
-EAGLE_NESTED_TABLE = EAGLE_PROJECTS_TABLE.extend(
-    nested={"model": EAGLE_PROJECTS_TABLE}  # vLLM's layer; a field outside counts
-)
+# vLLM's layer; a field outside counts.
+EAGLE_NESTED_TABLE = EAGLE_PROJECTS_TABLE.extend(nested={"model": EAGLE_PROJECTS_TABLE})
 EAGLE_TABLE = FieldTable(  # with treespec's own window
     EAGLE_PROJECTS_TABLE.used.union(WINDOW_FIELDS),
     EAGLE_PROJECTS_TABLE.unused,

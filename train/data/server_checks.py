@@ -28,9 +28,8 @@ MAX_PROBES = 6  # conversations
 PROBE_TOKENS = 48  # at most, of each; fewer for some, so that the next tokens differ
 TOP_TOKENS = 5  # most likely next tokens whose log-probabilities are compared
 MAX_LOGPROB_GAP = 0.5  # in nats; a logit of 30 in bfloat16 is rounded by 0.06
-MAX_DISTANCE = (
-    0.15  # of a state from the target's, relative to its length; 0.01 is usual in bfloat16
-)
+# Distance of a state from the target's, relative to its length; 0.01 is usual in bfloat16.
+MAX_DISTANCE = 0.15
 MEMORY_SHARE = 0.5  # of the free memory, for the first layers
 
 

@@ -23,12 +23,10 @@ from treespec.train.losses.tokens import Loss
 from treespec.train.report import AGREEMENT_PREFIX, write_training_report
 
 LINE_EVERY_STEPS = 20  # steps between lines
-LINE_EVERY_SECONDS = (
-    30.0  # seconds between lines if steps are slow, and between lines on the terminal
-)
-LARGE_LOSS = (
-    1000.0  # a random head's is about ten times its --token-weight, and some of the features
-)
+# Seconds between lines if steps are slow, and between lines on the terminal.
+LINE_EVERY_SECONDS = 30.0
+# A random head's is about ten times its --token-weight, and some of the features.
+LARGE_LOSS = 1000.0
 RISE_FACTOR = 4.0  # of a loss that has risen, over the lowest one so far
 
 

@@ -28,9 +28,8 @@ import torch
 from torch import Tensor, nn
 
 MIN_PROBABILITY = torch.finfo(torch.float32).tiny
-BYTES_PER_LOGIT = (
-    6  # most bytes of a chunk's arrays, for each counted position and token of the vocabulary
-)
+# Most bytes of a chunk's arrays, for each counted position and token of the vocabulary.
+BYTES_PER_LOGIT = 6
 # Most elements of a chunk's array. On a CPU 8 MB in float32: the heap reuses such arrays, and caches hold
 # parts of them. On other devices more, because large products are faster there.
 CHUNK_LOGITS_ON_CPU = 2 << 20

@@ -23,9 +23,8 @@ GOOD_TAU = 1.3  # with fewer the drafts seldom pay for themselves
 GOOD_TRAINING_TOKENS = 1_000_000  # tokens of answers to train on, or of texts to draft from
 GOOD_FIRST_DRAFTS = 0.5  # share of first drafts that are the target's choice at temperature 0
 GOOD_GAP_POINTS = 1.0  # percentage points of acceptance rate below the optimum α*
-GOOD_SHIFT = (
-    0.05  # of the probability: a certificate must be able to show a smaller shift than this
-)
+# Shift of a probability; a certificate must be able to show a smaller one.
+GOOD_SHIFT = 0.05
 MIN_JUDGED_TOKENS = 32  # fewer tokens say nothing of τ
 MIN_WARNED_TOKENS = 100  # tokens of a conversation before it says that drafts do not pay
 MIN_TAU = 1.1  # with less no head pays

@@ -12,8 +12,7 @@ LEAST_ACCEPTED = 0.06  # draft tokens of a sequence and cycle that are worth ask
 LEAST_ACCEPTED_ALONE = 0.03  # the same, of one sequence that is decoded alone
 FIRST_ACCEPTED = 0.15  # of a batch that was not asked yet
 ACCEPTED_DECAY = 0.9  # factor of the weight of earlier cycles, for each cycle
-FIRST_WAIT = 7  # cycles without drafts after one that brought too little; the next wait is twice as long, and so on
-LONGEST_WAIT = 31
+WAIT_CYCLES = 7  # cycles without drafts after one that brought too little, as texts may become easier to draft
 
 
 @final
@@ -23,25 +22,22 @@ class AskingSchedule:
 
     Nothing is accepted, and the mean falls below `LEAST_ACCEPTED` in the third of these cycles; A: asked:
 
-        A A A . . . . . . . A . . . . . . . . . . . . . . . A
-              7 cycles        15 cycles
+        A A A . . . . . . . A . . . . . . . A
+              7 cycles        7 cycles
 
     Attributes:
         accepted: draft tokens of a sequence and cycle, a decayed mean over the cycles that were asked.
-        wait: cycles without drafts that follow a cycle; 0: the batch is asked in each.
-        waited: how many of them are over.
+        wait: cycles without drafts that are still to come.
     """
 
     accepted: float = FIRST_ACCEPTED
     wait: int = 0
-    waited: int = 0
 
     def begin_cycle(self) -> bool:
         """Begin a cycle. Returns whether the batch is asked in it."""
-        if self.waited < self.wait:
-            self.waited += 1
+        if self.wait:
+            self.wait -= 1
             return False
-        self.waited = 0
         return True
 
     def learn(self, paths: Sequence[Sequence[int]]) -> None:
@@ -51,9 +47,5 @@ class AskingSchedule:
         least = LEAST_ACCEPTED
         if len(paths) == 1:
             least = LEAST_ACCEPTED_ALONE
-        if self.accepted >= least:
-            self.wait = 0
-        elif self.wait:
-            self.wait = min(2 * self.wait + 1, LONGEST_WAIT)
-        else:
-            self.wait = FIRST_WAIT
+        if self.accepted < least:
+            self.wait = WAIT_CYCLES

@@ -110,7 +110,7 @@ class TreeDrafter(Drafter):
             now=now,
         )
         self.cycle = cycle
-        self.sleeps = self._may_sleep(chains) and not self.asking.begin_cycle()
+        self.sleeps = self._can_sleep(chains) and not self.asking.begin_cycle()
         if self.sleeps:
             self.rests = True
             for builder in self.states:
@@ -133,7 +133,7 @@ class TreeDrafter(Drafter):
                 trees[row] = offer
         return chains.prepend_to(trees, self.scheme, generators)
 
-    def _may_sleep(self, chains: ForcedChains) -> bool:
+    def _can_sleep(self, chains: ForcedChains) -> bool:
         """Whether a cycle may go without drafts. A tree that is named is drafted in each."""
         if not self.policy.timed or not self.times:
             return False

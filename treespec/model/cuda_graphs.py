@@ -41,9 +41,8 @@ Inputs = Mapping[str, Tensor]
 Masks = Mapping[str, tuple[int | None, Tensor]]  # by name, with the window of their layers
 Run = Callable[[Inputs], Outputs]
 
-RECORD_AFTER_CALLS = (
-    8  # calls over one storage before a forward is recorded: recording costs about ten forwards
-)
+# Calls over one storage before a forward is recorded: recording costs about ten forwards.
+RECORD_AFTER_CALLS = 8
 # graphs, and forwards whose calls are counted; the oldest go
 MAX_GRAPHS = 24
 MAX_COUNTED_FORWARDS = 1000
@@ -51,9 +50,8 @@ MAX_GRAPH_ROWS = 256  # rows of a forward: with more, the host is as fast as the
 # Shapes are fixed, so cuDNN, which makes a plan for each shape, is fastest.
 GRAPH_BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 GRAPH_BACKENDS += [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-GRAPH_TOLERANCE = (
-    0.1  # mean difference of a graph's outputs from the model's, over their standard deviation
-)
+# Mean difference of a graph's outputs from the model's, over their standard deviation.
+GRAPH_TOLERANCE = 0.1
 
 
 @final

@@ -53,9 +53,8 @@ class Answers:
         self.arrived: asyncio.Queue[Arrival] = asyncio.Queue()
         self.answers: list[Completion] = []
         self.cancelled = False
-        self.keep: Callable[[str], None] | None = (
-            None  # called with the text of each finished answer
-        )
+        # Called with the text of each finished answer.
+        self.keep: Callable[[str], None] | None = None
 
     async def run(
         self, call: Callable[[], T], param: str | None = None, lane: Lane | None = None

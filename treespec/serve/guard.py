@@ -19,9 +19,8 @@ from treespec.serve.logs import REQUEST_ID_HEADER, log_request, read_request_id,
 from treespec.serve.state import State
 
 MAX_BODY_BYTES = 4 << 20  # of a request
-SOCKET_LOOKS = (
-    6  # of the event loop at its sockets before a body is parsed: many a client has left by then
-)
+# Looks of the event loop at its sockets before a body is parsed: many a client has left by then.
+SOCKET_LOOKS = 6
 CLIENT_LEFT_STATUS = 499  # in the log, as nginx has it
 OPEN_PATHS = ("/", "/health", "/live")  # need no key: the page itself holds nothing secret
 UNREFUSED_PATHS = ("/metrics", "/health", "/live")  # while the server ends, too

@@ -69,9 +69,8 @@ class Ending:
         self.left = max_new_tokens
         self.stops = stop
         self.early = least - 1  # tokens still to come in which no stop string may end
-        self.window: list[
-            int
-        ] = []  # the last tokens, decoded together: a token's text depends on earlier tokens
+        # The last tokens, decoded together: a token's text depends on earlier tokens.
+        self.window: list[int] = []
         self.border = 0  # number of tokens in the window up to the last complete character
         self.given = 0  # number of characters of the window's text that were returned
         self.held = ""  # text held back: it may become a stop string
@@ -111,9 +110,8 @@ class Ending:
             complete_text = text.rstrip(INCOMPLETE_CHARACTER)
         new_text = complete_text[self.given :]
         self.given = max(self.given, len(complete_text))
-        if (
-            new_text and complete_text == text
-        ):  # a window without text could lose its first token's space
+        # A window without text could lose its first token's space.
+        if new_text and complete_text == text:
             self.window = self.window[self.border :]
             self.border = len(self.window)
             self.given = len(self._decode(self.window))

@@ -37,9 +37,8 @@ RATIO_BIT_SHIFT = 17
 LOWEST_RATIO_CELL = (127 - 8) << 6
 NUM_RATIO_CELLS = 14 << 6
 MAX_DRAW_FACTOR = 4  # limit on independent draws, in multiples of the draws asked for
-LIKELY_TOKENS = (
-    64  # tokens that count in the expected number of distinct draws; all others are unlikely
-)
+# Tokens that count in the expected number of distinct draws; all others are unlikely.
+LIKELY_TOKENS = 64
 
 
 class Allotment(NamedTuple):

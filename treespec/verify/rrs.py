@@ -26,9 +26,8 @@ from treespec.verify.distributions import (
 )
 from treespec.verify.scheme import Scheme
 
-OVERSAMPLE_FACTOR = (
-    4  # independent draws per wanted draw; four nearly always hold enough distinct tokens
-)
+# Independent draws per wanted draw; four nearly always hold enough distinct tokens.
+OVERSAMPLE_FACTOR = 4
 
 
 def list_draw_distributions(q: Tensor, draws: int) -> list[Tensor]:

@@ -20,9 +20,8 @@ import numpy as np
 
 from treespec.draft.auto.cost import CostBy, CycleCost
 
-RATE_DECAY = (
-    0.98  # factor of the weight of earlier cycles, for each cycle: acceptance drifts in a sequence
-)
+# Factor of the weight of earlier cycles, for each cycle: acceptance drifts in a sequence.
+RATE_DECAY = 0.98
 # Prior weight of fitted and of guessed rates, in predicted acceptances.
 FITTED_RATE_WEIGHT = 10.0
 GUESSED_RATE_WEIGHT = 2.0
@@ -38,9 +37,8 @@ MAX_CHILD_PROBABILITY = 0.98  # of a node's children together
 FIRST_MEAN_NODES = 2.0  # of a sequence's tree in a batch, before its first one
 MEAN_NODES_DECAY = 0.9  # of earlier trees in their mean size
 SMALLEST_FLOAT = float(np.finfo(float).tiny)  # of a divisor
-RETRY_CYCLES = (
-    8  # cycles without drafts before drafting is tried again, if it is nearly fast enough
-)
+# Cycles without drafts before drafting is tried again, if it is nearly fast enough.
+RETRY_CYCLES = 8
 RETRY_POWER = 6  # that number is multiplied by (one-token speed / drafting speed) to this power
 
 

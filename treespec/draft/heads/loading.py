@@ -34,9 +34,8 @@ from treespec.model.target import Target
 MAX_BLOCK_ROWS = 16_384  # that a layer computes at once: 1,024 blocks of 16
 MAX_LOGITS = 64 << 20  # that are computed at once, to find the most likely tokens
 SAMPLE_TOKENS = 16  # tokens that a head's config.json has
-TARGET_TOKENS_FIELD = (
-    "target_tokens"  # of config.json: tokens that a head was trained with, as {"9": "Ġthe"}
-)
+# Field of config.json: tokens that a head was trained with, as {"9": "Ġthe"}.
+TARGET_TOKENS_FIELD = "target_tokens"
 
 
 def to_dense_embedding(target: Target) -> nn.Parameter:

@@ -21,16 +21,13 @@ from treespec.model.recurrent.rows import input_once
 
 TRIAL_FORWARD_TOKENS = 6  # tokens of the forward in which mixers are found
 TRIAL_TOKENS = 3  # tokens of a trial
-TRIAL_TOLERANCE = (
-    0.02  # of the outputs' standard deviation: some models clamp step sizes in only one code path
-)
-MAX_EFFECT_SHARE = (
-    0.25  # of a state's effect on the outputs; code that ignores the state misses all of it
-)
+# Share of the outputs' standard deviation: some models clamp step sizes in only one code path.
+TRIAL_TOLERANCE = 0.02
+# Share of a state's effect on the outputs; code that ignores the state misses all of it.
+MAX_EFFECT_SHARE = 0.25
 DELTA_RULE_CHUNK = 64  # tokens: the usual chunk of a delta rule
-MAX_ROW_TOKENS = (
-    32  # rows up to this length keep the state after each token: a tree's rows are shorter
-)
+# Rows up to this length keep the state after each token: a tree's rows are shorter.
+MAX_ROW_TOKENS = 32
 STATE_KINDS = ("conv", "recurrent")
 Arguments = dict[str, Any]
 # {step: states [R, ...] after it}: of the last step, or of all steps if the code took tokens one by one.

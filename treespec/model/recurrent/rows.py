@@ -28,9 +28,8 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-MAX_KEPT_NODES = (
-    128  # nodes of a forward whose outputs are kept: more than a tree has, fewer than a prompt
-)
+# Nodes of a forward whose outputs are kept: more than a tree has, fewer than a prompt.
+MAX_KEPT_NODES = 128
 Linear = Callable[[Tensor], Tensor]
 Call = tuple[nn.Module, int]  # a linear layer, and the number of its call in a forward
 Outputs = dict[Call, Tensor]  # [B, N, out]

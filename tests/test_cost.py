@@ -100,6 +100,7 @@ def test_a_cost_is_kept_in_a_file_while_it_holds(tmp_path, monkeypatch, llama_he
 def test_a_cost_is_checked_once_every_ten_minutes(tmp_path, monkeypatch, llama_head):
     ratios = []  # of the trials to come, the last one first, over that of the first cost
     monkeypatch.setattr(measure, "measure_check_ratio", lambda target, cost: 2.0 * ratios.pop())
+    monkeypatch.setattr(measure, "MAX_MISFIT", math.inf)
 
     def load(*next_ratios):
         """Load the cost in a new process, as it were; return it and the number of unused ratios."""
@@ -120,6 +121,25 @@ def test_a_cost_is_checked_once_every_ten_minutes(tmp_path, monkeypatch, llama_h
     changed, unused = load(1.0, 1.5, 0.6)  # two trials fail, and one is of the new cost
     assert changed != first
     assert unused == 0
+
+
+def test_a_cost_that_other_work_disturbed_is_measured_once_more(tmp_path, monkeypatch, llama_head):
+    factors = []  # of the trials to come over the cost's own ratio, the last one first
+
+    def try_forwards(target, cost):
+        return measure.divide_checked_forwards(cost) * factors.pop()
+
+    monkeypatch.setattr(measure, "measure_check_ratio", try_forwards)
+    factors[:] = [7.0, 1.0, 0.5]
+    cost = load_or_measure_cost(*llama_head, tmp_path / "disturbed")
+    assert factors == [7.0]
+    assert cost.check_ratio == measure.divide_checked_forwards(cost)
+    factors[:] = [7.0, 1.1]
+    load_or_measure_cost(*llama_head, tmp_path / "quiet")
+    assert factors == [7.0]
+    factors[:] = [7.0, 3.0, 3.0]  # a machine that is never quiet is not measured for ever
+    load_or_measure_cost(*llama_head, tmp_path / "busy")
+    assert factors == [7.0]
 
 
 def test_a_bent_cost_has_the_ratio_that_the_trial_measured():

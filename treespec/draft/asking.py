@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import final
 
 LEAST_ACCEPTED = 0.06  # draft tokens of a sequence and cycle that are worth asking in each cycle
-LEAST_ACCEPTED_ALONE = 0.03  # the same, of one sequence that is decoded alone
 FIRST_ACCEPTED = 0.15  # of a batch that was not asked yet
 ACCEPTED_DECAY = 0.9  # factor of the weight of earlier cycles, for each cycle
 WAIT_CYCLES = 7  # cycles without drafts after one that brought too little, as texts may become easier to draft
@@ -44,8 +43,5 @@ class AskingSchedule:
         """Learn from a cycle that was asked. paths: of each sequence, the accepted nodes."""
         accepted = sum(map(len, paths)) / len(paths)
         self.accepted += (1 - ACCEPTED_DECAY) * (accepted - self.accepted)
-        least = LEAST_ACCEPTED
-        if len(paths) == 1:
-            least = LEAST_ACCEPTED_ALONE
-        if self.accepted < least:
+        if self.accepted < LEAST_ACCEPTED:
             self.wait = WAIT_CYCLES

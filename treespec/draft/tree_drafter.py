@@ -134,8 +134,8 @@ class TreeDrafter(Drafter):
         return chains.prepend_to(trees, self.scheme, generators)
 
     def _can_sleep(self, chains: ForcedChains) -> bool:
-        """Whether a cycle may go without drafts. A tree that is named is drafted in each."""
-        if not self.policy.timed or not self.times:
+        """Whether a cycle may go without drafts. One sequence is asked in each, and so is a tree that is named."""
+        if not self.policy.timed or not self.times or self.times(len(self.states)).batch == 1:
             return False
         return not any(forced.ids for forced in chains.forced)
 

@@ -1,8 +1,11 @@
 """Measure what loading a target takes, each form in a process of its own: seconds, and memory beside its imports.
 
-python docs/scripts/measure_loading.py TARGET --forms ,q8,q4,gguf:FILE
+For example:
+
+    python docs/scripts/measure_loading.py TARGET --forms ,q8,q4,gguf:FILE
 """
 
+import importlib
 import subprocess
 import sys
 import time
@@ -11,6 +14,9 @@ from typing import Annotated
 
 import typer
 from measure import show
+
+from treespec import load
+from treespec.errors import InputError
 
 MEBIBYTES_OF_KIB = 1024
 
@@ -24,13 +30,11 @@ def read_memory(field: str) -> int:
 
 def load_alone(target: str, form: str) -> list[str]:
     """Load the target in this process. Returns seconds, and MiB afterwards and at the most."""
-    from treespec import load
-
+    importlib.import_module("transformers")  # its memory is that of the imports
     before = read_memory("VmRSS")
     start = time.perf_counter()
-    spec = load(target, load_in=form or None, drafter="suffix")
+    _spec = load(target, load_in=form or None, drafter="suffix")
     seconds = time.perf_counter() - start
-    assert spec.target is not None
     held = read_memory("VmRSS") - before
     peak = read_memory("VmHWM") - before
     return [f"{seconds:.1f}", f"{held:,}", f"{peak:,}"]
@@ -43,14 +47,17 @@ def main(
 ) -> None:
     """Print the table."""
     if alone:
-        import transformers  # noqa: F401  (so that its memory counts as that of the imports)
-
-        print("\t".join(load_alone(target, forms)))
+        try:
+            print("\t".join(load_alone(target, forms)))
+        except InputError as error:
+            sys.exit(str(error))
         return
     rows = []
     for form in forms.split(","):
         command = [sys.executable, __file__, target, "--forms", form, "--alone"]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        if done.returncode:
+            sys.exit(done.returncode)  # it has told why
         cells = done.stdout.strip().splitlines()[-1].split("\t")
         rows.append([form or "as stored", *cells])
     show(["form", "seconds", "MiB held", "MiB at the most"], rows)

@@ -33,14 +33,14 @@ class AskingSchedule:
     wait: int = 0
 
     def begin_cycle(self) -> bool:
-        """Begin a cycle. Returns whether the batch is asked in it."""
+        """Begins a cycle. Returns whether the batch is asked in it."""
         if self.wait:
             self.wait -= 1
             return False
         return True
 
     def learn(self, paths: Sequence[Sequence[int]]) -> None:
-        """Learn from a cycle that was asked. paths: of each sequence, the accepted nodes."""
+        """Learns from a cycle that was asked. paths: of each sequence, the accepted nodes."""
         accepted = sum(map(len, paths)) / len(paths)
         self.accepted += (1 - ACCEPTED_DECAY) * (accepted - self.accepted)
         if self.accepted < LEAST_ACCEPTED:

@@ -41,7 +41,7 @@ CHECKED_NODES = 16
 MAX_COST_DRIFT = 1.4
 CHECK_TRIALS = 2
 # Measure again if that ratio of the cost itself is another one than the trial's right after it, by this factor: other
-# work has disturbed some steps. On fifteen pairs of machine and model it was 0.9 to 1.13, and once 2.
+# work has disturbed some steps. The factor was 0.9 to 1.13 in fourteen costs, and 2 in one that was disturbed.
 MAX_MISFIT = 1.5
 TRUSTED_SECONDS = 600  # after a check: so long other processes do not check the cost again
 

@@ -111,7 +111,8 @@ def random_model(config, seed=0, spread=0.1) -> hf.PreTrainedModel:
 
 @cache
 def target(name) -> Target:
-    return Target(random_model(CONFIGS[name]()))
+    with torch.inference_mode(mode=False):  # tests in any mode share it
+        return Target(random_model(CONFIGS[name]()))
 
 
 def small(seed=5, **changes) -> Target:

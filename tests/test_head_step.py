@@ -11,6 +11,7 @@ from models import CONFIGS, GROUPED, randn, random_head, random_model, seeded
 
 from treespec.draft.drafter import Frontier
 from treespec.draft.heads import own_tokens
+from treespec.draft.heads.base import MAX_WAITING_PAIRS
 from treespec.draft.heads.host_levels import apply_window, extend_mask, mask_committed_columns
 from treespec.draft.heads.host_step import log_refusal
 from treespec.draft.heads.loading import build_proposer
@@ -81,7 +82,7 @@ def run_as_modules(proposer):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("drafted", [None, DRAFTED])
 def test_one_call_drafts_the_logits_of_the_modules(build_head, dtype, drafted):
-    """The first 40 pairs are a prompt: observing it reads all but the last of them."""
+    """The first 40 pairs are a prompt: all but the last of them are read before the call."""
     proposer = build_packed_proposer(build_head, dtype=dtype, drafted=drafted)
     tokens = 64 if drafted is None else len(drafted)
     frontiers = list(random_frontiers(tokens))
@@ -92,6 +93,18 @@ def test_one_call_drafts_the_logits_of_the_modules(build_head, dtype, drafted):
     assert len(found) == len(lengths) * (1 + len(frontiers))
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
+
+
+@packed
+def test_on_a_cpu_a_prompt_is_read_when_the_first_drafts_are_asked_for():
+    proposer = build_packed_proposer()
+    observe_random_pairs(proposer, [40], seeded(4))
+    assert proposer.cache.lengths == [0]
+    proposer.begin(torch.tensor([5]))
+    assert proposer.cache.lengths == [40]
+    assert proposer.host_levels is not None
+    observe_random_pairs(proposer, [MAX_WAITING_PAIRS + 1], seeded(4))
+    assert proposer.cache.lengths == [40 + MAX_WAITING_PAIRS]
 
 
 def draft_batch_levels(proposer):

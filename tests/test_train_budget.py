@@ -54,6 +54,14 @@ def test_a_short_run_takes_the_recipe_that_learns_fast():
     assert chosen.recipe == "budget"
 
 
+def test_a_run_from_a_trained_head_learns_at_a_lower_rate(config):
+    train_to_end(config)
+    from_head = config_without_files(recipe=None, minutes=20, from_head=config.out)
+    assert choose_recipe(from_head, SIZE).learning_rate == 3e-4
+    assert choose_recipe(replace(from_head, learning_rate=1e-3), SIZE).learning_rate == 1e-3
+    assert choose_recipe(replace(from_head, head="dflash"), SIZE).learning_rate is None
+
+
 def test_published_and_long_runs_take_the_papers_numbers():
     published = {"first_weights": "random", "bias": True, "token_weight": 0.1, "batch_size": 4}
     nothing = dict.fromkeys(("draft_vocab", "learning_rate", "warm_up", "accumulate"))
@@ -130,7 +138,9 @@ def test_validation_and_calibration_end_when_their_time_is_over(config, monkeypa
     monkeypatch.setattr(progress, "MIN_END_SECONDS", 0.0)
     short = train(replace(config, calibrate=True, decode_on=2))
     assert 0 < short.positions < whole.positions
-    assert "held-out conversations: the time is up" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "held-out conversations: the time is up" in printed
+    assert "calibrating the head for --tree auto, on one conversation, as validation took the time" in printed
     assert has_drafts(config, dtype="float32")
 
 

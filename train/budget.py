@@ -22,6 +22,7 @@ MIN_STEP_CONVERSATIONS = 2
 TOKENS_PER_SECOND_ON_CPU = 500  # order of magnitude, for a budget in minutes
 TOKENS_PER_SECOND_ELSEWHERE = 50_000
 SHARED_OPTIONS: dict[str, object] = {"learning_rate": 1e-3, "warm_up": 30}
+FURTHER_RATE = 3e-4  # learning rate from a trained head, which 1e-3 makes worse (docs/results.md, Rates from a head)
 # By the kind of head; other kinds have their own recipe.
 BUDGET_OPTIONS: dict[str, dict[str, object]] = {
     "eagle": SHARED_OPTIONS
@@ -135,6 +136,8 @@ def choose_recipe(config: TrainConfig, size: TrainingSize) -> TrainConfig:
         if not config.training.first_stage:
             chosen["first_weights"] = "random"
         chosen.pop("draft_vocab", None)
+        if "learning_rate" in chosen:
+            chosen["learning_rate"] = FURTHER_RATE
         if "bias" in chosen:
             chosen["bias"] = read_head_config(find_head_folder(config.from_head)).get("bias", True)
 

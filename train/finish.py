@@ -81,9 +81,10 @@ def measure_head(run: TrainingRun, served: Head, place: Place, limit: TimeLimit)
             restrict(served, target, run.vocabulary)
         if config.calibrate and run.data.held_out:
             seconds = limit.count_remaining()
-            accelerator.print(
-                f"calibrating the head for --tree auto, at most {format_seconds(seconds)} …"
-            )
+            extent = "on one conversation, as validation took the time"
+            if seconds:
+                extent = f"at most {format_seconds(seconds)}"
+            accelerator.print(f"calibrating the head for --tree auto, {extent} …")
             try:
                 save_calibration(calibrate(served, target, rows, seconds=seconds), Path(config.out))
             except InputError as error:

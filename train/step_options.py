@@ -48,7 +48,7 @@ class StepOptions(CommandOptions):
         choices=OPTIMIZER_NAMES,
     )
     learning_rate: float | None = option(
-        "highest learning rate; default: 1e-3, published: the kind's recipe",
+        "highest learning rate; default: 1e-3, with --from-head 3e-4, published: the kind's recipe",
         None,
         least=0,
         most=10,

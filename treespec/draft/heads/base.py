@@ -82,15 +82,15 @@ class WaitingPairs:
 class PairProposer(Proposer):
     """Drafts with a head whose layers read pairs and cache their keys and values.
 
-    Observed pairs wait in `states` until `begin` runs the layers over them. A long prompt is run at once, and so
-    are more pairs than `most_waiting`; only the last pair waits.
+    Observed pairs wait in `states` until `begin` runs the layers over them. If more than `most_waiting` wait, the
+    layers run at once, over all but the last.
 
     Attributes:
         head: the head; each subclass names its class.
         states: the waiting pairs of each sequence.
         cache: keys and values of the pairs that the layers have read, then those of drafted levels.
-        most_waiting: pairs of a sequence that may wait. It is large on a CPU: if drafts do not pay, a text often ends
-            before the layers read its pairs.
+        most_waiting: pairs of a sequence that may wait. It is large on a CPU: the first token of an answer does not
+            wait for the head, and if drafts do not pay, a text often ends before the layers read its pairs.
     """
 
     head: Any
@@ -189,12 +189,15 @@ class PairProposer(Proposer):
         for row, (new_features, new_tokens) in enumerate(zip(features, tokens, strict=True)):
             following = to_device(new_tokens[1:], new_features.device)
             self.states[row] = self.states[row].append(new_features, following)
-        is_prompt = max(new_features.shape[0] for new_features in features) > PREFILL_AT
-        if is_prompt or max(map(len, self.states)) > self.most_waiting:
-            last_pairs = [pairs[-1:] for pairs in self.states]
-            self.states = [pairs[:-1] for pairs in self.states]
-            self.run()
-            self.states = last_pairs
+        if max(map(len, self.states)) > self.most_waiting:
+            self.read_all_but_last()
+
+    def read_all_but_last(self) -> None:
+        """Runs the layers over the waiting pairs but the last of each sequence, which waits on."""
+        last_pairs = [pairs[-1:] for pairs in self.states]
+        self.states = [pairs[:-1] for pairs in self.states]
+        self.run()
+        self.states = last_pairs
 
     def rewind(self, lengths: Sequence[int]) -> None:
         cached_lengths = self.cache.lengths

@@ -102,9 +102,12 @@ class EagleProposer(DeepeningProposer):
     def begin(self, roots: Tensor, cache: TreeCache | None = None) -> list[Tensor | None]:
         self.host_levels = None
         counts = list(map(len, self.states))
-        if not min(counts) or max(counts) > PREFILL_AT or self.head_step is None:
+        if not min(counts) or self.head_step is None:
             return super().begin(roots, cache)
+        if max(counts) > PREFILL_AT:
+            self.read_all_but_last()
         pairs = self.states
+        counts = list(map(len, pairs))
         self.states = [self.nothing] * len(pairs)
         size = self.cache.end + max(counts) + POSITIONS_AHEAD
         table = self.head.rotary.get_table(size, self.target.dtype, self.target.output_device)

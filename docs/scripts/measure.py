@@ -209,7 +209,7 @@ def floor(
 
     The cells: both speeds, the median of the rounds' ratios, and the tokens of a forward. The time of prompts does
     not count.
-    sizes: the numbers of texts that are decoded together, of three times as many. The next enters when one has ended.
+    sizes: how many texts are decoded together. Three times as many wait; when one ends, the next one enters.
     hard: also a long prompt of `long` tokens, a head that knows nothing, and drafts from the text alone.
     """
     # 1. The ways to draft: the default, a head with random weights, only the text.

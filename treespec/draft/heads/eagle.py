@@ -107,9 +107,8 @@ class EagleProposer(DeepeningProposer):
         if max(counts) > PREFILL_AT:
             self.read_all_but_last()
         pairs = self.states
-        counts = list(map(len, pairs))
         self.states = [self.nothing] * len(pairs)
-        size = self.cache.end + max(counts) + POSITIONS_AHEAD
+        size = self.cache.end + max(map(len, pairs)) + POSITIONS_AHEAD
         table = self.head.rotary.get_table(size, self.target.dtype, self.target.output_device)
         own = None
         if self.own_tokens:

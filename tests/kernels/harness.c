@@ -888,6 +888,10 @@ static void check_products_of_blocks(int form) {
       for (int half = 0; half < 2; half++) check_blocks(in, outs[o], rows[(in / 32 + o + half) % 4], form, half);
 }
 
+static void check_every_number_of_rows(int form) {
+  for (int64_t n = 1; n < 40; n++) check_blocks(96, 40, n, form, n % 3 == 0);
+}
+
 static void check_layers_of_blocks(int form) {
   check_blocks_of_nan(form == MIXED ? Q4_0 : form);
   for (int half = 0; half < 2; half++) {
@@ -971,5 +975,6 @@ int main(void) {
       check_copied_outputs(form >= Q8_0 ? 96 : 75, form, half);
       for (int kind = EAGLE; kind < HEAD_KINDS; kind++) check_head_step(kind, form, half, 10);
     }
+  for (int form = Q8_0; form <= Q4_1; form++) check_every_number_of_rows(form);
   return failures != 0;
 }

@@ -300,6 +300,24 @@ INLINE int32_t sum_of_block(const char *scales, int64_t b, int64_t blocks) {
   return ((const int32_t *)(scales + blocks * sizeof(float)))[b];
 }
 
+INLINE int offset_of(int form) { return form == Q8_0 ? EIGHTS_SHIFT : form == Q4_0 ? 8 : 0; }  // of packed numbers
+
+// The scales of a block of L outputs; least: of Q4_1.
+typedef struct { F scale, least; } BlockScales;
+
+INLINE BlockScales read_scales(const uint16_t *scales, int64_t b, int form) {
+  const uint16_t *at = scales + b * halves_of(form) * L;
+  return (BlockScales){from_halves(*(const H *)at), form == Q4_1 ? from_halves(*(const H *)(at + L)) : (F){}};
+}
+
+// Adds block b of a row to the sums of L outputs. whole: the block's sums of products.
+INLINE F add_block(F sum, I whole, BlockScales block, const char *row_scales, int64_t b, int64_t blocks, int form) {
+  float row_scale = ((const float *)row_scales)[b];
+  sum += __builtin_convertvector(whole, F) * (block.scale * row_scale);
+  if (form == Q4_1) sum += (float)sum_of_block(row_scales, b, blocks) * (block.least * row_scale);
+  return sum;
+}
+
 // rows x panels of outputs. x: rows of `row_bytes`; w, scales: of the first panel.
 INLINE void eights_tile(const char *x, int64_t row_bytes, const char *w, const uint16_t *scales, F *sums, int64_t in,
                         int rows, int panels, int again, int form) {
@@ -307,7 +325,6 @@ INLINE void eights_tile(const char *x, int64_t row_bytes, const char *w, const u
   const int each = EIGHTS_BY_TWO ? 2 : 8 / bits_of(form);  // steps of the same bytes
   const int by_two = EIGHTS_BY_TWO ? rows / 2 * 2 : 0;     // rows that are multiplied by two
   const int halves = halves_of(form), bytes = EIGHTS_BLOCK * L * bits_of(form) / 8;
-  const int offset = form == Q8_0 ? EIGHTS_SHIFT : form == Q4_0 ? 8 : 0;  // of the numbers
   F sum[EIGHTS_ROWS][EIGHTS_PANELS] = {};
   int64_t blocks = in / EIGHTS_BLOCK, panel = blocks * bytes, ahead = again ? panels * panel : AHEAD;
   const char *row_scales = x + in * sizeof(RowNumber), *numbers_of_rows = pairs ? x + small_numbers_place(in) : x;
@@ -315,7 +332,7 @@ INLINE void eights_tile(const char *x, int64_t row_bytes, const char *w, const u
     I part[EIGHTS_ROWS][EIGHTS_PANELS];
     UNROLL
     for (int r = 0; r < rows; r++) {
-      int32_t start = -offset * sum_of_block(row_scales + r * row_bytes, b, blocks);
+      int32_t start = -offset_of(form) * sum_of_block(row_scales + r * row_bytes, b, blocks);
       if (pairs) start &= 0xffff;  // to the first of two sums, of which the end, too, is at most 32512 from 0
       UNROLL
       for (int p = 0; p < panels; p++) part[r][p] = start - (I){};
@@ -357,24 +374,16 @@ INLINE void eights_tile(const char *x, int64_t row_bytes, const char *w, const u
     for (int r = 0; r < by_two; r += 2)
       UNROLL
       for (int p = 0; p < panels; p++) turn_sums(&part[r][p], &part[r + 1][p]);
-    F weight_scales[EIGHTS_PANELS], least[EIGHTS_PANELS] = {};
+    BlockScales block[EIGHTS_PANELS];
     UNROLL
-    for (int p = 0; p < panels; p++) {
-      const uint16_t *at = scales + (p * blocks + b) * halves * L;
-      weight_scales[p] = from_halves(*(const H *)at);
-      if (form == Q4_1) least[p] = from_halves(*(const H *)(at + L));
-    }
+    for (int p = 0; p < panels; p++) block[p] = read_scales(scales + p * blocks * halves * L, b, form);
     UNROLL
-    for (int r = 0; r < rows; r++) {
-      float row_scale = ((const float *)(row_scales + r * row_bytes))[b];
-      float row_sum = (float)sum_of_block(row_scales + r * row_bytes, b, blocks);
+    for (int r = 0; r < rows; r++)
       UNROLL
       for (int p = 0; p < panels; p++) {
         I whole = pairs ? join_pairs(part[r][p]) : part[r][p];
-        sum[r][p] += __builtin_convertvector(whole, F) * (weight_scales[p] * row_scale);
-        if (form == Q4_1) sum[r][p] += row_sum * (least[p] * row_scale);
+        sum[r][p] = add_block(sum[r][p], whole, block[p], row_scales + r * row_bytes, b, blocks, form);
       }
-    }
     w += bytes;
   }
   UNROLL
@@ -399,18 +408,41 @@ static void eights_tiles(const char *x, int64_t row_bytes, const char *w, const 
   }
 }
 
-// Outputs [from, to) of n rows x, rounded to eight bits.
-static void multiply_eights(const char *x, const Linear *a, void *y, int64_t row, int64_t n, int64_t from, int64_t to) {
-  F sums[EIGHTS_ROWS * EIGHTS_PANELS];
-  int64_t in = a->in, row_bytes = eights_row_bytes(in), blocks = in / EIGHTS_BLOCK, form = a->form;
-  const uint16_t *scales = eights_scales(a->weight, in, a->out, form);
-  int64_t most = form == Q8_0 ? EIGHTS_ROWS : FOURS_ROWS, passes = (n + most - 1) / most, each = (n + passes - 1) / passes;  // rows of a pass
+#ifdef AMX
+#include "amx.c"
+enum { EIGHTS_AT_ONCE = AMX_ROWS };  // the most rows of a pass
+#else
+enum { EIGHTS_AT_ONCE = EIGHTS_ROWS };
+#endif
+
+// Outputs [from, to) of n rows x, rounded to eight bits. amx: whether the matrix unit may multiply them.
+static void multiply_eights(const char *x, const Linear *a, void *y, int64_t row, int64_t n, int64_t from, int64_t to,
+                            int amx) {
+  F sums[EIGHTS_AT_ONCE * EIGHTS_PANELS];
+  int64_t in = a->in, row_bytes = eights_row_bytes(in), form = a->form;
+  int64_t panel = L * in * bits_of(form) / 8, panel_scales = in / EIGHTS_BLOCK * halves_of(form) * L;
+  int64_t most = amx ? EIGHTS_AT_ONCE : form == Q8_0 ? EIGHTS_ROWS : FOURS_ROWS;
+  int64_t passes = (n + most - 1) / most, each = (n + passes - 1) / passes;  // rows of a pass
+#ifdef AMX
+  int shaped = 0;  // the rows for which the matrix unit is set up
+#endif
   for (int64_t o = from; o < to; o += EIGHTS_PANELS * L)
     for (int64_t r = 0; r < n; r += each) {
       int rows = MIN(each, n - r), panels = MIN(EIGHTS_PANELS, (to - o + L - 1) / L);
-      const char *w = (const char *)a->weight + o * in * bits_of(form) / 8;
-      const uint16_t *scales_of_panel = scales + o * blocks * halves_of(form);
-      eights_tiles(x + r * row_bytes, row_bytes, w, scales_of_panel, sums, in, rows, panels, r > 0, form);
+      const char *w = (const char *)a->weight + o / L * panel;
+      const uint16_t *scales = eights_scales(a->weight, in, a->out, form) + o / L * panel_scales;
+#ifdef AMX
+      if (rows > FEW_AMX_ROWS) {
+        if (shaped != rows) shape_eights(shaped = rows);
+        for (int p = 0; p < panels; p++)
+          eights_of_rows(x + r * row_bytes, row_bytes, w + p * panel, scales + p * panel_scales, sums + p, in, rows,
+                         r > 0, form);
+      } else
+#endif
+        eights_tiles(x + r * row_bytes, row_bytes, w, scales, sums, in, rows, panels, r > 0, form);
       finish((float *)sums, EIGHTS_PANELS * L, y, row, a->bias, a->out, a->half, r, rows, o, panels * L);
     }
+#ifdef AMX
+  if (shaped) _tile_release();
+#endif
 }

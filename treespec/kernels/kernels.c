@@ -10,7 +10,8 @@
 #include <string.h>
 
 #include "team.c"
-#ifdef __AMX_BF16__
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512VNNI__)
+#define AMX  // the matrix unit (amx.c)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -420,57 +421,9 @@ int copy_outputs(const void *packed, void *to, const int64_t *outputs, const int
   return DONE;
 }
 
-#ifdef __AMX_BF16__
-static int tiles_allowed(void) {
-  static int allowed = -1;
-  if (allowed < 0) allowed = !syscall(SYS_arch_prctl, 0x1023, 18);  // ARCH_REQ_XCOMP_PERM, tile data
-  return allowed;
-}
-
-// Blocks [from, to) of outputs. x: [rows padded to 16 beyond the first 16, width] bfloat16.
-static void amx(const uint16_t *x, const uint16_t *w, void *y, int64_t row, const void *bias, int64_t n,
-                int64_t width, int64_t out, int64_t from, int64_t to) {
-  struct { uint8_t palette, row, zeros[14]; uint16_t bytes[16]; uint8_t rows[16]; } shape = {.palette = 1};
-  for (int t = 0; t < 8; t++) { shape.bytes[t] = 64; shape.rows[t] = t < 6 ? MIN(n, 16) : 16; }
-  _tile_loadconfig(&shape);
-  float sums[4][16 * L] __attribute__((aligned(64)));
-  for (int64_t b = from; b < to; b += 2) {
-    const uint16_t *w0 = w + b * L * width, *w1 = b + 1 < to ? w0 + L * width : w0;
-    for (int64_t r = 0; r < n; r += 32) {
-      const uint16_t *x0 = x + r * width, *x1 = x0 + 16 * width;
-      int both = r + 16 < n;
-      _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
-      for (int64_t k = 0; k < width; k += 32) {
-        for (int i = 0; i < 16 * 64; i += 64) {
-          __builtin_prefetch((const char *)(w0 + k * L) + i + AHEAD);
-          __builtin_prefetch((const char *)(w1 + k * L) + i + AHEAD);
-        }
-        _tile_loadd(6, w0 + k * L, 64);
-        _tile_loadd(7, w1 + k * L, 64);
-        _tile_loadd(4, x0 + k, 2 * width);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        if (both) {
-          _tile_loadd(5, x1 + k, 2 * width);
-          _tile_dpbf16ps(2, 5, 6);
-          _tile_dpbf16ps(3, 5, 7);
-        }
-      }
-      _tile_stored(0, sums[0], 64); _tile_stored(1, sums[1], 64);
-      if (both) { _tile_stored(2, sums[2], 64); _tile_stored(3, sums[3], 64); }
-      for (int t = 0; t < 4; t++) {
-        int64_t first = r + t / 2 * 16;
-        if (first < n && b + t % 2 < to)
-          finish(sums[t], 16, y, row, bias, out, 1, first, MIN(16, n - first), (b + t % 2) * L, L);
-      }
-    }
-  }
-  _tile_release();
-}
-#endif
-
 // How products read rows [n, width]: `in` is padded; in floats (`size` 4) unless they take bfloat16; a row has `bytes`.
 // unit: threads share outputs in multiples of it.
+// amx: whether the matrix unit multiplies them.
 typedef struct { Mode mode; int amx, half; int64_t in, width, size, bytes, unit; } Rows;
 
 static Rows rows_for(int64_t in, int form, int half) {
@@ -479,15 +432,17 @@ static Rows rows_for(int64_t in, int form, int half) {
 #ifdef __AVX512BF16__
   if (half && form == PAIRED) rows.mode = PAIRS;
 #endif
-#ifdef __AMX_BF16__
-  rows.amx = half && form == PAIRED && tiles_allowed();
+#ifdef AMX
+  rows.amx = (rows.mode == PAIRS || rows.mode == ROUNDED) && is_amx_allowed();
 #endif
-  if (half && (rows.amx || rows.mode == PAIRS)) rows.size = 2;
+  if (rows.mode == PAIRS) rows.size = 2;
   rows.bytes = form >= Q8_0 ? eights_row_bytes(in) : rows.width * rows.size;
   return rows;
 }
 
-static int64_t padded(const Rows *f, int64_t n) { return f->amx && n > 16 ? (n + 15) / 16 * 16 : n; }
+static int64_t padded(const Rows *f, int64_t n) {
+  return f->amx && f->mode == PAIRS && n > 16 ? (n + 15) / 16 * 16 : n;
+}
 
 static void read_row(const Rows *f, const void *x, char *to, int64_t r) {
   char *row = to + r * f->bytes;
@@ -511,17 +466,17 @@ static int64_t first_of(int64_t out, int64_t unit, int threads, int t) {
 static void share(const Linear *a, const Rows *f, const char *x, void *y, int64_t n, int t) {
   int64_t from = first_of(a->out, f->unit, a->threads, t), to = first_of(a->out, f->unit, a->threads, t + 1);
   int64_t width = f->width, row = a->row ? a->row : a->out;
-#ifdef __AMX_BF16__
+  if (f->mode == ROUNDED) {
+    multiply_eights(x, a, y, row, n, from, to, f->amx);
+    return;
+  }
+#ifdef AMX
   if (f->amx) {
     int64_t end = (to + L - 1) / L;
-    if (from < to) amx((const void *)x, a->weight, y, row, a->bias, n, width, a->out, from / L, end);
+    if (from < to) multiply_by_amx((const void *)x, a->weight, y, row, a->bias, n, width, a->out, from / L, end);
     return;
   }
 #endif
-  if (f->mode == ROUNDED) {
-    multiply_eights(x, a, y, row, n, from, to);
-    return;
-  }
   F sums[ROWS * BLOCKS];
   int64_t passes = (n + ROWS - 1) / ROWS, each = (n + passes - 1) / passes;  // rows of a pass
   int most = each > FEW_ROWS ? BLOCKS_OF_MANY : BLOCKS;

@@ -1,7 +1,8 @@
 """Loads the C kernels: a library built ahead for processors like this one, or else one compiled at the first use.
 
-`kernels.c` holds products and norms, `eight_bits.c` products in eight and four bits, `attention.c` attention,
-`layer.c` whole decoder layers, and `team.c` what their threads do. All become one shared library.
+`kernels.c` holds products and norms, `eight_bits.c` products in eight and four bits, `amx.c` those of a matrix unit,
+`attention.c` attention, `layer.c` whole decoder layers, and `team.c` what their threads do. All become one shared
+library.
 """
 
 import ctypes

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 # The compiler gets the first, which includes the others.
-SOURCE_NAMES = ("layer.c", "kernels.c", "eight_bits.c", "attention.c", "team.c")
+SOURCE_NAMES = ("layer.c", "kernels.c", "eight_bits.c", "amx.c", "attention.c", "team.c")
 SOURCE_FILES = [Path(__file__).with_name(name) for name in SOURCE_NAMES]
 BUILT_FOLDER = Path(__file__).with_name("built")  # in a wheel
 OPTIMIZATION_OPTIONS = ["-O3", "-ffp-contract=off", "-fPIC"]
@@ -46,7 +46,7 @@ X86_64_V3_FLAGS = X86_64_V2_FLAGS | {
 X86_64_V4_FLAGS = X86_64_V3_FLAGS | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 X86_64_BF16_OPTIONS = ["-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"]
 X86_64_BF16_FLAGS = X86_64_V4_FLAGS | {"avx512_bf16", "avx512_vnni"}
-X86_64_AMX_FLAGS = X86_64_BF16_FLAGS | {"amx_tile", "amx_bf16"}
+X86_64_AMX_FLAGS = X86_64_BF16_FLAGS | {"amx_tile", "amx_bf16", "amx_int8"}
 
 # From slow to fast: the last variant whose flags a processor has is the best for it.
 KERNEL_VARIANTS = [
@@ -57,7 +57,7 @@ KERNEL_VARIANTS = [
     Variant(
         "x86-64-v4-amx",
         "x86_64",
-        [*X86_64_BF16_OPTIONS, "-mamx-tile", "-mamx-bf16"],
+        [*X86_64_BF16_OPTIONS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
         X86_64_AMX_FLAGS,
     ),
     Variant("aarch64", "aarch64", ["-march=armv8-a"], {"asimd"}),

@@ -235,8 +235,6 @@ def describe_recipe(config: TrainConfig) -> str:
     """Describe a run's recipe in a line: its name and what it sets."""
     recipe = config.hyperparameters
     told = [f"learning rate {recipe.learning_rate:g}"]
-    if config.optimizer == "muon":
-        told.append("Muon for matrices")
     if recipe.warm_up is not None:
         told.append(f"warm-up {recipe.warm_up:,} steps")
     if config.head == "eagle":

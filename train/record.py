@@ -32,7 +32,6 @@ CARD_OPTIONS = (
     "batch_size",
     "batch_tokens",
     "accumulate",
-    "optimizer",
 )
 Record = dict[str, Any]  # the options of a run, with digests of its target's and data's content
 RUN_LENGTH_OPTIONS = {
@@ -171,7 +170,6 @@ def load_finished_result(folder: Path, record: Record) -> Validation | None:
         return None
     earlier = {
         "patience": 0,
-        "optimizer": "adamw",
         "shard_target": False,
     } | earlier  # of an earlier version
     file = folder / "result.json"

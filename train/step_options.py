@@ -1,11 +1,10 @@
-"""The options of `treespec train` for its optimizer steps: what a step is over, and what moves the weights."""
+"""The options of `treespec train` for its optimizer steps: what a step is over, and how far it goes."""
 
 from dataclasses import dataclass
 
 from treespec.errors import InputError
 from treespec.options import MAX_COUNT, MAX_TEXT_TOKENS, CommandOptions, option
 
-OPTIMIZER_NAMES = ("adamw", "muon")
 MAX_FORWARD_TOKENS = 1 << 24
 
 
@@ -40,12 +39,6 @@ class StepOptions(CommandOptions):
         2048,
         least=3,
         most=MAX_TEXT_TOKENS,
-    )
-    optimizer: str = option(
-        "adamw, or muon: Muon for matrices, AdamW at the same rate for all else (norms, biases, output layers, "
-        "embeddings)",
-        "adamw",
-        choices=OPTIMIZER_NAMES,
     )
     learning_rate: float | None = option(
         "highest learning rate; default: 1e-3, with --from-head 3e-4, published: the kind's recipe",

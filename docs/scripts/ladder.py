@@ -1,4 +1,4 @@
-"""Train kinds of heads by several budgets, optimizers and learning rates, and print a row for each run:
+"""Train kinds of heads by several budgets and learning rates, and print a row for each run:
 
     python docs/scripts/ladder.py --data answers/conversations.jsonl --out runs/ladder --kinds eagle --visits 300000
 
@@ -35,16 +35,14 @@ def measure_conversation(target: str, data: Path) -> float:
     return sum(lengths) / len(lengths)
 
 
-def run_training(
-    target: str, data: Path, folder: Path, kind: str, optimizer: str, rate: str, steps: int
-) -> Path:
+def run_training(target: str, data: Path, folder: Path, kind: str, rate: str, steps: int) -> Path:
     """Train a head, unless it is there. Returns its folder."""
-    out = folder / f"{kind}-{steps}-{optimizer}-{rate}"
+    out = folder / f"{kind}-{steps}-{rate}"
     if (out / "training" / "result.json").exists():
         return out
     command = ["train", "--target", target, "--data", str(data), "--head", kind]
     command += ["--features", str(folder / "features"), "--out", str(out)]
-    command += ["--optimizer", optimizer, "--learning-rate", rate, "--max-steps", str(steps)]
+    command += ["--learning-rate", rate, "--max-steps", str(steps)]
     command += ["--validate-every", "0", "--no-calibrate"]
     print("$ treespec", shlex.join(command), flush=True)
     subprocess.run([sys.executable, "-m", "treespec", *command], check=True)
@@ -57,22 +55,21 @@ def main(
     target: str = "demo",
     kinds: str = "eagle,eagle3,medusa,p-eagle,dflash",
     visits: Annotated[str, typer.Option(help="token visits of a run")] = "300000,1000000",
-    optimizers: Annotated[str, typer.Option(help="adamw, muon or both")] = "adamw",
     rates: Annotated[str, typer.Option(help="highest learning rates")] = "3e-4,1e-3,3e-3",
 ) -> None:
     """Train the heads, and print the table."""
     tokens = measure_conversation(target, data)
     rows = []
-    for budget, kind, optimizer, rate in itertools.product(
-        map(int, visits.split(",")), kinds.split(","), optimizers.split(","), rates.split(",")
+    for budget, kind, rate in itertools.product(
+        map(int, visits.split(",")), kinds.split(","), rates.split(",")
     ):
         steps = max(1, round(budget / tokens / choose_step_conversations(budget)))
-        head = run_training(target, data, out, kind, optimizer, rate, steps)
+        head = run_training(target, data, out, kind, rate, steps)
         result = json.loads((head / "training" / "result.json").read_text(encoding="utf-8"))
         agreement = [f"{100 * share:.1f}" for share in result["agreement"][:3]]
         length = f"{result['acceptance_length']:.2f}"
-        rows.append([kind, f"{budget:,}", optimizer, rate, *agreement, length])
-    columns = ["head", "token visits", "optimizer", "rate", "step 1, %", "step 2", "step 3"]
+        rows.append([kind, f"{budget:,}", rate, *agreement, length])
+    columns = ["head", "token visits", "rate", "step 1, %", "step 2", "step 3"]
     show([*columns, "tokens a cycle"], rows)
 
 

@@ -73,45 +73,41 @@ static void shape_eights(int rows) {
   _tile_loadconfig(&shapes);
 }
 
-// Four bits of a block as the eight that are multiplied.
-INLINE void widen_block(const char *w, I *numbers, int form) {
+// The numbers of a block with their signs: of Q4_0 q - 8, for which no sum of 8 x remains to be subtracted.
+INLINE void read_block(const char *w, I *numbers, int form) {
   UNROLL
-  for (int s = 0; s < EIGHTS_BLOCK / 4; s++) numbers[s] = factors_at(w, s / 2 * 2, s % 2, form);
+  for (int s = 0; s < EIGHTS_BLOCK / 4; s++)
+    numbers[s] = (I)((PackedFours)factors_at(w, s / 2 * 2, s % 2, form) - (uint8_t)offset_of(form));
 }
 
-INLINE void multiply_block(const char *x, int64_t row_bytes, const void *numbers) {
+INLINE void multiply_block(const char *x, int64_t row_bytes, const I *numbers) {
   __asm__ volatile("" ::: "memory");  // some compilers do not know that a tile is loaded from memory
   _tile_loadd(1, x, row_bytes);
   _tile_loadd(2, numbers, 4 * L);
   _tile_zero(0);
-  _tile_dpbsud(0, 1, 2);
+  _tile_dpbssd(0, 1, 2);
 }
 
 // As `eights_tile`, of one panel. A step in time, of block b:
 //
-//   sums of b stored  |  b + 1 multiplied  |  b + 2 widened, if it has four bits  |  sums of b added to those of floats
+//   sums of b stored  |  b + 1 multiplied  |  b + 2 read  |  sums of b added to those of floats
 INLINE void eights_by_amx(const char *x, int64_t row_bytes, const char *w, const uint16_t *scales, F *sums, int64_t in,
                           int rows, int again, int form) {
   F sum[AMX_ROWS] = {};
-  I parts[2][AMX_ROWS] __attribute__((aligned(64))), wide[2][EIGHTS_BLOCK / 4] __attribute__((aligned(64)));
+  I parts[2][AMX_ROWS] __attribute__((aligned(64))), numbers[2][EIGHTS_BLOCK / 4] __attribute__((aligned(64)));
   int64_t blocks = in / EIGHTS_BLOCK, bytes = EIGHTS_BLOCK * L * bits_of(form) / 8;
   const char *row_scales = x + in * sizeof(RowNumber);
-  for (int64_t b = 0; b < MIN(2, blocks) && form != Q8_0; b++) widen_block(w + b * bytes, wide[b], form);
-  multiply_block(x, row_bytes, form == Q8_0 ? (const void *)w : wide[0]);
+  for (int64_t b = 0; b < MIN(2, blocks); b++) read_block(w + b * bytes, numbers[b], form);
+  multiply_block(x, row_bytes, numbers[0]);
   for (int64_t b = 0; b < blocks; b++, w += bytes) {
     I *part = parts[b % 2];
     _tile_stored(0, part, 4 * L);
     for (int line = 0; line < bytes && !again; line += 64) __builtin_prefetch(w + bytes + 2 * AHEAD + line, 0, 2);
-    if (b + 1 < blocks)
-      multiply_block(x + (b + 1) * EIGHTS_BLOCK, row_bytes, form == Q8_0 ? (const void *)(w + bytes) : wide[(b + 1) % 2]);
-    if (b + 2 < blocks && form != Q8_0) widen_block(w + 2 * bytes, wide[b % 2], form);
+    if (b + 1 < blocks) multiply_block(x + (b + 1) * EIGHTS_BLOCK, row_bytes, numbers[(b + 1) % 2]);
+    if (b + 2 < blocks) read_block(w + 2 * bytes, numbers[b % 2], form);
     BlockScales block = read_scales(scales, b, form);
     UNROLL
-    for (int r = 0; r < rows; r++) {
-      const char *row_scale = row_scales + r * row_bytes;
-      I offsets = sum_of_block(row_scale, b, blocks) - (I){};
-      sum[r] = add_block(sum[r], part[r] - offsets * offset_of(form), block, row_scale, b, blocks, form);
-    }
+    for (int r = 0; r < rows; r++) sum[r] = add_block(sum[r], part[r], block, row_scales + r * row_bytes, b, blocks, form);
   }
   UNROLL
   for (int r = 0; r < rows; r++) sums[r * EIGHTS_PANELS] = sum[r];
